@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from megacpp_compile.nn.expert_capacity import equal_split
     from megacpp_compile.nn.sparse_mla import sparse_mla
     from megacpp_compile.precision.layer_spec import NativeLayerSpec, te_layer_spec
+    from megacpp_compile.precision.maxima import load_scaling_state, scaling_state
     from megacpp_compile.precision.replace import replace_linears
     from megacpp_compile.regional.compile import compile
     from megacpp_compile.report.collector import record
@@ -51,7 +52,8 @@ __all__ = [
     "NativeLayerSpec", "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints",
     "attention", "attention_capability", "backend", "check_resume", "compile", "disable_fa4", "enable", "enable_fa4",
     "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record", "load_cache",
-    "observed_attention", "record", "replace_linears", "save_cache", "sparse_mla", "te_layer_spec",
+    "load_scaling_state", "observed_attention", "record", "replace_linears", "save_cache", "scaling_state",
+    "sparse_mla", "te_layer_spec",
     "use_latent_cache", "uses_dense_fa4",
 ]  # fmt: skip
 
@@ -68,6 +70,7 @@ _HOME = {
     "disable_fa4": "nn.attention.switch", "enable": "enable", "enable_fa4": "nn.attention.switch",
     "equal_split": "nn.expert_capacity", "estimate": "memory.estimate", "explain": "explainer", "fit": "memory.fit",
     "last_attention": "nn.attention", "latent_attention": "decode.absorbed", "observed_attention": "nn.attention",
+    "load_scaling_state": "precision.maxima", "scaling_state": "precision.maxima",
     "record": "report.collector", "replace_linears": "precision.replace", "sparse_mla": "nn.sparse_mla",
     "te_layer_spec": "precision.layer_spec", "use_latent_cache": "decode.transformers_cache",
     "uses_dense_fa4": "nn.attention.switch",

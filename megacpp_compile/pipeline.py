@@ -18,6 +18,7 @@ from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile.analysis import Analysis, analyse, retrace, retrace_needed
 from megacpp_compile.backends._protocol import Backend, Settings, backend_for
 from megacpp_compile.backends.cache_hits import cache_hits
+from megacpp_compile.backends.delayed_scaling import take_past
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
@@ -132,7 +133,8 @@ def _hand_to_backend(
     if rewritten is not None:
         try:
             restore_sdpa_regions(rewritten)
-            return backend.compile_lowered(rewritten, example_inputs, settings)
+            past = take_past(rewritten, analysis.captured)
+            return past.adapt(backend.compile_lowered(rewritten, [*example_inputs, *past.fakes], settings))
         except _MEANT:
             raise
         except Exception as error:

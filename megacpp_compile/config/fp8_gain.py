@@ -7,6 +7,7 @@ those. Per token the casts grow with N + K and the GEMMs with N K, so a linear w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Shape = tuple[int | None, int, int]  # (M, N, K): tokens, or None where unknown; out features; in features
@@ -121,6 +122,13 @@ def joining_gain(recipe: str, shape: Shape) -> float:
     plain = flops / (BF16_TFLOPS * 1e12) + 6.0 * tokens * k / (COPY_TB_PER_S * 1e12)
     casts = rates.cast_bytes * (tokens * n + (n * k if m is not None else 0))
     return plain / (flops / (rates.tflops * 1e12) + casts / (COPY_TB_PER_S * 1e12))
+
+
+def joining_moves_less(shapes: Sequence[Shape]) -> bool:
+    """Whether linears with the same input move less as one GEMM: their gradients have to be put side by side, read and
+    written in 16 bits, and the gradients of the input, of which there is one for each otherwise, need no sum."""
+    k = shapes[0][2]
+    return 4 * sum(n for _, n, _ in shapes) < 6 * k * (len(shapes) - 1)
 
 
 def refusal(recipe: str, shape: Shape) -> str:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 RECIPES = ("bf16", "fp8_current", "fp8_block", "fp8_delayed", "nvfp4")
-# Delayed scaling changes its scales behind the graph's back; no op of a graph multiplies in 4 bits.
-UNTRACEABLE = frozenset({"fp8_delayed", "nvfp4"})
+# No op of a graph multiplies in 4 bits.
+UNTRACEABLE = frozenset({"nvfp4"})
 FP8_ROLES = ("attention", "experts")
 
 _MEANT = {"fp8": "fp8_current", "tensorwise": "fp8_current", "current": "fp8_current", "blockwise": "fp8_block",
@@ -57,7 +57,8 @@ class PrecisionPlan:
     - "bf16": left as it is;
     - "fp8_current": one scale a tensor, from the values it has now; Hopper's default;
     - "fp8_block": scales by blocks (128 x 128 of a weight, 1 x 128 of an activation);
-    - "fp8_delayed": one scale a tensor, from the maxima of past steps; in modules only, as it cannot be traced;
+    - "fp8_delayed": one scale a tensor, from the maxima of past steps, so that a cast is one pass. A number that is
+      beyond them is saturated; `scaling_state` carries them over a restart;
     - "nvfp4": 4 bits, with a scale in e4m3 for 16 elements; in modules only, by Transformer Engine 2.8 and newer on
       devices of compute capability 10 and newer. The gate predicts nothing for it.
 
@@ -151,7 +152,7 @@ class PrecisionPlan:
         return frozenset(recipe for _, recipe in (*self.rules, *self.roles))
 
     def traceable(self) -> PrecisionPlan:
-        """The plan with "bf16" in place of recipes that a graph cannot hold ("fp8_delayed", "nvfp4")."""
+        """The plan with "bf16" in place of recipes that a graph cannot hold ("nvfp4")."""
         rules, roles = (
             tuple((name, "bf16" if recipe in UNTRACEABLE else recipe) for name, recipe in pairs)
             for pairs in (self.rules, self.roles)

@@ -66,6 +66,7 @@ from megacpp_compile.errors.precision import (
     EngineError,
     ManifestError,
     PlanMismatchError,
+    ScalingStateError,
     StockCheckpointError,
     WrapperError,
 )
@@ -85,8 +86,8 @@ __all__ = [
     "ForwardOnlyError", "GraphBreakError", "LatentCacheError", "LayoutError", "ManifestError", "MegacppError", "Miss",
     "NotAModuleError", "NotCapturedError", "NotLoweredError", "OperandError", "PackageMissingError",
     "PeakUnreachableError", "PlanMismatchError", "ReportFormatError", "RequirementError", "ResumeError",
-    "RuleWithoutHitError", "ServingConfigError", "ServingRecordError", "ShardingError", "StagesOffError",
-    "StockCheckpointError", "TargetMismatchError", "TargetRecipeError", "TargetUnavailableError", "TorchInternalsError",
-    "TorchTooOldError", "TwoPoliciesError", "UnfoundedSiteError", "UnknownOptionError", "UnknownPassError",
-    "VerificationError", "WrapperError", "closest", "wrapped_in",
+    "RuleWithoutHitError", "ScalingStateError", "ServingConfigError", "ServingRecordError", "ShardingError",
+    "StagesOffError", "StockCheckpointError", "TargetMismatchError", "TargetRecipeError", "TargetUnavailableError",
+    "TorchInternalsError", "TorchTooOldError", "TwoPoliciesError", "UnfoundedSiteError", "UnknownOptionError",
+    "UnknownPassError", "VerificationError", "WrapperError", "closest", "wrapped_in",
 ]  # fmt: skip

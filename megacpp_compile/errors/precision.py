@@ -92,3 +92,19 @@ class DequantisationError(MegacppError):
             lines.append(f"  and {len(self.findings) - SHOWN} more")
         lines.append("Give the payload and its scale to an op with an fp8 lane, or allow the op or the module.")
         super().__init__("\n".join(lines))
+
+
+class ScalingStateError(MegacppError, ValueError):
+    """A state of delayed scaling that does not fit the model, told before anything is loaded.
+
+    Args:
+        lines: what does not fit, a line each.
+    """
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = tuple(lines)
+        shown = [*self.lines[:6], *([f"and {len(self.lines) - 6} more"] if len(self.lines) > 6 else [])]
+        super().__init__(
+            "\n".join(("the scaling state does not fit the model, and nothing was loaded:", *(f"  {x}" for x in shown)))
+            + "\nIt is what `scaling_state` returned of the same model; leave the line out to begin anew."
+        )

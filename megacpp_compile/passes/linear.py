@@ -1,5 +1,5 @@
-"""Linears that the precision plan wants in float8 (`precision`): with one scale a tensor from the values it has now
-(arXiv:2209.05433), or one for every block of 128 (arXiv:2412.19437).
+"""Linears that the precision plan wants in float8 (`precision`): with one scale a tensor, from the values it has now
+or those of past steps (arXiv:2209.05433), or one for every block of 128 (arXiv:2412.19437).
 
 Before: `y = linear(x, w, b)`, in any spelling
 After, under "fp8_current":
@@ -7,6 +7,10 @@ After, under "fp8_current":
         `y, = megacpp.fp8_linear(x, [w], x8, sx, w8, sw, [b], "e4m3", dtype)`
         and of linears that share x, where some are too narrow to gain alone (MLA's two down-projections):
         `y0, y1 = megacpp.fp8_linear(x, [w0, w1], x8, sx, w8, sw, [], "e4m3", dtype)`
+After, under "fp8_delayed", the same with
+        `x8, x8t, sx, seen = megacpp.fp8_quantize_delayed(x, largest, 0, "e4m3", turned, alone)`, where `largest` is 0,
+        that of a first step; the compiled frame has the history in its place (`backends/delayed_scaling.py`). Where x
+        lies in memory, one kernel casts it in both orientations, and backward keeps that which it multiplies
 After, under "fp8_block":
         `x8, sx = megacpp.fp8_quantize_tiles(x, 1)`, `w8, sw = megacpp.fp8_quantize_tiles(w, 128)`;
         `y = megacpp.fp8_block_linear(x, w, x8, sx, w8, sw, b, dtype)`
@@ -15,10 +19,12 @@ Safe only where the user asks for float8: this is the one pass that changes nume
 runs before the passes that take linears into ops of their own, so a projection in float8 saves its payload instead
 of a latent in bfloat16. Backward keeps the payload of x, half of bfloat16, and quantises the gradient.
 Refused: rows or features that are no multiple of 16 (of 128 under "fp8_block"); computation in float32; a device
-without float8 GEMMs. `Config` refuses "fp8_delayed" before any pass runs. A linear that the plan leaves in bfloat16 is
-no near miss, unless the gate by shape did so: its prediction is the reason. One that the gate refuses alone joins the
-GEMM of another that reads the same tensor, as all casts of that are made anyway. Two that gain alone stay two: their
-gradients would have to be put side by side.
+without float8 GEMMs. A linear that the plan leaves in bfloat16 is no near miss, unless the gate by shape did so: its
+prediction is the reason. One that the gate refuses alone joins the GEMM of another that reads the same tensor, as all
+casts of that are made anyway. Those that gain alone join where putting their gradients side by side moves less than the
+sum of x's gradients, as with queries, keys and values of few heads; gate and up stay two. Where
+nothing is trained, and where a weight is computed in the frame, "fp8_delayed" is "fp8_current": there are no steps to
+remember, or nothing to remember them by.
 """
 
 from __future__ import annotations
@@ -41,6 +47,7 @@ from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.passes._rewrites.delayed_scaling import lies_in_memory, no_past, parameter_of
 from megacpp_compile.passes._rule import Match
 
 name = "linear"
@@ -51,20 +58,21 @@ after = ("moe",)
 # as much as in e5m2 (measured: docs/precision.md).
 FORWARD, GRADIENT = "e4m3", "e4m3"
 # Recipe -> what every side of a GEMM is a multiple of.
-MULTIPLES = {"fp8_current": MULTIPLE, "fp8_block": SCALE_BLOCK}
+MULTIPLES = {"fp8_current": MULTIPLE, "fp8_delayed": MULTIPLE, "fp8_block": SCALE_BLOCK}
 
-Payloads = dict[tuple[Node, object, object], tuple[Node, Node]]  # (tensor, region, how it is rounded)
+Payloads = dict[tuple[Node, object, object], Node]  # (tensor, region, how it is rounded) -> the op that does it
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A linear that can be in float8. shape: as the gate has it, None where sizes are not fixed. gate: why it does not
-    pay alone, "" where it does."""
+    """A linear that can be in float8. recipe: what it runs in. shape: as the gate has it, None where sizes are not
+    fixed. gate: why it does not pay alone, "" where it does. note: why it does not run in the recipe of the plan."""
 
     linear: Linear
     recipe: str
     shape: fp8_gain.Shape | None
     gate: str
+    note: str = ""
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
@@ -75,7 +83,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     for node in view.graph.nodes:
         linear = match_linear(node)
         if linear is not None and value(linear.x).dim() > 1:
-            one = _check(plan, linear)
+            one = _check(view, plan, linear)
             if one is not None:
                 found.append(one)
     together = _together(view, [one for one in found if isinstance(one, Wanted)])
@@ -92,7 +100,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield _match(view, [one], payloads)
 
 
-def _check(plan: PrecisionPlan, linear: Linear) -> Wanted | MatchFailure | None:
+def _check(view: GraphView, plan: PrecisionPlan, linear: Linear) -> Wanted | MatchFailure | None:
     node, x = linear.node, value(linear.x)
     rows, k, n = x.numel() // x.shape[-1], x.shape[-1], linear.out_features
     static = all(isinstance(d, int) for d in (rows, k, n))
@@ -106,7 +114,17 @@ def _check(plan: PrecisionPlan, linear: Linear) -> Wanted | MatchFailure | None:
     misfit = _misfit(value(node).dtype, recipe, k, n, rows)
     if misfit is not None:
         return MatchFailure(node, *(("gate", gate) if gate else misfit))
-    return Wanted(linear, recipe, shape, gate)
+    note = _without_steps(view, linear) if recipe == "fp8_delayed" else ""
+    return Wanted(linear, "fp8_current" if note else recipe, shape, gate, note)
+
+
+def _without_steps(view: GraphView, linear: Linear) -> str:
+    """Why there is no past that could scale the tensors of `linear`, "" where there is."""
+    node = linear.node
+    if not (torch.is_grad_enabled() and view.mode_states[node].grad and view.needs_grad(node)):
+        return "fp8_current: nothing is trained here"
+    computed = parameter_of(linear.w, view.weights) is None
+    return "fp8_current: its weight is computed here, so it has no past" if computed else ""
 
 
 def _misfit(dtype: torch.dtype, recipe: str, k: object, n: object, rows: object) -> tuple[str, str] | None:
@@ -124,8 +142,8 @@ def _together(view: GraphView, wanted: Sequence[Wanted]) -> dict[Node, list[Want
     sharing: dict[object, list[Wanted]] = {}
     for one in wanted:
         linear = one.linear
-        if one.recipe == "fp8_current" and one.shape is not None and type(linear) is Linear:
-            kind = linear.x, view.mode_states[linear.node], value(linear.node).dtype, linear.b is None
+        if one.recipe != "fp8_block" and one.shape is not None and type(linear) is Linear:
+            kind = linear.x, one.recipe, view.mode_states[linear.node], value(linear.node).dtype, linear.b is None
             sharing.setdefault((*kind, value(linear.w).dtype, view.needs_grad(linear.w)), []).append(one)
     groups = (_group([o for o in own if _before(o, own[0])]) for own in sharing.values())
     return {one.linear.node: group for group in groups for one in group}
@@ -142,7 +160,8 @@ def _group(sharing: list[Wanted]) -> list[Wanted]:
     alone = [one for one in sharing if not one.gate]
     if alone:
         joining = [o for o in narrow if fp8_gain.joining_gain(o.recipe, o.shape) >= fp8_gain.LEAST_GAIN]  # type: ignore[arg-type]
-        group = [alone[0], *joining]
+        together = fp8_gain.joining_moves_less([o.shape for o in alone])  # type: ignore[misc]
+        group = [*(alone if together else alone[:1]), *joining]
     else:
         group = narrow
         if narrow:
@@ -156,9 +175,10 @@ def _match(view: GraphView, group: Sequence[Wanted], payloads: Payloads) -> Matc
     linears = [one.linear for one in group]
     outputs = [linear.node for linear in linears]
     inputs = list(dict.fromkeys(i for one in linears for i in (one.x, one.w, one.b) if i is not None))
-    note = f"{len(group)} linears, one in backward" if len(group) > 1 else ""
+    notes = [f"{len(group)} linears, one in backward"] if len(group) > 1 else []
+    notes += dict.fromkeys(one.note for one in group if one.note)
     rewrite = lambda build: _rewrite(view, build, linears, group[0].recipe, payloads)  # noqa: E731
-    return Match(outputs[0], inputs, outputs, rewrite, note=note)
+    return Match(outputs[0], inputs, outputs, rewrite, note="; ".join(notes))
 
 
 def _no_device_for(recipe: str) -> Callable[[torch.device], str]:
@@ -172,23 +192,36 @@ def _rewrite(
     build.anchor = first.node  # a linear stays where it is, behind those that it shares payloads with
     dtype = value(first.node).dtype
 
-    def payload(t: Node, op: OpOverload, how: object) -> tuple[Node, Node]:
-        key = (t, view.mode_states[first.node], how)
+    def payload(t: Node, op: OpOverload, *how: object) -> Node:
+        key = (t, view.mode_states[first.node], (op, *how))
         if key not in payloads:
-            quantised = build(op, build(torch.ops.aten.detach.default, t), how)
-            payloads[key] = build.item(quantised, 0), build.item(quantised, 1)
+            past = [no_past(build, t), 0] if recipe == "fp8_delayed" else []
+            payloads[key] = build(op, build(torch.ops.aten.detach.default, t), *past, *how)
         return payloads[key]
+
+    def parts(quantised: Node, *which: int) -> list[Node]:
+        made = {n.args[1]: n for n in quantised.users}
+        return [made.get(i) or build.item(quantised, i) for i in which]
 
     ops, aten = torch.ops.megacpp, torch.ops.aten
     x, weights = build.cast(first.x, dtype), [linear.weight(build) for linear in linears]
     if recipe == "fp8_block":
         tiles = ops.fp8_quantize_tiles.default
-        parts = (*payload(x, tiles, 1), *payload(weights[0], tiles, SCALE_BLOCK))
-        new = build(ops.fp8_block_linear.default, x, weights[0], *parts, first.b, dtype)
+        quantised = [*parts(payload(x, tiles, 1), 0, 1), *parts(payload(weights[0], tiles, SCALE_BLOCK), 0, 1)]
+        new = build(ops.fp8_block_linear.default, x, weights[0], *quantised, first.b, dtype)
         return new, [new]
-    one = ops.fp8_quantize.default
-    quantised_x = payload(x, one, FORWARD)
-    quantised_w = payload(weights[0] if len(weights) == 1 else build(aten.cat.default, weights), one, FORWARD)
     biases = [linear.b for linear in linears if linear.b is not None]
-    new = build(ops.fp8_linear.default, x, weights, *quantised_x, *quantised_w, biases, GRADIENT, dtype)
+    if recipe == "fp8_delayed":
+        one, alone = ops.fp8_quantize_delayed.default, lies_in_memory(first.x)
+        turned = alone and any(view.needs_grad(linear.w) for linear in linears)
+        x8, *columns, x_scale = parts(payload(x, one, FORWARD, turned, alone), *([0, 1, 2] if turned else [0, 2]))
+        w = weights[0] if len(weights) == 1 else build(aten.cat.default, weights)
+        quantised = [x8, x_scale, *parts(payload(w, one, FORWARD, False, True), 0, 2)]
+        past = [None, 0, None, *columns] if turned else []
+    else:
+        one, past = ops.fp8_quantize.default, []
+        quantised = parts(payload(x, one, FORWARD), 0, 1)
+        w = weights[0] if len(weights) == 1 else build(aten.cat.default, weights)
+        quantised += parts(payload(w, one, FORWARD), 0, 1)
+    new = build(ops.fp8_linear.default, x, weights, *quantised, biases, GRADIENT, dtype, *past)
     return new, [build.item(new, i) for i in range(len(linears))]

@@ -142,8 +142,8 @@ def test_what_stands_for_a_plan():
         ({"rules": 3}, ["pairs"]),
         ({"rules": [], "gate": 1}, ["precision.gate"]),
         (0.5, ["a PrecisionPlan"]),
-        ("fp8_delayed", ["can be traced", "plan.traceable()"]),
-        ({"*.q": "fp8_delayed"}, ["can be traced"]),
+        ("nvfp4", ["can be traced", "plan.traceable()"]),
+        ({"*.q": "nvfp4"}, ["can be traced"]),
     ],
     ids=str,
 )
@@ -159,13 +159,22 @@ def test_option():
     assert config.precision.recipe_for("layers.0.mlp.up_proj", "experts", WIDE) == "fp8_block"
     assert config == pickle.loads(pickle.dumps(config)) == Config(**config.to_dict())
     assert len({c.cache_key() for c in (config, Config(), Config(precision="fp8_current"))}) == 3
-    assert Config(precision=PrecisionPlan.of("fp8_delayed").traceable()).precision.recipes() == {"bf16"}
+    assert Config(precision=PrecisionPlan.of("nvfp4").traceable()).precision.recipes() == {"bf16"}
 
 
-def test_delayed_is_for_modules():
-    plan = PrecisionPlan.of("fp8_delayed")
-    assert plan.recipe_for("a.self_attn.q_proj", "attention", WIDE) == "fp8_delayed"
+def test_four_bits_are_for_modules():
+    plan = PrecisionPlan({"*.q_proj": "nvfp4", "*": "fp8_delayed"})
+    assert plan.recipe_for("a.self_attn.q_proj", "attention", WIDE) == "nvfp4"
     assert plan.traceable().recipe_for("a.self_attn.q_proj", "attention", WIDE) == "bf16"
+    assert plan.traceable().recipe_for("a.self_attn.o_proj", "attention", WIDE) == "fp8_delayed"
+
+
+def test_joining_that_moves_less():
+    """Gradients of few channels beside a wide input: queries, keys and values of few heads, not gate and up."""
+    assert fp8_gain.joining_moves_less([(None, 4096, 4096), (None, 1024, 4096), (None, 1024, 4096)])
+    assert fp8_gain.joining_moves_less([(4096, 1536, 7168), (4096, 576, 7168)])
+    assert not fp8_gain.joining_moves_less([(None, 11008, 4096), (None, 11008, 4096)])
+    assert not fp8_gain.joining_moves_less([(None, 16, 4096)])
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ TIMES_ROUNDING = 4
 INNER_UNIT = 2**-16
 KIND = {
     "fp8_quantize": "float8",
+    "fp8_quantize_delayed": "float8",
+    "push_maxima": "float8",
     "fp8_linear": "float8",
     "fp8_linear_backward": "float8",
     "fp8_quantize_tiles": "float8",

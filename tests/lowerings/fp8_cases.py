@@ -45,12 +45,16 @@ for label, options in LINEARS.items():
 # --- both operands quantised
 
 
-def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True, grad_format="e4m3", parts=(1,)):
-    """Operands of fp8_linear, one of them of very small numbers. parts: the weights' rows, in sixteens."""
+def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True, grad_format="e4m3", parts=(1,), past=()):
+    """Operands of fp8_linear, one of them of very small numbers. parts: the weights' rows, in sixteens. past: largest
+    magnitudes of gradients in earlier steps, of which the first counts; none without delayed scaling."""
     x, w = rand(*outer, k, dtype=dtype), rand(n, k, dtype=dtype) * 1e-4
     quantise = reference_of("fp8_quantize")
     weights, b = _parts(w, parts), _parts(rand(n, dtype=dtype), parts) if bias else []
-    return x, weights, *quantise(x, "e4m3"), *quantise(w, "e4m3"), b, grad_format, dtype
+    args = x, weights, *quantise(x, "e4m3"), *quantise(w, "e4m3"), b, grad_format, dtype
+    if not past:
+        return args
+    return *args, torch.tensor(past), 0, torch.zeros(()), args[2].flatten(0, -2).t().contiguous()
 
 
 def _parts(t, parts):
@@ -64,6 +68,10 @@ QUANTISED = {
     "gradients_in_e5m2": {"grad_format": "e5m2"},
     "three_weights": {"n": 96, "parts": (1, 3, 2)},
     "two_weights_no_bias": {"n": 64, "parts": (3, 1), "bias": False},
+    "delayed": {"past": (4e3, 1.0)},
+    "delayed_first_step": {"past": (0.0,), "bias": False},
+    "delayed_in_e5m2": {"past": (4e3,), "grad_format": "e5m2"},
+    "delayed_beyond_the_past": {"past": (200.0,), "n": 64, "parts": (3, 1), "bias": False},
 }
 for label, options in QUANTISED.items():
 
@@ -73,9 +81,12 @@ for label, options in QUANTISED.items():
 
     @case("fp8_linear_backward", label)
     def _(rand, dtype, options=options):
-        x, weights, x8, x_scale, _, w_scale, _, grad_format, _ = _fp8(rand, dtype, **options)
+        x, weights, x8, x_scale, _, w_scale, _, grad_format, _, *delayed = _fp8(rand, dtype, **options)
         grads = [rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3 for w in weights]
-        return grads, x8, x_scale, weights, w_scale, grad_format, dtype
+        if not delayed:
+            return grads, x8, x_scale, weights, w_scale, grad_format, dtype
+        largest, column, _, turned = delayed
+        return grads, turned, x_scale, weights, w_scale, grad_format, dtype, largest, column, True
 
 
 def _by_blocks(rand, dtype, outer=(2, 128), k=256, n=128, bias=True):
@@ -107,6 +118,38 @@ for format in ("e4m3", "e5m2"):
         @case("fp8_quantize", f"{format}_{label}")
         def _(rand, dtype, format=format, factor=factor):
             return rand(3, 16, dtype=dtype) * factor, format
+
+
+PASTS = {
+    "known": {"past": 3.0},
+    "none": {"past": 0.0, "factor": 1e-6},
+    "beyond": {"past": 0.5},
+    "known_in_e5m2": {"past": 3.0, "format": "e5m2"},
+    "turned": {"past": 3.0, "outer": (2, 40), "turned": True},
+    "turned_none": {"past": 0.0, "outer": (144,), "k": 336, "turned": True},
+    "made_and_turned": {"past": 3.0, "outer": (32,), "turned": True, "alone": False},
+    "zero": {"past": 0.0, "factor": 0},
+}
+
+
+def with_past(rand, dtype, past, outer=(3, 16), k=48, factor=1, format="e4m3", turned=False, alone=True):
+    return rand(*outer, k, dtype=dtype) * factor, torch.tensor([7.0, past]), 1, format, turned, alone
+
+
+for label, options in PASTS.items():
+
+    @case("fp8_quantize_delayed", label)
+    def _(rand, dtype, options=options):
+        return with_past(rand, dtype, **options)
+
+
+for label, grads in {"forward_alone": 0, "with_gradients": 3}.items():
+
+    @case("push_maxima", label)
+    def _(rand, dtype, grads=grads):
+        latest = rand(4, dtype=torch.float32).abs()
+        latest[1], latest[2] = float("inf"), float("nan")
+        return rand(5, 4 + grads, dtype=torch.float32).abs(), latest, [rand(dtype=torch.float32).abs() for _ in range(grads)]
 
 
 # --- GEMMs with a scale for every block

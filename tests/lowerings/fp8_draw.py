@@ -31,6 +31,10 @@ def kind(draw: random.Random, op: str) -> Kind:
 
 def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:
     outer, w, f = outer_sizes(kind, draw, room), kind.widths, kind.flags
+    if kind.op == "push_maxima":
+        n, gradients = w["n"], w["k"]
+        rand = make.normal(torch.float32)
+        return rand(5, n + gradients).abs(), rand(n).abs(), [rand().abs() for _ in range(gradients)]
 
     def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
         return make.normal(dtype)(*shape)
@@ -52,13 +56,17 @@ def _quantised(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tu
     format = kind.flags["format"]
     if kind.op == "fp8_quantize":
         return x, format
+    past = torch.tensor([0.0 if kind.flags["per"] == "row" else 3.0], device=x.device)
+    if kind.op == "fp8_quantize_delayed":
+        return x, past, 0, format, kind.flags["bias"], kind.flags["per"] != "block"
     n, main, quantise = kind.widths["n"], kind.dtypes["main"], reference_of("fp8_quantize")
     weight = make.normal(main)(n, kind.widths["k"])
     (x8, x_scale), (w8, w_scale) = (quantise(t, "e4m3") for t in (x, weight))
     weights = list(weight.split([16, n - 16])) if kind.flags["bias"] and n > 16 else [weight]
     if kind.op == "fp8_linear_backward":
         grads = [make.normal(main)(*x.shape[:-1], w.shape[0]) for w in weights]
-        return grads, x8, x_scale, weights, w_scale, format, out
+        delayed = (past, 0, False) if kind.flags["per"] != "tensor" else ()
+        return grads, x8, x_scale, weights, w_scale, format, out, *delayed
     biases = [make.normal(main)(w.shape[0]) for w in weights] if kind.flags["bias"] else []
     return x, weights, x8, x_scale, w8, w_scale, biases, format, out
 

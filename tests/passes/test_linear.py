@@ -234,6 +234,25 @@ def test_narrow_ones_join_each_other(narrow_alone):
     assert frames.counts[NAME] == 1 and not frames.tags(NAME)
 
 
+def test_wide_ones_join_where_that_moves_less(float8):
+    """Queries, keys and values of few heads: 24 channels of gradients to put together, 64 of the input's to add."""
+
+    class QKV(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            make = lambda n: nn.Linear(64, n, bias=False, dtype=torch.bfloat16)  # noqa: E731
+            self.q, self.k, self.v = make(64), make(16), make(16)
+
+        def forward(self, x):
+            return self.q(x).tanh(), self.k(x), self.v(x)
+
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    frames = check(QKV(), (x,), config(), tolerance=FLOAT8)
+    notes = [site.note for analysis in frames.analyses for site in analysis.outcome.sites]
+    assert frames.counts[NAME] == 1 and notes == ["3 linears, one in backward"]
+
+
 def test_wide_ones_stay_apart(narrow_alone):
     plan = PrecisionPlan(rules=(("down_proj", "bf16"), ("*", "fp8_current")))
     frames = check(MLP(), hidden(), config(plan), tolerance=FLOAT8)
@@ -367,7 +386,7 @@ def test_refuses_a_device_without_block_scales():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block"])
 def test_on_a_gpu(recipe):
     """In one graph that Inductor compiled: the products are cuBLASLt's, results and gradients near eager's."""
     from megacpp_compile.lowerings._gemm.float8_support import no_block_scales, no_float8

@@ -60,3 +60,39 @@ def rounded_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def widened(payload: Tensor, dtype: torch.dtype) -> Tensor:
     """The payload's numbers in `dtype`, exactly; for use inside an op, whose operands stay fp8 in memory."""
     return payload.to(dtype)
+
+
+# --- scales from what a tensor's past held
+
+# A tensor without a past has the scale of MARGIN times the largest of a sample of SAMPLE x SAMPLE of its numbers:
+# normally distributed ones are saturated from some 50 times their root mean square on, and keep three bits of mantissa
+# down to a 500th of it. What a past has shown is left ROOM to grow: e4m3 pays with a bit of range, not of mantissa.
+MARGIN, SAMPLE, ROOM = 16.0, 32, 2.0
+
+
+def delayed_scale(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale of float32 `x` [..., k] that `largest` [] gives, the largest magnitude of its past; where that is 0, as
+    it is before there is one, the scale that a sample of x gives."""
+    rows = x.flatten(0, -2)
+    if rows.numel():
+        within, across = (_step(size) for size in rows.shape)
+        sample = rows[: SAMPLE * within : within, : SAMPLE * across : across]
+    else:
+        sample = rows.new_zeros(1, 1)
+    return scale_from(torch.where(largest > 0, ROOM * largest, MARGIN * sample.abs().amax((0, 1))), dtype)
+
+
+def _step(size: int) -> int:
+    """From one number of a sample to the next. Of a symbolic size the first numbers are the sample."""
+    return max(1, size // SAMPLE) if isinstance(size, int) else 1
+
+
+def rounded_by_past(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`rounded_by` for a scale that x itself does not bound: finite numbers are saturated, infinite ones become NaN, so
+    that an overflow is seen behind it."""
+    return rounded_by(x + (x - x), scale, dtype)
+
+
+def largest_of(x: Tensor) -> Tensor:
+    """The largest magnitude of `x` [], 0 where it is empty."""
+    return x.abs().amax(tuple(range(x.dim()))) if x.numel() else x.new_zeros(())

@@ -22,7 +22,7 @@ _HELD = 32768
 
 
 @triton.jit
-def _scale_from(largest):
+def scale_from(largest):
     """As `fp8.scale_from`."""
     return tl.where(largest > 0, tl.maximum(largest / 448, 1.1754943508222875e-38), 1.0)
 
@@ -40,7 +40,7 @@ def quantise_row(x, take, ends, channel_scale, out, scale, xs, K: tl.constexpr, 
         behind = tl.load(ends + e, mask=e < E, other=2147483647) <= r
         group = tl.minimum(tl.sum(behind.to(tl.int32), 0), E - 1)  # a row behind all groups may have any scale
         v *= tl.load(channel_scale + group * K + k, mask=k < K, other=0)
-    one = _scale_from(tl.max(tl.abs(v), 0))
+    one = scale_from(tl.max(tl.abs(v), 0))
     tl.store(scale + r, one)
     tl.store(out + r.to(tl.int64) * K + k, as_stored(v * (1 / one), out), mask=k < K)
 
@@ -55,7 +55,7 @@ def quantise_weights(table, out, scale, stride, R: tl.constexpr, C: tl.constexpr
     c = tl.arange(0, CP)
     inside = (r < R)[:, None] & (c < C)[None, :]
     v = tl.load(w + r[:, None] * stride + c[None, :], mask=inside, other=0).to(tl.float32)
-    rows = _scale_from(tl.max(tl.abs(v), 1))
+    rows = scale_from(tl.max(tl.abs(v), 1))
     at = e.to(tl.int64) * PARTS * R + part * R + r
     tl.store(scale + at, rows, mask=r < R)
     tl.store(out + at[:, None] * C + c[None, :], as_stored(v * (1 / rows)[:, None], out), mask=inside)
@@ -69,7 +69,7 @@ def _divided(at, scale, inside, four, R: tl.constexpr):
 
 
 @triton.jit
-def _word(v0, v1, v2, v3, INTERPRETED: tl.constexpr):
+def word_of(v0, v1, v2, v3, INTERPRETED: tl.constexpr):
     """Four numbers in e4m3, the first in the lowest byte: two conversions side by side, as a GPU has them, and no byte
     is taken out of a pair again."""
     if INTERPRETED:
@@ -103,7 +103,7 @@ def quantise_turned(table, out, scale, stride, R: tl.constexpr, C: tl.constexpr,
     v1 = _divided(at + stride, of + 1, inside, four, R)
     v2 = _divided(at + 2 * stride, of + 2, inside, four, R)
     v3 = _divided(at + 3 * stride, of + 3, inside, four, R)
-    word = _word(v0, v1, v2, v3, INTERPRETED)
+    word = word_of(v0, v1, v2, v3, INTERPRETED)
     words: tl.constexpr = PARTS * R // 4
     place = (e.to(tl.int64) * C + c)[:, None] * words + (part * (R // 4) + four)[None, :]
     tl.store(out + place, tl.trans(word), mask=(c < C)[:, None] & (four < R // 4)[None, :])

@@ -2,19 +2,35 @@
 
     fp8_quantize(x, format)     payload, x's shape in float8, and scale_inv [], float32: x = payload * scale_inv.
                                 format "e4m3" or "e5m2"; the scale comes from the values x has now ("current scaling")
-    fp8_linear(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype)
+    fp8_quantize_delayed(x, largest, column, format, turned, alone)
+                                the same by "delayed scaling", and the cast is one pass: the scale leaves room for twice
+                                `largest[column]`, of [n], the largest magnitude that x's past held; where that is 0, as
+                                it is before there is a past, it comes from a sample of x. Returns the payload, with
+                                `turned` also that as [k, rows] (else empty), the scale, and the largest magnitude of x
+                                now []. alone: x lies in memory, so that a kernel of its own casts it; else what makes
+                                it may cast it, too
+    push_maxima(history, latest, grads)
+                                history [h, n] with a row more, `latest` [m] and `grads` (n - m of []), and its oldest
+                                row less; and the largest of each column [n]. What is not finite counts as 0
+    fp8_linear(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype, grad_largest, grad_column,
+               grad_seen, x_turned)
         x           [..., k]; takes the gradient, and is not read
         weights     one [n_i, k] of each linear; they take the gradients, and are read in backward only
         x8, w8      the payloads in e4m3 of x and of all weights, one below the other [n, k], with their scales
         biases      one [n_i] of each linear, or none
+        grad_largest, grad_column, grad_seen    with delayed scaling: what scales the gradient, as `largest` and
+                    `column` do x; and a tensor [] that backward writes the gradient's largest magnitude to. None with
+                    current scaling
+        x_turned    x8 as [k, rows], which backward keeps in the place of x8; None to keep x8
         returns     y_i [..., n_i] of each, in `out_dtype`: parts of (x8 @ w8.T) * x_scale_inv * w_scale_inv, plus bias
 
 In backward the linears are one: one GEMM has all gradients of the weights, and one the gradient of x, which needs no
 sum. Gradients are quantised to `grad_format`, together: "e4m3", as the pass has it, or "e5m2", with the range of
 float16 and one bit less of mantissa. Scaled by its largest number, a tensor has three bits in e4m3 down to 1/28672 of
 that number. k, each n_i and the rows of x are multiples of 16, as the tensor cores require.
-Saved for backward: x8, the two scales, and the weights, whose payload is recomputed; x itself is not.
-Sources: FP8 formats, https://arxiv.org/abs/2209.05433; current scaling as in Transformer Engine's Float8CurrentScaling.
+Saved for backward: x8 or x_turned, the two scales, and the weights, whose payload is recomputed; x itself is not.
+Sources: FP8 formats, https://arxiv.org/abs/2209.05433; current and delayed scaling as in Transformer Engine's
+Float8CurrentScaling and DelayedScaling, but that a number beyond what the past held, where it is infinite, becomes NaN.
 """
 
 from __future__ import annotations
@@ -47,6 +63,31 @@ def _(x, format):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=DTYPES[format]), x.new_empty((), dtype=torch.float32)
 
 
+@torch.library.custom_op("megacpp::fp8_quantize_delayed", mutates_args=())
+def fp8_quantize_delayed(
+    x: Tensor, largest: Tensor, column: int, format: str, turned: bool, alone: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with no_autocast(x):
+        return reference.fp8_quantize_delayed(x, largest, column, format, turned, alone)
+
+
+@fp8_quantize_delayed.register_fake
+def _(x, largest, column, format, turned, alone):  # type: ignore[no-untyped-def]
+    number, dtype = x.new_empty((), dtype=torch.float32), DTYPES[format]
+    columns = x.new_empty((x.shape[-1], x.numel() // x.shape[-1]) if turned else (0,), dtype=dtype)
+    return x.new_empty(x.shape, dtype=dtype), columns, number, torch.empty_like(number)
+
+
+@torch.library.custom_op("megacpp::push_maxima", mutates_args=())
+def push_maxima(history: Tensor, latest: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return reference.push_maxima(history, latest, grads)
+
+
+@push_maxima.register_fake
+def _(history, latest, grads):  # type: ignore[no-untyped-def]
+    return torch.empty_like(history), history.new_empty(history.shape[1:])
+
+
 @torch.library.custom_op("megacpp::fp8_linear", mutates_args=())
 def fp8_linear(
     x: Tensor,
@@ -58,13 +99,18 @@ def fp8_linear(
     biases: list[Tensor],
     grad_format: str,
     out_dtype: torch.dtype,
+    grad_largest: Tensor | None = None,
+    grad_column: int = 0,
+    grad_seen: Tensor | None = None,
+    x_turned: Tensor | None = None,
 ) -> list[Tensor]:
     with no_autocast(x):
         return reference.fp8_linear(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype)
 
 
 @fp8_linear.register_fake
-def _(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype):  # type: ignore[no-untyped-def]
+def _(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype,
+      grad_largest=None, grad_column=0, grad_seen=None, x_turned=None):  # type: ignore[no-untyped-def]  # fmt: skip
     return [x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype) for w in weights]
 
 
@@ -77,36 +123,54 @@ def fp8_linear_backward(
     w_scale_inv: Tensor,
     grad_format: str,
     x_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weights, one below the other [n, k]."""
+    largest: Tensor | None = None,
+    column: int = 0,
+    turned: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and of the weights, one below the other [n, k], and the largest magnitude of `grads` []. turned:
+    x8 is [k, rows]."""
     with no_autocast(x8):
-        return reference.fp8_linear_backward(grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype)
+        return reference.fp8_linear_backward(
+            grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype, largest, column, turned
+        )
 
 
 @fp8_linear_backward.register_fake
-def _(grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype):  # type: ignore[no-untyped-def]
-    n = sum(w.shape[0] for w in weights)
-    return grads[0].new_empty(x8.shape, dtype=x_dtype), weights[0].new_empty((n, x8.shape[-1]))
+def _(grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype,
+      largest=None, column=0, turned=False):  # type: ignore[no-untyped-def]  # fmt: skip
+    n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    dx, dw = grads[0].new_empty((*grads[0].shape[:-1], k), dtype=x_dtype), weights[0].new_empty((n, k))
+    return dx, dw, x8.new_empty((), dtype=torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weights, x8, x_scale_inv, _, w_scale_inv, biases, ctx.grad_format, _ = inputs
+    x, weights, x8, x_scale_inv, _, w_scale_inv, biases, ctx.grad_format, _, *delayed = inputs
+    grad_largest, ctx.column, ctx.grad_seen, x_turned = delayed
     ctx.set_materialize_grads(False)
     ctx.x_dtype, ctx.bias_dtypes = x.dtype, [b.dtype for b in biases]
-    ctx.save_for_backward(x8, x_scale_inv, w_scale_inv, *weights)
+    # Not saved: backward writes to `grad_seen`, and reads nothing of it.
+    ctx.delayed, ctx.turned = grad_largest is not None, x_turned is not None
+    past = [grad_largest] if ctx.delayed else []
+    ctx.save_for_backward(x_turned if ctx.turned else x8, x_scale_inv, w_scale_inv, *past, *weights)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     x8, x_scale_inv, w_scale_inv, *weights = ctx.saved_tensors
+    largest = weights.pop(0) if ctx.delayed else None
     # A linear that no loss depends on has no gradient, as in eager.
     used = {i: g for i, g in enumerate(grads) if g is not None}
     own = [weights[i] for i in used]
-    dx, dw = fp8_linear_backward(
-        list(used.values()), x8, x_scale_inv, own, w_scale_inv, ctx.grad_format, ctx.x_dtype
+    dx, dw, seen = fp8_linear_backward(
+        list(used.values()), x8, x_scale_inv, own, w_scale_inv, ctx.grad_format, ctx.x_dtype, largest, ctx.column,
+        ctx.turned,
     )
+    if ctx.grad_seen is not None:
+        ctx.grad_seen.copy_(seen)
     rows_of = dict(zip(used, dw.split([w.shape[0] for w in own]) if len(own) > 1 else [dw], strict=True))
     dbs = [None if (g := used.get(i)) is None else bias_gradient(g, d) for i, d in enumerate(ctx.bias_dtypes)]
-    return dx, [rows_of.get(i) for i in range(len(weights))], None, None, None, None, dbs, None, None
+    dws = [rows_of.get(i) for i in range(len(weights))]
+    # One for every argument the caller gave, defaults not counted.
+    return (dx, dws, None, None, None, None, dbs, *[None] * 6)[: len(ctx.needs_input_grad)]
 
 
 fp8_linear.register_autograd(_backward, setup_context=_setup_context)
@@ -120,6 +184,8 @@ def _flops(x: Tensor, weights: list[Tensor], *_: Any) -> float:
 declare(
     {
         "megacpp::fp8_quantize": OpTraits(),
+        "megacpp::fp8_quantize_delayed": OpTraits(),
+        "megacpp::push_maxima": OpTraits(recomputable=False),  # of tensors that the step writes to
         "megacpp::fp8_linear": OpTraits(gemm=True, flops=_flops),
         "megacpp::fp8_linear_backward": OpTraits(),
     }

@@ -2,8 +2,9 @@
 Inductor fuses into the norm, activation or rotation before them.
 
 Hopper's float8 GEMM wants both operands with the summed dimension contiguous. The gradient of the weights therefore
-casts both into transposed copies, that of the input the weights. Forward GEMMs accumulate fast (in the tensor cores'
-own 22 bits), backward ones exactly, as Transformer Engine has it.
+casts both into transposed copies, that of the input the weights; with delayed scaling a kernel of its own writes both
+orientations at once (`_kernels/triton_delayed_cast.py`). Forward GEMMs accumulate fast (in the tensor cores' own 22
+bits), backward ones exactly, as Transformer Engine has it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8, no_linear
-from megacpp_compile.lowerings._kernels.fp8 import fp8_gemm, rounded_by, scale_of
-from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize
+from megacpp_compile.lowerings._kernels.fp8 import (
+    delayed_scale,
+    fp8_gemm,
+    largest_of,
+    rounded_by,
+    rounded_by_past,
+    scale_of,
+)
+from megacpp_compile.lowerings.fp8_linear import reference
+from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize, push_maxima
 
-__all__ = ["fp8_linear", "fp8_linear_backward", "fp8_quantize", "supports"]
+__all__ = ["fp8_linear", "fp8_linear_backward", "fp8_quantize", "fp8_quantize_delayed", "push_maxima", "supports"]
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -27,9 +36,20 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     backward = name == "fp8_linear_backward"
     if missing := no_float8(args[1 if backward else 0].device):
         return missing
-    if name == "fp8_quantize":
+    if not name.startswith("fp8_linear"):
         return None
     return no_linear(args, backward, MULTIPLE)
+
+
+def fp8_quantize_delayed(
+    x: Tensor, largest: Tensor, column: int, format: str, turned: bool, alone: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not alone or format != "e4m3":
+        return reference.fp8_quantize_delayed(x, largest, column, format, turned, alone)
+    from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
+
+    payload, columns, scale, seen = delayed_cast(x.flatten(0, -2), largest, column, turned)
+    return payload.view(x.shape), payload.new_empty(0) if columns is None else columns, scale, seen
 
 
 def fp8_linear(
@@ -42,6 +62,10 @@ def fp8_linear(
     biases: list[Tensor],
     grad_format: str,
     out_dtype: torch.dtype,
+    grad_largest: Tensor | None = None,
+    grad_column: int = 0,
+    grad_seen: Tensor | None = None,
+    x_turned: Tensor | None = None,
 ) -> list[Tensor]:
     # A GEMM each: parts of one result would keep all of it alive for as long as any of them.
     payloads = [w8] if len(weights) == 1 else w8.split([w.shape[0] for w in weights])
@@ -60,18 +84,35 @@ def fp8_linear_backward(
     w_scale_inv: Tensor,
     grad_format: str,
     x_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    format = DTYPES[grad_format]
-    grad = _joined(grads, -1).flatten(0, -2).to(torch.float32)
-    scale_inv = scale_of(grad, format, whole=True)
-    rows = rounded_by(grad, scale_inv, format).contiguous()
-    columns = rounded_by(grad.t(), scale_inv, format).contiguous()
-    turned = [rounded_by(w.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights]
-    w_columns = _joined(turned, 1).contiguous()
-    dx = fp8_gemm(rows, scale_inv, w_columns, w_scale_inv, x_dtype).unflatten(0, x8.shape[:-1])
-    x_columns = x8.flatten(0, -2).t().contiguous()
+    largest: Tensor | None = None,
+    column: int = 0,
+    turned: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = _joined(grads, -1)
+    rows, columns, scale_inv, seen = _gradient(grad.flatten(0, -2), grad_format, largest, column)
+    turned_weights = [rounded_by(w.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights]
+    w_columns = _joined(turned_weights, 1).contiguous()
+    dx = fp8_gemm(rows, scale_inv, w_columns, w_scale_inv, x_dtype).unflatten(0, grad.shape[:-1])
+    x_columns = x8 if turned else x8.flatten(0, -2).t().contiguous()
     dw = fp8_gemm(columns, scale_inv, x_columns, x_scale_inv, weights[0].dtype)
-    return dx, dw
+    return dx, dw, seen
+
+
+def _gradient(
+    grad: Tensor, format: str, largest: Tensor | None, column: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(payload [rows, n], the same transposed, scale [], largest magnitude []) of a gradient."""
+    if largest is not None and format == "e4m3":
+        from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
+
+        payload, columns, scale, seen = delayed_cast(grad, largest, column, True)
+        assert columns is not None
+        return payload, columns, scale, seen
+    wide, dtype = grad.to(torch.float32), DTYPES[format]
+    scale = scale_of(wide, dtype, whole=True) if largest is None else delayed_scale(wide, largest[column], dtype)
+    rounded = rounded_by if largest is None else rounded_by_past
+    payload, columns = (rounded(t, scale, dtype).contiguous() for t in (wide, wide.t()))
+    return payload, columns, scale, largest_of(wide)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

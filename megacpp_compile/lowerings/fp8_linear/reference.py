@@ -6,7 +6,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.fp8 import round_to_fp8, rounded_by, widened
+from megacpp_compile.lowerings._kernels.fp8 import (
+    delayed_scale,
+    largest_of,
+    round_to_fp8,
+    rounded_by,
+    rounded_by_past,
+    widened,
+)
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -14,6 +21,23 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     payload, scale = round_to_fp8(x.to(torch.float32), DTYPES[format], whole=True)
     return payload.contiguous(), scale
+
+
+def fp8_quantize_delayed(
+    x: Tensor, largest: Tensor, column: int, format: str, turned: bool, alone: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide, dtype = x.to(torch.float32), DTYPES[format]
+    scale = delayed_scale(wide, largest[column], dtype)
+    payload = rounded_by_past(wide, scale, dtype).contiguous()
+    columns = payload.flatten(0, -2).t().contiguous() if turned else payload.new_empty(0)
+    return payload, columns, scale, largest_of(wide)
+
+
+def push_maxima(history: Tensor, latest: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+    newest = torch.cat([latest, torch.stack(grads)]) if grads else latest
+    newest = torch.where(newest.isfinite(), newest, 0.0)
+    pushed = torch.cat([newest[None], history[:-1]])
+    return pushed, pushed.amax(0)
 
 
 def _gemm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
@@ -30,6 +54,10 @@ def fp8_linear(
     biases: list[Tensor],
     grad_format: str,
     out_dtype: torch.dtype,
+    grad_largest: Tensor | None = None,
+    grad_column: int = 0,
+    grad_seen: Tensor | None = None,
+    x_turned: Tensor | None = None,
 ) -> list[Tensor]:
     each = w8.split([w.shape[0] for w in weights])
     ys = [_gemm(x8, x_scale_inv, own.t(), w_scale_inv, torch.float32) for own in each]
@@ -45,9 +73,17 @@ def fp8_linear_backward(
     w_scale_inv: Tensor,
     grad_format: str,
     x_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    g8, g_scale_inv = fp8_quantize(torch.cat(grads, -1), grad_format)
+    largest: Tensor | None = None,
+    column: int = 0,
+    turned: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = torch.cat(grads, -1)
+    if largest is None:
+        (g8, g_scale_inv), seen = fp8_quantize(grad, grad_format), largest_of(grad.to(torch.float32))
+    else:
+        g8, _, g_scale_inv, seen = fp8_quantize_delayed(grad, largest, column, grad_format, False, True)
     w8 = torch.cat([rounded_by(w.to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights])
     dx = _gemm(g8, g_scale_inv, w8, w_scale_inv, x_dtype)
-    dw = _gemm(g8.flatten(0, -2).t(), g_scale_inv, x8.flatten(0, -2), x_scale_inv, weights[0].dtype)
-    return dx, dw
+    rows = x8.t() if turned else x8.flatten(0, -2)
+    dw = _gemm(g8.flatten(0, -2).t(), g_scale_inv, rows, x_scale_inv, weights[0].dtype)
+    return dx, dw, seen

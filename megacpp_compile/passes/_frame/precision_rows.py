@@ -27,6 +27,7 @@ from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.passes._driver import Outcome
+from megacpp_compile.passes._rewrites.delayed_scaling import is_delayed
 from megacpp_compile.passes._rewrites.expert_precision import REASON
 from megacpp_compile.report.records import Precision
 
@@ -72,13 +73,16 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
     if plan is None:
         return []
     refused = {miss.node: miss.reason for miss in outcome.misses if miss.pass_name == "linear"}
+    op_of = {id(site): node for site, node in zip(outcome.sites, outcome.op_nodes, strict=True)}
     done = []
     for ask in rows:
         row, node = ask.row, ask.node
         if ask.kind == "stacked" and node._erased:
             continue  # the layer of experts has a row of its own
         if node in outcome.replaced and outcome.replaced[node].pass_name == "linear":
-            row.effective = row.requested
+            row.effective, row.reason = row.requested, ""
+            if row.requested == "fp8_delayed" and not is_delayed(op_of[id(outcome.replaced[node])]):
+                row.effective, row.reason = "fp8_current", outcome.replaced[node].note
         elif _op_name(node) == _FP8_WEIGHT:
             row.effective, row.reason = "fp8 weight", "the weight is fp8 already"
         elif row.requested != "bf16":

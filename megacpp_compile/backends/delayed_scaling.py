@@ -1,0 +1,119 @@
+"""Gives a frame under delayed scaling its past: tensors behind its inputs, which it reads and writes.
+
+Before: `x8, _, sx, seen = megacpp.fp8_quantize_delayed(x, 0, 0, ...)`, and of w; `fp8_linear(x, [w], x8, sx, ...)`
+After:  `history', largest = megacpp.push_maxima(history, latest, grads)` in front of all else;
+        `fp8_quantize_delayed(x, largest, i, ...)`; `fp8_linear(x, [w], x8, sx, ..., largest, j, grads[j])`;
+        behind all else `history` becomes history', and `latest` what each `seen` is. Backward writes `grads`.
+
+So a step's forward takes over what the step before has seen, and nothing is written that the same step reads later:
+backward, and whatever recomputes a cast in it, has the scales of its forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from megacpp_compile.frontend.capture import Captured
+from megacpp_compile.fx.edit import Builder, drop_dead, value
+from megacpp_compile.passes._rewrites.delayed_scaling import is_delayed, parameter_of, quantised
+from megacpp_compile.precision.maxima import HISTORY, Column, Kind, maxima_of
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """What a frame under delayed scaling is called with beside its inputs. fakes: these tensors, without data."""
+
+    columns: tuple[Column, ...]
+    fakes: list[Tensor]
+
+    def adapt(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, called with the frame's own inputs."""
+        columns = self.columns
+        if not columns:
+            return compiled
+
+        def with_past(*inputs: Any) -> Any:
+            return compiled(*inputs, *maxima_of(columns, inputs).arguments())
+
+        return with_past
+
+
+def take_past(gm: GraphModule, captured: Captured | None) -> Past:
+    """Change `gm`, the rewritten graph of `captured`, in place to one that has its past behind its inputs; a past of
+    nothing where nothing in it has delayed scaling. captured: None where no pass saw the frame."""
+    if captured is None:
+        return Past((), [])
+    graph, weights, mode, ops = gm.graph, captured.weights, captured.fake_mode, torch.ops.megacpp
+    linears = [n for n in graph.nodes if n.target is ops.fp8_linear.default and is_delayed(n)]
+    if not linears:
+        return Past((), [])
+    inputs = graph.find_nodes(op="placeholder")
+    forward, backward = _columns(linears, inputs, weights)
+    order = [*forward.values(), *backward.values()]
+    device = value(linears[0])[0].device
+    with mode, torch.no_grad():
+        fakes = [torch.zeros(s, device=device) for s in ((HISTORY, len(order)), (len(forward),), *[()] * len(backward))]
+    history, latest, *grads = _placeholders(gm, inputs[-1], fakes)
+
+    first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+    build = Builder(graph, mode, first, history)  # in no checkpoint's region: recomputed, it would push once more
+    pushed = build(ops.push_maxima.default, history, latest, grads)
+    newest, largest = build.item(pushed, 0), build.item(pushed, 1)
+    for i, node in enumerate(forward):
+        node.args = (node.args[0], largest, i, *node.args[3:])
+    for i, (node, seen) in enumerate(zip(backward, grads, strict=True), len(forward)):
+        node.args = (*node.args[:9], largest, i, seen, *node.args[12:])
+
+    output = graph.output_node()
+    build = Builder(graph, mode, output, history)
+    seen_now = build(aten.stack.default, [build.item(node, 3) for node in forward])
+    for old, new in ((latest, seen_now), (history, newest)):
+        build(aten.copy_.default, old, new)
+    drop_dead(graph)
+    graph.lint()
+    gm.recompile()
+    return Past(tuple(order), fakes)
+
+
+def _columns(
+    linears: Sequence[Node], inputs: Sequence[Node], weights: Set[Node]
+) -> tuple[dict[Node, Column], dict[Node, Column]]:
+    """Columns of what is cast in forward, by its op, and of gradients, by their linear's op. A tensor that several
+    linears read is the first one's."""
+    forward: dict[Node, Column] = {}
+    backward: dict[Node, Column] = {}
+    turns: dict[tuple[Node, Kind], int] = {}
+
+    def column(weight: Node, kind: Kind) -> Column:
+        turn = turns[weight, kind] = turns.get((weight, kind), -1) + 1
+        return Column(inputs.index(weight), kind, turn)
+
+    for linear in linears:
+        weight = parameter_of(linear.args[1][0], weights)  # type: ignore[index, arg-type]
+        assert weight is not None, "the pass has seen that it is an input"
+        for kind, argument in (("x", 2), ("w", 4)):
+            if (cast := quantised(linear, argument)) not in forward:
+                forward[cast] = column(weight, kind)  # type: ignore[arg-type]
+        backward[linear] = column(weight, "g")
+    return forward, backward
+
+
+def _placeholders(gm: GraphModule, last: Node, fakes: Sequence[Tensor]) -> list[Node]:
+    """Inputs behind `last`. AOTAutograd reads off them that they have no source in the user's code, and that they stay
+    where they are, so that CUDA graphs may write to them."""
+    made = []
+    for i, fake in enumerate(fakes):
+        with gm.graph.inserting_after(last):
+            last = gm.graph.placeholder(f"maxima_{i}")
+        last.meta.update(val=fake, tensor_dict={"_dynamo_static_input_type": "unguarded"})
+        last._dynamo_source = None  # type: ignore[attr-defined]
+        made.append(last)
+    return made

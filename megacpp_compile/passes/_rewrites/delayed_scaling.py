@@ -1,0 +1,57 @@
+"""Delayed scaling in a graph: what stands for the past until a frame is given one, and whose past it is."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Set
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.aliasing import memory_of
+from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.lowerings._traits import traits_of
+from megacpp_compile.matchers.linear import match_linear
+
+aten = torch.ops.aten
+
+
+def no_past(build: Builder, like: Node) -> Node:
+    """The largest magnitudes of no tensor, 0."""
+    return build(aten.new_zeros.default, like, [1], dtype=torch.float32)
+
+
+def lies_in_memory(x: Node) -> bool:
+    """Whether `x` is an input of the frame or made by a kernel that casts nothing, as an attention's core, so that a
+    cast has to read it in any case. What Inductor makes, it casts as it goes. An attention's heads, put side by side,
+    are a copy in this graph, and lie so behind the kernels that serve it."""
+    made = memory_of(x)
+    while made.target is aten.clone.default:
+        made = memory_of(made.args[0])
+    if made.op != "call_function":
+        return True
+    parts = made.args[0] if made.target is operator.getitem else made
+    of = traits_of(parts)
+    return of.gemm or of.core or of.kernel not in ("pointwise", "reduction") or match_linear(made) is not None
+
+
+def is_delayed(linear: Node) -> bool:
+    """Whether an op `fp8_linear` takes a payload by delayed scaling."""
+    return quantised(linear, 2).target is torch.ops.megacpp.fp8_quantize_delayed.default
+
+
+def quantised(linear: Node, argument: int) -> Node:
+    """The op that made the payload that `fp8_linear` takes as that argument: 2 is its input's, 4 its weights'."""
+    payload = linear.args[argument]
+    assert isinstance(payload, Node) and isinstance(payload.args[0], Node)
+    return payload.args[0]
+
+
+def parameter_of(weight: Node, weights: Set[Node]) -> Node | None:
+    """The input of the frame, one of `weights`, that `weight` is a view or a cast of; None where it is computed of
+    more."""
+    node = weight
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    same = node in weights and value(node).numel() == value(weight).numel()
+    return node if node.op == "placeholder" and same else None

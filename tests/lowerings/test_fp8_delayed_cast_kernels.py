@@ -1,0 +1,58 @@
+"""The kernel that casts by the scale of the past, against the formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacpp_compile.lowerings.fp8_linear import reference
+
+from .agreement import of_kernels
+from .test_moe_float8 import DEVICE, rounding_to_nearest
+
+pytestmark = of_kernels()
+
+SHAPES = ((16, 16), (144, 208), (64, 128), (176, 336))
+PASTS = {"known": (3.0, 1.0), "none": (0.0, 1e-6), "beyond": (0.5, 1.0)}
+
+
+def cast(monkeypatch, x, past, turned):
+    from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
+
+    with rounding_to_nearest(monkeypatch):
+        return delayed_cast(x, torch.tensor([9.0, past], device=x.device), 1, turned)
+
+
+@pytest.mark.parametrize("past", PASTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_is_the_formula(rand, monkeypatch, shape, past):
+    """Both orientations have the same bytes; a payload differs where the inverse of the scale crosses a tie."""
+    largest, factor = PASTS[past]
+    x = rand(*shape, dtype=torch.bfloat16).to(DEVICE) * factor
+    payload, columns, scale, seen = cast(monkeypatch, x, largest, True)
+    want, _, want_scale, want_seen = reference.fp8_quantize_delayed(
+        x, torch.tensor([largest], device=x.device), 0, "e4m3", False, True
+    )
+    assert torch.equal(payload.view(torch.uint8).t(), columns.view(torch.uint8))
+    assert scale.item() == pytest.approx(want_scale.item(), rel=1e-6) and seen.item() == want_seen.item()
+    assert (payload.view(torch.uint8) != want.view(torch.uint8)).float().mean() < 1e-2
+    assert (payload.float() - want.float()).norm() <= 1e-2 * want.float().norm()
+
+
+def test_rows_alone(rand, monkeypatch):
+    """Of a tensor that lies in a wider one, too."""
+    x = rand(48, 96, dtype=torch.float32).to(DEVICE)[:, :80]
+    payload, columns, *_ = cast(monkeypatch, x, 3.0, False)
+    other, *_ = cast(monkeypatch, x.contiguous(), 3.0, True)
+    assert columns is None and torch.equal(payload.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter knows no NaN of float8")
+def test_overflow_is_seen(rand, monkeypatch):
+    """An infinite number becomes NaN in both orientations; a finite one beyond the past is saturated."""
+    x = rand(32, 32, dtype=torch.bfloat16).to(DEVICE)
+    x[3, 5], x[7, 1], x[9, 9] = float("inf"), float("nan"), 1e4
+    payload, columns, scale, seen = cast(monkeypatch, x, 3.0, True)
+    wide = payload.float()
+    assert wide.isnan().nonzero().tolist() == [[3, 5], [7, 1]] and wide[9, 9] == 448
+    assert torch.equal(columns.float().t().isnan(), wide.isnan()) and scale.isfinite() and not seen.isfinite()

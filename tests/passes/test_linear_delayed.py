@@ -1,0 +1,170 @@
+"""Linears under "fp8_delayed": what the pass emits, and what the compiled frame has in its place."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megacpp_compile.backends.delayed_scaling import take_past
+from megacpp_compile.config.options import Config
+from megacpp_compile.config.precision import PrecisionPlan
+from megacpp_compile.passes import linear
+from tests.frames import check, render, run
+
+NAME = "linear"
+DELAYED = PrecisionPlan(rules=(("*", "fp8_delayed"),), gate=False)
+CONFIG = Config(strict=True, precision=DELAYED)
+FLOAT8 = 0.15  # as in `test_linear.py`
+
+
+@pytest.fixture(autouse=True)
+def float8(monkeypatch):
+    monkeypatch.setattr(linear, "no_float8", lambda device: "")
+
+
+class Two(nn.Module):
+    """One linear reads an input, which lies in memory, the other what Inductor makes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(32, 48, bias=False, dtype=torch.bfloat16)
+        self.down = nn.Linear(48, 32, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+def x():
+    return (torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_(),)
+
+
+def test_graph():
+    """The pass's graph has no past: it is that of a first step. What lies in memory is turned, too."""
+    frames = check(Two(), x(), CONFIG, tolerance=FLOAT8)
+    assert frames.counts[NAME] == 2
+    expecttest.assert_expected_inline(render(frames.graph), """\
+new_zeros: f32[1] = new_zeros(x, [1], dtype=float32)
+detach: bf16[2, 16, 32] = detach(x)
+fp8_quantize_delayed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach, new_zeros, 0, e4m3, True, True)
+getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_delayed[0]
+getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_delayed[1]
+getitem_2: f32[] = fp8_quantize_delayed[2]
+new_zeros_1: f32[1] = new_zeros(up_weight, [1], dtype=float32)
+detach_1: bf16[48, 32] = detach(up_weight)
+fp8_quantize_delayed_1: (float8_e4m3fn[48, 32], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_1, new_zeros_1, 0, e4m3, False, True)
+getitem_3: float8_e4m3fn[48, 32] = fp8_quantize_delayed_1[0]
+getitem_4: f32[] = fp8_quantize_delayed_1[2]
+fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_weight], getitem, getitem_2, getitem_3, getitem_4, [], e4m3, bfloat16, None, 0, None, getitem_1)
+getitem_5: bf16[2, 16, 48] = fp8_linear[0]
+gelu: bf16[2, 16, 48] = gelu(getitem_5)
+new_zeros_2: f32[1] = new_zeros(gelu, [1], dtype=float32)
+detach_2: bf16[2, 16, 48] = detach(gelu)
+fp8_quantize_delayed_2: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_2, new_zeros_2, 0, e4m3, False, False)
+getitem_6: float8_e4m3fn[2, 16, 48] = fp8_quantize_delayed_2[0]
+getitem_7: f32[] = fp8_quantize_delayed_2[2]
+new_zeros_3: f32[1] = new_zeros(down_weight, [1], dtype=float32)
+detach_3: bf16[32, 48] = detach(down_weight)
+fp8_quantize_delayed_3: (float8_e4m3fn[32, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_3, new_zeros_3, 0, e4m3, False, True)
+getitem_8: float8_e4m3fn[32, 48] = fp8_quantize_delayed_3[0]
+getitem_9: f32[] = fp8_quantize_delayed_3[2]
+fp8_linear_1: (bf16[2, 16, 32]) = megacpp.fp8_linear(gelu, [down_weight], getitem_6, getitem_7, getitem_8, getitem_9, [down_bias], e4m3, bfloat16)
+getitem_10: bf16[2, 16, 32] = fp8_linear_1[0]
+return [getitem_10]""")
+
+
+def test_graph_with_its_past():
+    """History in front, what was seen behind, and no number of a step before in between but the scales."""
+    analysis = run(Two(), x(), CONFIG).analyses[0]
+    past = take_past(analysis.captured.gm, analysis.captured)
+    assert [(c.kind, c.turn) for c in past.columns] == [*zip("xwxwgg", [0] * 6, strict=True)]
+    assert [tuple(t.shape) for t in past.fakes] == [(16, 6), (4,), (), ()]
+    expecttest.assert_expected_inline(render(analysis.captured.gm), """\
+push_maxima: (f32[16, 6], f32[6]) = megacpp.push_maxima(maxima_0, maxima_1, [maxima_2, maxima_3])
+getitem: f32[16, 6] = push_maxima[0]
+getitem_1: f32[6] = push_maxima[1]
+detach: bf16[2, 16, 32] = detach(x)
+fp8_quantize_delayed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach, getitem_1, 0, e4m3, True, True)
+getitem_2: float8_e4m3fn[2, 16, 32] = fp8_quantize_delayed[0]
+getitem_3: float8_e4m3fn[32, 32] = fp8_quantize_delayed[1]
+getitem_4: f32[] = fp8_quantize_delayed[2]
+detach_1: bf16[48, 32] = detach(up_weight)
+fp8_quantize_delayed_1: (float8_e4m3fn[48, 32], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_1, getitem_1, 1, e4m3, False, True)
+getitem_5: float8_e4m3fn[48, 32] = fp8_quantize_delayed_1[0]
+getitem_6: f32[] = fp8_quantize_delayed_1[2]
+fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_weight], getitem_2, getitem_4, getitem_5, getitem_6, [], e4m3, bfloat16, getitem_1, 4, maxima_2, getitem_3)
+getitem_7: bf16[2, 16, 48] = fp8_linear[0]
+gelu: bf16[2, 16, 48] = gelu(getitem_7)
+detach_2: bf16[2, 16, 48] = detach(gelu)
+fp8_quantize_delayed_2: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_2, getitem_1, 2, e4m3, False, False)
+getitem_8: float8_e4m3fn[2, 16, 48] = fp8_quantize_delayed_2[0]
+getitem_9: f32[] = fp8_quantize_delayed_2[2]
+detach_3: bf16[32, 48] = detach(down_weight)
+fp8_quantize_delayed_3: (float8_e4m3fn[32, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_3, getitem_1, 3, e4m3, False, True)
+getitem_10: float8_e4m3fn[32, 48] = fp8_quantize_delayed_3[0]
+getitem_11: f32[] = fp8_quantize_delayed_3[2]
+fp8_linear_1: (bf16[2, 16, 32]) = megacpp.fp8_linear(gelu, [down_weight], getitem_8, getitem_9, getitem_10, getitem_11, [down_bias], e4m3, bfloat16, getitem_1, 5, maxima_3)
+getitem_12: bf16[2, 16, 32] = fp8_linear_1[0]
+getitem_13: f32[] = fp8_quantize_delayed[3]
+getitem_14: f32[] = fp8_quantize_delayed_1[3]
+getitem_15: f32[] = fp8_quantize_delayed_2[3]
+getitem_16: f32[] = fp8_quantize_delayed_3[3]
+stack: f32[4] = stack([getitem_13, getitem_14, getitem_15, getitem_16])
+copy_: f32[4] = copy_(maxima_1, stack)
+copy__1: f32[16, 6] = copy_(maxima_0, getitem)
+return [getitem_12]""")
+
+
+@pytest.mark.parametrize("made", ["input", "attention", "linear", "norm", "product"])
+def test_who_casts(made):
+    """A kernel of its own what no kernel of Inductor's makes; the others cast as they go."""
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm = nn.RMSNorm(32, dtype=torch.bfloat16)
+            self.first, self.proj = (nn.Linear(32, 32, bias=False, dtype=torch.bfloat16) for _ in range(2))
+
+        def forward(self, x):
+            heads = x.view(2, 16, 2, 16).transpose(1, 2)
+            of = {
+                "input": lambda: x, "linear": lambda: self.first(x), "norm": lambda: self.norm(x),
+                "product": lambda: x * x.sigmoid(),
+                "attention": lambda: F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(2, 16, 32),
+            }  # fmt: skip
+            return self.proj(of[made]())
+
+    graph = run(Module(), x(), CONFIG).graph
+    casts = [n for n in graph.graph.nodes if n.target is torch.ops.megacpp.fp8_quantize_delayed.default]
+    turned, alone = casts[-2].args[4:]  # the last is of proj's weight, which always lies in memory
+    assert (turned, alone) == ((made not in ("norm", "product"),) * 2)
+    assert casts[-1].args[4:] == (False, True)
+
+
+def test_a_frozen_weight_needs_nothing_turned():
+    model = Two()
+    model.up.weight.requires_grad_(False)
+    casts = [n for n in run(model, x(), CONFIG).graph.graph.nodes if "fp8_quantize_delayed" in str(n.target)]
+    assert [n.args[4] for n in casts] == [False] * 4
+
+
+def test_current_and_delayed_readers_of_one_tensor():
+    """Each has a payload of its own."""
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = (nn.Linear(32, 32, bias=False, dtype=torch.bfloat16) for _ in range(2))
+
+        def forward(self, x):
+            return self.a(x) * self.b(x).tanh()
+
+    plan = PrecisionPlan(rules=(("a", "fp8_current"), ("*", "fp8_delayed")), gate=False)
+    frames = check(Pair(), x(), Config(strict=True, precision=plan), tolerance=FLOAT8)
+    targets = [str(n.target) for n in frames.graph.graph.nodes]
+    assert targets.count("megacpp.fp8_quantize.default") == targets.count("megacpp.fp8_quantize_delayed.default") == 2
