@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from megacpp_compile.precision.maxima import load_scaling_state, scaling_state
     from megacpp_compile.precision.replace import replace_linears
     from megacpp_compile.regional.compile import compile
-    from megacpp_compile.report.collector import Report, record
+    from megacpp_compile.report.collector import record
+    from megacpp_compile.report.report import Report
     from megacpp_compile.resume import check_resume
 
 __version__ = "0.1.0"
@@ -61,7 +62,7 @@ _HOME = {
     "save_cache": "compile_cache", "Config": "config.options", "Estimate": "memory.estimate",
     "Fit": "memory.fit", "LaunchRecord": "launch", "MLAKVCache": "decode.cache",
     "NativeLayerSpec": "precision.layer_spec", "launch_record": "launch",
-    "PrecisionPlan": "config.precision", "Report": "report.collector", "ServingConfig": "decode.serving",
+    "PrecisionPlan": "config.precision", "Report": "report.report", "ServingConfig": "decode.serving",
     "ShardingPlan": "config.sharding", "Validity": "nn.attention.validity",
     "apply_checkpoints": "memory.checkpoints", "attention": "nn.attention",
     "attention_capability": "nn.attention", "backend": "backend", "check_resume": "resume",

@@ -252,7 +252,7 @@ def _load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 def _quiet(verbose: bool) -> Iterator[None]:
     """Without what torch logs and warns of while it compiles, as none of it is about the user's model and what matters
     is in the report. Errors are raised, not logged. TORCH_LOGS, where it is set, decides instead."""
-    from megacpp_compile.config.options import torch_logs
+    from megacpp_compile.config.environment import torch_logs
 
     if verbose or torch_logs():
         yield

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile._torch.pytree import tree_map
+from megacpp_compile.analysis import analyse, retrace, retrace_needed
 from megacpp_compile.backend import check_torch, raises_own_errors
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
@@ -25,9 +26,9 @@ from megacpp_compile.frontend.early_writes import ahead_of
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._frame.required import FrameCount
-from megacpp_compile.pipeline import analyse, retrace, retrace_needed
-from megacpp_compile.report.collector import Report, emit_frame, record
+from megacpp_compile.report.collector import emit_frame, record
 from megacpp_compile.report.records import Frame
+from megacpp_compile.report.report import Report
 from megacpp_compile.report.user_code import first_line, place_of, user_frame
 from megacpp_compile.targets import resolve_target
 

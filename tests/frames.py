@@ -22,11 +22,11 @@ from torch.func import functional_call
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from megacpp_compile.analysis import Analysis, analyse
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.passes._driver import Outcome, run_passes
-from megacpp_compile.pipeline import Analysis, analyse
 from megacpp_compile.report.records import MissedFusion
 from megacpp_compile.targets import CPU
 

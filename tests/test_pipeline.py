@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
-from megacpp_compile import pipeline, record
+from megacpp_compile import analysis, pipeline, record
 from megacpp_compile.backend import megacpp
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import NotCapturedError, TorchInternalsError
@@ -557,7 +557,7 @@ def test_a_torch_without_what_capture_needs_is_an_error_under_strict(eager_backe
     def lacks(*_):
         raise missing
 
-    monkeypatch.setattr(pipeline, "capture", lacks)
+    monkeypatch.setattr(analysis, "capture", lacks)
     with pytest.raises(NotCapturedError, match=r"torch\.gone"):
         torch.compile(Projections(), backend="megacpp", options={"strict": True})(hidden())
 

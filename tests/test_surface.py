@@ -32,7 +32,7 @@ from megacpp_compile.errors import (
     VerificationError,
 )
 from megacpp_compile.passes._driver import enabled_passes, pass_names
-from megacpp_compile.report.collector import Report
+from megacpp_compile.report.report import Report
 from tests.corpus.spellings import PlainMLA
 
 FIRED = {p.name: 0 for p in enabled_passes(Config())} | {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}

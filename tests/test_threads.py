@@ -14,8 +14,8 @@ from torch import nn
 
 from megacpp_compile import record
 from megacpp_compile.report import collector
-from megacpp_compile.report.collector import Report
 from megacpp_compile.report.records import CompiledRegion, Frame
+from megacpp_compile.report.report import Report
 
 FIRST_USE = """
 import sys, threading

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx
 from torch.fx import GraphModule
 
 from megacpp_compile._torch.functorch import fx_graph_cse
@@ -20,6 +19,7 @@ from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile.backends._lower import expand
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.config.options import Config
+from megacpp_compile.fx.copies import copied
 from megacpp_compile.fx.inductor_pass import source_hash
 from megacpp_compile.remat import latents, overwritten
 from megacpp_compile.remat.automatic import (
@@ -148,10 +148,7 @@ class _Cuts:
     """torch's cut of the graph of `gm` as it is now, made of a copy when it is first asked for."""
 
     def __init__(self, cut: Cut, gm: GraphModule) -> None:
-        graph, nodes = fx.Graph(), {}  # type: ignore[var-annotated]
-        results = graph.graph_copy(gm.graph, nodes)
-        graph.output(results).meta = dict(gm.graph.output_node().meta)
-        self.cut, self.copy = cut, GraphModule(gm, graph)
+        self.cut, self.copy = cut, GraphModule(gm, copied(gm.graph)[0])
         self.copy.meta.update(gm.meta)
         self.made: Halves | None = None
 

@@ -1,23 +1,19 @@
-"""The settings of one compilation: frozen, checked, hashable.
-
-`Config` is the only reader of `MEGACPP_*` environment variables.
-"""
+"""The settings of one compilation: frozen, checked, hashable."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from megacpp_compile.config import checks
+from megacpp_compile.config import checks, environment
 from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_names, renamed
 from megacpp_compile.config.checkpointing import AUTO, KINDS, CheckpointingPolicy, policy_option
 from megacpp_compile.config.compression import CompressionPlan
 from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
 from megacpp_compile.config.warn_once import warn_once
-from megacpp_compile.errors import BadOptionError, UnknownOptionError, UnknownPassError, closest
+from megacpp_compile.errors import BadOptionError, UnknownOptionError, UnknownPassError
 
 if TYPE_CHECKING:
     from megacpp_compile import targets
@@ -206,7 +202,7 @@ class Config(_Asked):
                 raise UnknownOptionError(key, valid, _is_setting_of_inductor(key), RENAMED_OPTIONS)
         where = {name: f"option {name!r}" for name in ("disable", "passes", "require")}
 
-        from_environment = _read_environment(os.environ if environ is None else environ, given)
+        from_environment = environment.read(environ, given, _VARIABLES)
         if "disable" in from_environment:
             where["disable"] = "environment variable MEGACPP_DISABLE"
             _check_known(from_environment["disable"], known_passes, where["disable"])
@@ -286,44 +282,10 @@ def given_options(options: Any) -> dict[str, Any]:
     return dict(options or {})
 
 
-def torch_logs() -> bool:
-    """Whether torch's own logs were asked for, by TORCH_LOGS."""
-    return bool(os.environ.get("TORCH_LOGS"))
-
-
 def _is_setting_of_inductor(key: Any) -> bool:
     from megacpp_compile._torch.inductor import config
 
     return isinstance(key, str) and hasattr(config, key)
-
-
-def _read_environment(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Field name -> value of every variable that is set, not empty, and not overruled by `given`."""
-    read: dict[str, Any] = {}
-    fields_of = {f"MEGACPP_{name.upper()}": name for name in _VARIABLES}
-    for variable in [v for v in environ if v.startswith("MEGACPP_")]:
-        text, name = environ[variable].strip(), fields_of.get(variable)
-        if name is None:
-            near = closest(variable.removeprefix("MEGACPP_"), _VARIABLES)
-            hint = f" Did you mean MEGACPP_{near.upper()}?" if near else ""
-            warn_once(f"environment variable {variable} is none of this package's and has no effect.{hint} "
-                      f"Those are {', '.join(fields_of)}.")  # fmt: skip
-        elif text and name not in given:
-            read[name] = _VARIABLES[name](variable, text)
-        elif text and not _says(variable, text, given[name]):
-            warn_once(f"environment variable {variable}={text} has no effect: the option {name!r} is given, and code "
-                      "wins over the environment.")  # fmt: skip
-    return read
-
-
-def _says(variable: str, text: str, value: Any) -> bool:
-    """Whether the text of a variable stands for `value`."""
-    name = variable.removeprefix("MEGACPP_").lower()
-    try:
-        said = _VARIABLES[name](variable, text)
-        return sorted(said) == sorted(checks.names(name, value)) if name == "disable" else said == value
-    except BadOptionError:
-        return False
 
 
 def _kind(key: str, value: Any) -> str:
@@ -343,7 +305,7 @@ def _check_known(names: Iterable[str], known_passes: Sequence[str], where: str) 
             raise UnknownPassError(name, known_passes, where)
 
 
-_VARIABLES: dict[str, Callable[[str, str], Any]] = {
+_VARIABLES: environment.Readers = {
     "disable": checks.names,
     "verify": lambda key, text: checks.choice(key, text, get_args(Verify)),
     "strict": checks.boolean_text,

@@ -109,6 +109,10 @@ class _RotatedRows:
     rope: TurboQuant | PolarQuant
     dtype: torch.dtype
 
+    def encode(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
+        parts = self.latent.encode(latent), self.rope.encode(rope)
+        return torch.cat([part.payload for part in parts], -1), torch.cat([part.side for part in parts], -1)
+
     def rotated(self, stored: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Rotated latents and key rows, float32."""
         raise NotImplementedError
@@ -135,10 +139,6 @@ class TurboRows(_RotatedRows):
 
     def components(self, latent_dim: int, rope_dim: int) -> tuple[tuple[int, torch.dtype], ...]:
         return ((latent_dim + rope_dim) // 2, torch.uint8), (2, torch.float32)
-
-    def encode(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        parts = self.latent.encode(latent), self.rope.encode(rope)
-        return torch.cat([part.payload for part in parts], -1), torch.cat([part.side for part in parts], -1)
 
     def rotated(self, stored: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         payload, norms = stored
@@ -169,10 +169,6 @@ class PolarRows(_RotatedRows):
     def components(self, latent_dim: int, rope_dim: int) -> tuple[tuple[int, torch.dtype], ...]:
         blocks = (latent_dim + rope_dim) // 16
         return (6 * blocks, torch.uint8), (blocks, torch.float16)
-
-    def encode(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        parts = self.latent.encode(latent), self.rope.encode(rope)
-        return torch.cat([part.payload for part in parts], -1), torch.cat([part.side for part in parts], -1)
 
     def rotated(self, stored: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         payload, radii = stored

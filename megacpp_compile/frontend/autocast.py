@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
+from megacpp_compile.fx.copies import copied, in_place_of
 from megacpp_compile.fx.mode_states import ENTER, LEAVE, autocast_pairs
 
 
@@ -22,16 +23,13 @@ def as_real_regions(gm: GraphModule) -> GraphModule:
     """
     if not autocast_pairs(gm.graph):
         return gm
-    graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    graph, copies = copied(gm.graph)
     for node in graph.nodes:
         if node.target is ENTER:
             node.target = _enter
         elif node.target is LEAVE:
             node.target = _leave
-    copy = GraphModule(gm, graph)
-    copy.meta.update(gm.meta)
-    return copy
+    return in_place_of(gm, graph, copies)
 
 
 def _enter(*args: Any) -> Any:

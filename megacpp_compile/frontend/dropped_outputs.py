@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import DroppedOutputError
+from megacpp_compile.fx.copies import in_place_of
 from megacpp_compile.fx.edit import dynamo_value, same_size
-from megacpp_compile.fx.provenance import in_place_of
 
 
 class DroppedOutput:

@@ -3,10 +3,10 @@ goes where. They are calls that return a new tensor (`scatter`)."""
 
 from __future__ import annotations
 
-from torch import fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.frontend.dtensors import is_dtensor
+from megacpp_compile.fx.copies import copied, in_place_of
 from megacpp_compile.fx.edit import called, dynamo_value
 
 _MAKERS = frozenset(
@@ -23,13 +23,10 @@ def without_writes_to_new_tensors(gm: GraphModule) -> GraphModule:
     found = {n for n in gm.graph.nodes if _to_a_new_tensor(n)}
     if not found:
         return gm
-    graph, env = fx.Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(gm.graph, env))
+    graph, copies = copied(gm.graph)
     for node in found:
-        env[node].target = str(node.target).removesuffix("_")
-    new = GraphModule(gm, graph)
-    new.meta.update(gm.meta)
-    return new
+        copies[node].target = str(node.target).removesuffix("_")
+    return in_place_of(gm, graph, copies)
 
 
 def _to_a_new_tensor(node: Node) -> bool:

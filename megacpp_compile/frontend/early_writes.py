@@ -18,9 +18,9 @@ import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 
-from megacpp_compile.frontend.hidden_writes import hidden_write, storage_id, storage_of, written_tensors
+from megacpp_compile.frontend.hidden_writes import has_gradient, hidden_write, storage_id, storage_of, written_tensors
+from megacpp_compile.fx.copies import in_place_of
 from megacpp_compile.fx.edit import called, dynamo_value
-from megacpp_compile.fx.provenance import in_place_of
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _DETACHED = ("detach", "_get_data_attr")
@@ -109,16 +109,11 @@ def _apart(gm: GraphModule) -> set[Node]:
             sources = node.all_input_nodes
             begins = given.issuperset(sources) and (not recording or called(node) in _DETACHED)
             goes_on = any(a in apart for a in sources) and all(
-                a in apart or a in given and not (recording and _asks(a)) for a in sources
+                a in apart or a in given and not (recording and has_gradient(a)) for a in sources
             )
             if sources and (begins or goes_on):
                 apart.add(node)
     return apart
-
-
-def _asks(node: Node) -> bool:
-    fake = dynamo_value(node)
-    return isinstance(fake, torch.Tensor) and fake.requires_grad
 
 
 def _behind(writes: list[Node], apart: set[Node]) -> set[Node]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
 from megacpp_compile.errors import CaptureError
+from megacpp_compile.fx.copies import copied, in_place_of
 from megacpp_compile.fx.edit import called, dynamo_value
-from megacpp_compile.fx.provenance import in_place_of, source_line
+from megacpp_compile.fx.provenance import source_line
 
 _DETACHES = ("detach", "detach_", "_get_data_attr")
 _IN_PLACE = frozenset(
@@ -48,7 +48,7 @@ def hidden_write(gm: GraphModule) -> Node | None:
         for written in written_tensors(node) if hidden is None else ():
             if storage_of(written) in differentiated if not recording else _behind_a_detach(node, written):
                 hidden = node
-        if _asks(node) and (storage := storage_of(node)) is not None:
+        if has_gradient(node) and (storage := storage_of(node)) is not None:
             differentiated.add(storage)
             recorded = recorded or recording and node.op != "placeholder"
     return hidden if recorded else None  # a frame that records nothing has no gradients: an optimizer's
@@ -60,8 +60,7 @@ def data_as_detached(gm: GraphModule) -> GraphModule:
     found = [n for n in gm.graph.nodes if called(n) == "_get_data_attr"]
     if not found:
         return gm
-    graph, copies = fx.Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(gm.graph, copies))
+    graph, copies = copied(gm.graph)
     for node in found:
         copies[node].target = torch.detach
     return in_place_of(gm, graph, copies)
@@ -95,12 +94,13 @@ def _behind_a_detach(write: Node, written: Node) -> bool:
             return False
         if called(node) in _DETACHES:
             values = [a for a in write.all_input_nodes if a is not written]
-            return any(map(_asks, (source, *values)))
+            return any(map(has_gradient, (source, *values)))
         node = source
     return False
 
 
-def _asks(node: Node) -> bool:
+def has_gradient(node: Node) -> bool:
+    """Whether `node` is a tensor that asks for a gradient."""
     fake = dynamo_value(node)
     return isinstance(fake, torch.Tensor) and fake.requires_grad
 

@@ -7,11 +7,10 @@ dtype is another. Nothing is written, so that autograd sees what it would have s
 from __future__ import annotations
 
 import torch
-from torch import fx
 from torch.fx import GraphModule, Node
 
+from megacpp_compile.fx.copies import copied, in_place_of
 from megacpp_compile.fx.edit import called
-from megacpp_compile.fx.provenance import in_place_of
 
 _ITSELF = ("to", "detach", "_get_data_attr")
 
@@ -21,16 +20,15 @@ def without_idle_sets(gm: GraphModule) -> GraphModule:
     found = [n for n in gm.graph.nodes if _is_idle(n)]
     if not found:
         return gm
-    graph, copies = fx.Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(gm.graph, copies))
+    graph, copies = copied(gm.graph)
     for old in found:
-        node = copies[old]
+        node = copies.pop(old)
         for user in list(node.users):
             if called(user) == "_lower_version_count_by_1":  # of the write that is none
                 graph.erase_node(user)
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         graph.erase_node(node)
-    return in_place_of(gm, graph, {old: copy for old, copy in copies.items() if old not in found})
+    return in_place_of(gm, graph, copies)
 
 
 def _is_idle(node: Node) -> bool:

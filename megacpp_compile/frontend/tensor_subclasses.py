@@ -24,6 +24,7 @@ from megacpp_compile._torch.dynamo import AttrSource
 from megacpp_compile._torch.fakes import detect_fake_mode
 from megacpp_compile._torch.ops import nn_linear
 from megacpp_compile.errors import TorchInternalsError
+from megacpp_compile.fx.copies import copied
 from megacpp_compile.fx.provenance import input_name, source_line
 from megacpp_compile.nn.fp8_wrappers import Split, is_wrapper, split
 from megacpp_compile.precision import sentinel
@@ -76,10 +77,7 @@ def enter(gm: fx.GraphModule, example_inputs: Sequence[Any], strict: bool = Fals
 
 
 def _split_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundary:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(gm.graph, copies)
-    graph.output(output)
+    graph, copies = copied(gm.graph)
     graph._codegen = gm.graph._codegen
     made = Boundary(fx.GraphModule(gm, graph), [], [])
     # The mode of the frame: Dynamo's own values may be of another, which it traced in.

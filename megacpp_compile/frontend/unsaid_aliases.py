@@ -8,15 +8,13 @@ known: the input stands for itself, what is new is copied, and a frame that writ
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import Any
 
-from torch import fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend.hidden_writes import storage_id, storage_of, written_tensors
+from megacpp_compile.fx.copies import clone_for_users, copied, in_place_of
 from megacpp_compile.fx.edit import called, dynamo_value
 from megacpp_compile.fx.provenance import source_line
 
@@ -39,21 +37,15 @@ def without_writes_to_unsaid_aliases(gm: GraphModule) -> GraphModule:
     found = [n for n in asked if _is_written_to(n, {m for m, write in last.items() if m is not None and write > n})]
     if not found:
         return gm
-    graph, env = fx.Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(gm.graph, env))
+    graph, copies = copied(gm.graph)
     for old in found:
-        node = env[old]
         if _returns_its_input(old):
+            node = copies.pop(old)
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
-            continue
-        with graph.inserting_after(node):
-            copy = graph.call_method("clone", (node,))
-        node.replace_all_uses_with(copy, delete_user_cb=functools.partial(operator.is_not, copy))
-        copy.meta.update(node.meta)
-    new = GraphModule(gm, graph)
-    new.meta.update(gm.meta)
-    return new
+        else:
+            clone_for_users(copies[old])
+    return in_place_of(gm, graph, copies)
 
 
 def _is_written_to(node: Node, to: set[int | None]) -> bool:

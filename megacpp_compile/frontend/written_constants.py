@@ -7,15 +7,11 @@ of its own.
 
 from __future__ import annotations
 
-import functools
-import operator
-
-from torch import fx
 from torch.fx import GraphModule
 
 from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
+from megacpp_compile.fx.copies import clone_for_users, copied, in_place_of
 from megacpp_compile.fx.edit import called
-from megacpp_compile.fx.provenance import in_place_of
 
 _MAKERS = ("tensor", "as_tensor", "asarray", "new_tensor")
 
@@ -27,12 +23,7 @@ def without_writes_to_constants(gm: GraphModule) -> GraphModule:
     found = [n for n in made if storage_of(n) is not None and storage_of(n) in written]
     if not found:
         return gm
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(gm.graph, copies))
+    graph, copies = copied(gm.graph)
     for old in found:
-        node = copies[old]
-        with graph.inserting_after(node):
-            copy = graph.call_method("clone", (node,))
-        node.replace_all_uses_with(copy, delete_user_cb=functools.partial(operator.is_not, copy))
-        copy.meta.update(node.meta)
+        clone_for_users(copies[old])
     return in_place_of(gm, graph, copies)

@@ -173,3 +173,8 @@ def same_size(a: Any, b: Any) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return statically_known_true(a == b)
+
+
+def long_dimensions(node: Node) -> int:
+    """How many dimensions are more than one element long."""
+    return sum(not same_size(n, 1) for n in value(node).shape)

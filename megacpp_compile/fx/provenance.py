@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch import autograd, calls, dynamo
 from megacpp_compile.fx.module_names import canonical
@@ -131,16 +130,3 @@ def _spoken(reason: Any) -> str:
     at = (reason.user_stack or [None])[-1]
     place = f" at {at.filename.rsplit('/', 1)[-1]}:{at.lineno}, in {at.name}" if at is not None else ""
     return f"graph break{place}: {str(reason.reason).strip().splitlines()[0]}"
-
-
-def in_place_of(gm: GraphModule, graph: Graph, copies: Mapping[Node, Node]) -> GraphModule:
-    """A module of `graph` that is to Dynamo and to these functions what its own graph `gm` is. copies: the nodes of
-    `gm` -> theirs in `graph`."""
-    new = GraphModule(gm, graph)
-    new.meta.update(gm.meta)
-    for old, copy in copies.items():
-        if hasattr(old, "_dynamo_source"):
-            copy._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
-    if hasattr(gm, "compile_subgraph_reason"):
-        new.compile_subgraph_reason = gm.compile_subgraph_reason
-    return new

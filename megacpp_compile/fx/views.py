@@ -8,6 +8,7 @@ captured one, pre-dispatch, which has every spelling, and those behind autograd,
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -84,10 +85,10 @@ def is_cast(node: Node) -> bool:
     return here.is_floating_point() and there.is_floating_point() and here.device == there.device
 
 
-def uncast(node: Node) -> Node:
-    """`node` before casts."""
-    while is_cast(node):
-        node = node.args[0]  # type: ignore[assignment]
+def uncast(node: Any) -> Any:
+    """`node` before casts; what is no node is itself."""
+    while isinstance(node, Node) and is_cast(node):
+        node = node.args[0]
     return node
 
 

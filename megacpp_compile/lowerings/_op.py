@@ -59,6 +59,11 @@ def saved_operands(ctx: Any) -> tuple[list[Any], list[Tensor]]:
     return [next(saved) if given else None for given in ctx.given], list(saved)
 
 
+def shaped_like(given: Tensor, operands: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Fake gradients of `operands`; an empty one, as `given` is, of each that is None."""
+    return tuple(given.new_empty(0) if t is None else t.new_empty(t.shape) for t in operands)
+
+
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient [n] of a bias in `dtype`, from that of y [..., n]: summed in float32, as torch sums it, whatever
     precision the GEMMs have."""

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import long_dimensions, of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
-from megacpp_compile.fx.views import is_cast
+from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
 
 aten = torch.ops.aten
@@ -119,7 +119,7 @@ def _update(node: Node, updates: dict[Node, _Update]) -> _Update | None:
         if not isinstance(decayed, Node) or decayed.target is not aten.mul.Tensor or not isinstance(added, Node):
             continue
         for state, decay in (decayed.args, decayed.args[::-1]):
-            state = _uncast(state)
+            state = uncast(state)
             if not isinstance(state, Node) or not isinstance(decay, Node) or not _is_state(state):
                 continue
             if not all(map(same_size, value(state).shape, value(node).shape)):
@@ -133,7 +133,7 @@ def _update(node: Node, updates: dict[Node, _Update]) -> _Update | None:
 
 
 def _pairs(node: Node) -> list[tuple[Any, Any]]:
-    a, b = (_uncast(x) for x in node.args)
+    a, b = (uncast(x) for x in node.args)
     return [(a, b), (b, a)]
 
 
@@ -144,12 +144,6 @@ def _is_sum(node: object) -> bool:
 def _is_state(node: Node) -> bool:
     fake = value(node)
     return isinstance(fake, torch.Tensor) and fake.dim() >= 2 and fake.is_floating_point()
-
-
-def _uncast(node: object) -> object:
-    while isinstance(node, Node) and is_cast(node):
-        node = node.args[0]
-    return node
 
 
 def _kind(last: _Update, computed: Container[Node] | None) -> str | None:
@@ -178,12 +172,12 @@ def _weighted_sums(last: Iterable[_Update]) -> set[_Update]:
     """Sums that are weighted with exponentials: beside each is the sum of the weights, which decays alike."""
     by_decay: dict[tuple[object, int], list[_Update]] = {}
     for update in last:
-        by_decay.setdefault((_uncast(update.decay), update.steps), []).append(update)
+        by_decay.setdefault((uncast(update.decay), update.steps), []).append(update)
     found = set()
     for updates in by_decay.values():
         for under, over in itertools.permutations(updates, 2):
             product = over.added
-            factors = [_uncast(a) for a in product.args] if product.target is aten.mul.Tensor else []
+            factors = [uncast(a) for a in product.args] if product.target is aten.mul.Tensor else []
             *_, weight = _through_views(under.added)
             same = [_alike(under.added, f) for f in factors].count(True) == 1  # no square
             if under.steps > 1 and same and weight.target is aten.exp.default:
@@ -199,7 +193,7 @@ def _first(update: _Update, updates: dict[Node, _Update]) -> Node:
 
 def _alike(a: Any, b: Any) -> bool:
     """Whether `a` and `b` are one value, or the same view of one."""
-    a, b = _uncast(a), _uncast(b)
+    a, b = uncast(a), uncast(b)
     if a is b or not isinstance(a, Node) or not isinstance(b, Node):
         return a is b
     return a.target is b.target and a.target in _READS and a.args[1:] == b.args[1:] and _alike(a.args[0], b.args[0])
@@ -214,9 +208,9 @@ def _reads_with_a_bonus(update: _Update) -> bool:
 
 def _factors(node: Any) -> list[Any]:
     """The factors of a product, taken apart twice."""
-    outer = [_uncast(a) for a in node.args] if isinstance(node, Node) and node.target is aten.mul.Tensor else []
+    outer = [uncast(a) for a in node.args] if isinstance(node, Node) and node.target is aten.mul.Tensor else []
     inner = [a for f in outer if isinstance(f, Node) and f.target is aten.mul.Tensor for a in f.args]
-    return [*outer, *map(_uncast, inner)]
+    return [*outer, *map(uncast, inner)]
 
 
 def _turns_by_rank_one(update: _Update) -> bool:
@@ -229,7 +223,7 @@ def _turns_by_rank_one(update: _Update) -> bool:
 
 
 def _parts(node: Any) -> list[Node]:
-    node = _uncast(node)
+    node = uncast(node)
     return [p for a in node.args for p in _parts(a)] if _is_sum(node) else [node] if isinstance(node, Node) else []
 
 
@@ -277,15 +271,10 @@ def _corrects(update: _Update, of_one_token: bool = False) -> bool:
     for node in _within(update.added):
         if node.target is aten.sub.Tensor and isinstance(node.args[1], Node):
             predicted = list(_within(node.args[1]))
-            smaller = _dimensions(node) == _dimensions(update.node) - 1
+            smaller = long_dimensions(node) == long_dimensions(update.node) - 1
             if update.state in predicted and any(map(_contracts, predicted)) and (smaller or not of_one_token):
                 return True
     return False
-
-
-def _dimensions(node: Node) -> int:
-    """How many dimensions are more than one element long."""
-    return sum(not same_size(n, 1) for n in value(node).shape)
 
 
 def _within(node: Node) -> Iterator[Node]:
@@ -329,7 +318,7 @@ def _rate_of_each_channel(decay: Node) -> bool:
     *_, power = _through_views(decay)
     if power.target is not aten.exp.default:
         return False
-    own = _dimensions_of_factors(_uncast(power.args[0]))
+    own = _dimensions_of_factors(uncast(power.args[0]))
     # each has a dimension of its own, and both have the channels
     return len(own) == 2 and all(o - other for o, other in (own, own[::-1])) and bool(own[0] & own[1])
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import EXPANSIONS, is_cast
+from megacpp_compile.fx.views import EXPANSIONS, is_cast, uncast
 from megacpp_compile.matchers.numbers import is_number, number_of
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ def _match(node: Node) -> RmsNorm | None:
     over = [f for f in over if f is not factor]
     under = [f for f in under if f is not factor]
     numbers = [*((f, 1) for f in over if is_number(f)), *((f, -1) for f in under if is_number(f))]
-    normed = [f for f in over if not is_number(f) and _strip_casts(f) is x]
+    normed = [f for f in over if not is_number(f) and uncast(f) is x]
     gains = [f for f in over if not is_number(f) and f not in normed]
     for f in under:
         if not is_number(f):
@@ -123,7 +123,7 @@ def _outermost(node: Node, found: list[Any]) -> Any:
         under: list[Any] = []
         _flatten(node, over, under, set(), x)
         others = {f for f, _ in found if f is not factor}
-        if any(_strip_casts(f) is x for f in over) and not others & {f for f in (*over, *under) if isinstance(f, Node)}:
+        if any(uncast(f) is x for f in over) and not others & {f for f in (*over, *under) if isinstance(f, Node)}:
             return factor, (mean, *rest)
     raise _Refuse(found[1][0], "two-norms", "the product holds two reciprocal roots")
 
@@ -140,18 +140,12 @@ def _whole(top: Node, node: Node, internal: set[Node]) -> RmsNorm:
     if eps is None:  # torch: the epsilon of the dtype the norm is computed in
         eps = torch.finfo(torch.promote_types(value(x).dtype, torch.float32)).eps
     internal |= {node, top}
-    source = _strip_casts(x)
+    source = uncast(x)
     step = x
     while step is not source:
         internal.add(step)
         step = step.args[0]  # type: ignore[assignment]
     return RmsNorm(top, source, float(eps), [weight] if isinstance(weight, Node) else [], 1.0, internal)  # type: ignore[arg-type]
-
-
-def _strip_casts(node: Any) -> Any:
-    while isinstance(node, Node) and is_cast(node):
-        node = node.args[0]
-    return node
 
 
 def _casts_of(node: Node) -> list[Node]:
@@ -175,7 +169,7 @@ def _flatten(
     """Factors above and below the fraction line, through products, quotients and casts of products other than
     `whole`."""
     if isinstance(node, Node):
-        inner = _strip_casts(node)
+        inner = uncast(node)
         product = isinstance(inner, Node) and inner is not whole and inner.target in _MUL | _DIV
         if product and not _is_square(inner) and not _is_root(inner):
             step = node
@@ -263,9 +257,9 @@ def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
 
 def _under_root(node: Any) -> bool:
     """Whether `node` is a root, or the norm of a vector, perhaps times a number."""
-    node = _strip_casts(node)
+    node = uncast(node)
     while isinstance(node, Node) and node.target in _MUL | _DIV and is_number(node.args[1]):
-        node = _strip_casts(node.args[0])
+        node = uncast(node.args[0])
     return isinstance(node, Node) and (node.target in (aten.sqrt.default, aten.linalg_vector_norm.default) or (
         node.target is aten.pow.Tensor_Scalar and node.args[1] == 0.5))  # fmt: skip
 
@@ -297,7 +291,7 @@ def _mean_square(mean: Node) -> tuple[Node, Node, set[Node]]:
     internal.add(square)
     if square.target is aten.pow.Tensor_Scalar and square.args[1] == 2 or square.target is aten.square.default:
         operand = square.args[0]
-    elif square.target is aten.mul.Tensor and _strip_casts(square.args[0]) is _strip_casts(square.args[1]):
+    elif square.target is aten.mul.Tensor and uncast(square.args[0]) is uncast(square.args[1]):
         operand = square.args[0]
         other = square.args[1]
         while isinstance(other, Node) and is_cast(other):

@@ -27,7 +27,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.delta_rule.rule import DeltaRule, find_delta_rules
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.recurrences import single_steps
-from megacpp_compile.matchers.ssd.axes import flat
+from megacpp_compile.matchers.ssd.atoms import flat
 from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size, leading, results
 from megacpp_compile.passes._rule import REGION, Match, Recognised, in_other_modes
 

@@ -28,7 +28,8 @@ from megacpp_compile.fx.edit import place, unread_without, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention, find_decodes
+from megacpp_compile.matchers.latent_attention.decodes import find_decodes
+from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention
 from megacpp_compile.passes._rewrites.absorbed import inputs_of, readable
 from megacpp_compile.passes._rewrites.absorbed_weights import weights_fit
 from megacpp_compile.passes._rewrites.decode import emit

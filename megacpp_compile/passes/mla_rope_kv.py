@@ -22,7 +22,8 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.rope.heads import Head, broadcast_beside
+from megacpp_compile.matchers.rope.heads import Head
+from megacpp_compile.matchers.rope.kinds import broadcast_beside
 from megacpp_compile.matchers.views import is_outer_view, lane_slice
 from megacpp_compile.passes._rewrites import rotations
 from megacpp_compile.passes._rewrites.packed import Packed, operands, packed

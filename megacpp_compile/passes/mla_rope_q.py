@@ -21,7 +21,8 @@ from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.rope.heads import Head, from_projection
+from megacpp_compile.matchers.rope.heads import Head
+from megacpp_compile.matchers.rope.origins import from_projection
 from megacpp_compile.passes._rewrites import rotations
 from megacpp_compile.passes._rewrites.packed import operands, packed
 from megacpp_compile.passes._rule import REGION, Match

@@ -31,7 +31,7 @@ from megacpp_compile.matchers.delta_rule.core import in_corrected_cores
 from megacpp_compile.matchers.documents import compared_documents
 from megacpp_compile.matchers.given_decays import given_decays
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.ssd.axes import flat
+from megacpp_compile.matchers.ssd.atoms import flat
 from megacpp_compile.matchers.ssd.chain import joined
 from megacpp_compile.matchers.ssd.constant_rates import Retention, find_retentions
 from megacpp_compile.matchers.ssd.packed import Reading

@@ -32,7 +32,7 @@ def artifact(frame: Any, sites: Sequence[Any], misses: Sequence[Any]) -> None:
         logger.info("%s did not fire at %s (%s): %s", miss.pass_name, miss.fqn or "?", miss.node, miss.reason)
 
     def payload() -> str:
-        from megacpp_compile.report.collector import Report
+        from megacpp_compile.report.report import Report
 
         whole = Report()
         whole.add(frame, sites, misses)

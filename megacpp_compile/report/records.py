@@ -119,36 +119,6 @@ class Precision:
 
 
 @dataclass(slots=True)
-class AttentionSite:
-    """One attention of a frame, as it was decided when the frame was compiled.
-
-    Attributes:
-        fqn: module the code belongs to, "" when it could not be resolved.
-        source: as in `Site`.
-        call: what the model calls: "sdpa" (`scaled_dot_product_attention`), "flex_attention", or "attention", this
-            package's.
-        requested: the backend asked first: "fa4" under the option of that name or `enable_fa4`.
-        effective: the backend in the graph: "fa4", "sdpa", "flex" or "plain".
-        kernel: the family of kernels that serves: "fa4", "cudnn", "flash", "efficient" and "flex" are fused, "unfused"
-            multiplies all scores out, "?" is not known here.
-        tag: why `requested` is not `effective`, or "unfused"; "" where neither.
-        reason: the same in words.
-        observed: the family that ran in the step given to `Report.observe`; "" where nobody looked, "?" where it could
-            not be told.
-    """
-
-    fqn: str
-    source: str
-    call: str
-    requested: str
-    effective: str
-    kernel: str
-    tag: str = ""
-    reason: str = ""
-    observed: str = ""
-
-
-@dataclass(slots=True)
 class Frame:
     """One graph that Dynamo handed over.
 

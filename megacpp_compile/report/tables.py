@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from megacpp_compile.report.attention import AttentionSite
 from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.report.columns import COLUMNS, FQN
-from megacpp_compile.report.records import AttentionSite, Collected, Frame, Pinned, Precision
+from megacpp_compile.report.records import Collected, Frame, Pinned, Precision
 from megacpp_compile.report.text import bytes_text, plain
 
 

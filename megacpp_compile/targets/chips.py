@@ -108,6 +108,11 @@ def current(device: torch.device | int | None = None) -> Chip | None:
     return of_capability(*torch.cuda.get_device_capability(device)) if torch.cuda.is_available() else None
 
 
+def on_hopper(device: torch.device) -> bool:
+    """Whether a tensor's device is a GPU of Hopper's capability."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def label(target: str, device: torch.device | int | None = None) -> str:
     """The label of a target where it runs: a chip's on "cuda" ("sm_90"), else the target's name."""
     chip = current(device) if target == "cuda" else None

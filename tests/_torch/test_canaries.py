@@ -28,6 +28,7 @@ from megacpp_compile._torch import (
     inductor,
     modules,
     translator,
+    variables,
 )
 from megacpp_compile._torch import dynamo as door
 from megacpp_compile._torch import logging as torch_log
@@ -519,16 +520,16 @@ def test_a_translation_is_watched():
         def step(self, tx, proceed):
             inst = tx.instructions[tx.instruction_pointer] if tx.instruction_pointer is not None else None
             if inst is not None and inst.opname == "GET_ITER":
-                entries = translator.realized(tx.stack[-1])
-                seen.append(translator.tensor(entries)[1].shape)
-                one = translator.computed(tx, torch.ops.aten.select.int, entries, 0, 0)
-                translator.make_known(one, torch.tensor(7))
-                tx.stack[-1] = translator.row([one, translator.constant(2)])
-                assert translator.parts(tx.stack[-1])[0] is one and tx.symbolic_locals and tx.f_code and tx.output.graph
+                entries = variables.realized(tx.stack[-1])
+                seen.append(variables.tensor(entries)[1].shape)
+                one = variables.computed(tx, torch.ops.aten.select.int, entries, 0, 0)
+                variables.make_known(one, torch.tensor(7))
+                tx.stack[-1] = variables.row([one, variables.constant(2)])
+                assert variables.parts(tx.stack[-1])[0] is one and tx.symbolic_locals and tx.f_code and tx.output.graph
             return proceed()
 
         def read(self, tx, variable, proceed):
-            read.append(translator.known(variable))
+            read.append(variables.known(variable))
             with translator.reading(tx):
                 return proceed()
 

@@ -217,6 +217,51 @@ def test_an_expert_s_linears_stay():
     left(linear, "its dispatcher")
 
 
+class Dispatcher:
+    """Megatron's, as far as it copies on a stream of its own, which is an error in a frame."""
+
+    def __init__(self):
+        self.traced = []
+
+    def _maybe_dtoh_and_synchronize(self, point, tokens_per_expert=None):
+        self.traced.append(torch.compiler.is_compiling())
+        return tokens_per_expert
+
+
+class Experts(nn.Module):
+    def __init__(self, dispatcher):
+        super().__init__()
+        self.token_dispatcher = dispatcher
+
+    def forward(self, x):
+        return x * self.token_dispatcher._maybe_dtoh_and_synchronize("before_permutation_1", x.sum())
+
+
+def test_copies_of_a_dispatcher_stay_out_of_compiled_code(monkeypatch, no_kernels):
+    home = {"MoEAlltoAllTokenDispatcher": Dispatcher}
+    fake.install(monkeypatch, transformer__moe__token_dispatcher=home)
+    x, layer = torch.randn(3, 4), Experts(Dispatcher())
+    torch.compile(layer, backend="megacpp")(x)
+    assert layer.token_dispatcher.traced == [True]  # so that the assertion below can fail
+    torch._dynamo.reset()
+    layer = Experts(Dispatcher())
+    want = layer(x)
+    table = plain_mla(layer)
+    assert table.done == ("token_dispatcher",) and type(layer.token_dispatcher) is not Dispatcher
+    assert not plain_mla(layer).rows, "once is enough"
+    twin = copy.deepcopy(layer)
+    assert torch.equal(torch.compile(twin, backend="megacpp")(x), want)
+    assert twin.token_dispatcher.traced == [False, False] and layer.token_dispatcher.traced == [False]
+    table.undo()
+    assert type(layer.token_dispatcher) is Dispatcher
+
+    class Own(Dispatcher):
+        def _maybe_dtoh_and_synchronize(self, point, tokens_per_expert=None):
+            return tokens_per_expert
+
+    assert "of its own" in plain_mla(Experts(Own())).left["token_dispatcher"]
+
+
 @pytest.mark.parametrize(
     ("mode", "group", "overlap", "words"),
     [

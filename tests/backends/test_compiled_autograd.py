@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megacpp_compile import pipeline, record
+from megacpp_compile import analysis, record
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.fx.provenance import is_backward
 from megacpp_compile.report.at_exit import ENDING
@@ -122,7 +122,7 @@ def test_an_op_that_is_called_in_a_frame_that_is_not_captured_is_lowered(graphs,
     def refuses(*_):
         raise CaptureError("a planted lie")
 
-    monkeypatch.setattr(pipeline, "capture", refuses)
+    monkeypatch.setattr(analysis, "capture", refuses)
     x, weights = torch.randn(5, 16), (torch.randn(8, 16), torch.ones(8), torch.randn(24, 8))
 
     def calls(x, down, gain, up):

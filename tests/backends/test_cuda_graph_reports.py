@@ -14,8 +14,8 @@ from megacpp_compile.backends import cuda_graphs
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.lowerings._traits import declared, traits_of
 from megacpp_compile.remat import offload
-from megacpp_compile.report.collector import Report
 from megacpp_compile.report.records import Frame
+from megacpp_compile.report.report import Report
 
 
 class Model(nn.Module):

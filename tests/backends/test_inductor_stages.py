@@ -147,8 +147,8 @@ def test_explain_knows(caplog):
 
 def test_other_targets_have_no_such_stages():
     """Inductor's settings mean nothing to openxla."""
+    from megacpp_compile.analysis import analyse
     from megacpp_compile.config.options import Config
-    from megacpp_compile.pipeline import analyse
     from megacpp_compile.targets import TPU
 
     found = []

@@ -212,7 +212,7 @@ def test_a_rule_without_a_hit_behind_a_wrapper_is_told():
 
 def test_a_rule_whose_module_a_block_does_not_know_is_told(monkeypatch, caplog):
     """A model that is checked is no proof that a frame knows the name."""
-    monkeypatch.setattr(megacpp_compile.regional.compile, "_name_absolutely", lambda *_: None)
+    monkeypatch.setattr(megacpp_compile.regional.backend, "_name_absolutely", lambda *_: None)
     with caplog.at_level(logging.WARNING, logger="megacpp_compile"):
         by_blocks(model(4), "layers.0.mlp.up")
     assert "'layers.0.mlp.up' has no effect on layers.0.mlp.up" in caplog.text

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._inductor import compile_fx as compile_fx_module
 
-from megacpp_compile import pipeline, record
+from megacpp_compile import analysis, record
 from megacpp_compile.errors import CaptureError, GraphBreakError, NotCapturedError
 from megacpp_compile.frontend import graph_breaks
 from megacpp_compile.frontend.fallbacks import may_hold_idiom
@@ -169,7 +169,7 @@ def not_captured(monkeypatch):
     def refuses(*_):
         raise CaptureError("it holds a planted lie")
 
-    monkeypatch.setattr(pipeline, "capture", refuses)
+    monkeypatch.setattr(analysis, "capture", refuses)
 
 
 def products(x):

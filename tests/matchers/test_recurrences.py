@@ -15,7 +15,7 @@ from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.remat.kinds import kind_of
 from megacpp_compile.remat.tagging import joint
-from megacpp_compile.report.collector import Report
+from megacpp_compile.report.report import Report
 from tests.frames import check
 from tests.matchers.graphs import trace
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from megacpp_compile.matchers.rope.frozen_tables import frozen_tables
-from megacpp_compile.matchers.rope.heads import find_heads, from_projection
+from megacpp_compile.matchers.rope.heads import find_heads
+from megacpp_compile.matchers.rope.origins import from_projection
 from tests.corpus.spellings import ROPES, rotate_half, tables
 from tests.matchers.graphs import trace
 from tests.seeds import Draws

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megacpp_compile.matchers.ssd.axes import Axes, NoAxes, flat, fresh
+from megacpp_compile.matchers.ssd.atoms import NoAxes, flat, fresh
+from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES, contractions, elementwise, lengths, views, writes
 from megacpp_compile.matchers.ssd.scan import NoScan, Scan, find_scans

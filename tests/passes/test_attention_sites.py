@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import megacpp_compile
-from megacpp_compile import pipeline
+from megacpp_compile import analysis
 from megacpp_compile._torch.autograd import get_sequence_nr
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.nn.attention import eligibility, fastest, sdpa_choice
@@ -185,8 +185,8 @@ def test_frames_that_are_compiled_as_they_were_written(monkeypatch):
             torch._dynamo.reset()
             with monkeypatch.context() as patch, megacpp_compile.record() as report:
                 if capture is not None:
-                    patch.setattr(pipeline, "capture", capture)
-                    patch.setattr(pipeline, "_nothing_to_do", lambda *_: None)
+                    patch.setattr(analysis, "capture", capture)
+                    patch.setattr(analysis, "_nothing_to_do", lambda *_: None)
                 torch.compile(Inner(), backend="megacpp", options=options)(*x)
             [row] = report.frames[0].attention
             assert (row["requested"], row["effective"], row["tag"], row["kernel"]) == expected

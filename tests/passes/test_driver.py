@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import megacpp_compile
-from megacpp_compile import pipeline
+from megacpp_compile import analysis
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import capture
 from megacpp_compile.matchers._match import MatchFailure
@@ -310,7 +310,7 @@ def test_nothing_of_the_backend_s_outlives_its_frame(no_kernels, monkeypatch):
         graphs.append(weakref.ref(made.gm.graph))
         return made
 
-    monkeypatch.setattr(pipeline, "capture", captured)
+    monkeypatch.setattr(analysis, "capture", captured)
     with megacpp_compile.record() as report:
         torch.compile(bottleneck(), backend="megacpp")(hidden()).sum().backward()
     assert len(report.sites) == 1 and graphs

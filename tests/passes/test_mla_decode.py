@@ -158,7 +158,7 @@ def test_lengths_move_without_another_graph():
 def test_what_was_decided_is_in_the_report():
     """By counts, as `latent_attention` decides."""
     from megacpp_compile.decode.absorbed import choose_form
-    from megacpp_compile.report.collector import Report
+    from megacpp_compile.report.report import Report
 
     frames = check(*build(one_projection))
     (site,) = frames.analyses[0].outcome.sites

@@ -13,7 +13,7 @@ from megacpp_compile.errors import CaptureError
 from megacpp_compile.passes import linear
 from megacpp_compile.passes._rewrites import expert_precision
 from megacpp_compile.precision.survey import survey
-from megacpp_compile.report.collector import Report
+from megacpp_compile.report.report import Report
 from tests.frames import run
 from tests.passes import experts
 

@@ -19,7 +19,7 @@ from megacpp_compile.errors import (
     UnknownOptionError,
 )
 from megacpp_compile.regional.repeated_blocks import find_kinds
-from megacpp_compile.report.collector import Report
+from megacpp_compile.report.report import Report
 from tests.memory.layered import MLP, Block, Model, Numbered, Small, ids
 
 

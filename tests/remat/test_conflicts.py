@@ -10,7 +10,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import megacpp_compile
-from megacpp_compile import pipeline
+from megacpp_compile import analysis
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import BlockKindError, CaptureError, MegacppError, TwoPoliciesError
 from tests.remat import models
@@ -139,7 +139,7 @@ def test_a_frame_that_falls_back_chooses_once_too():
     """It keeps its regions as Dynamo has them, and chooses in them."""
     torch.manual_seed(0)
     model = models.Model(models.Layer(models.Experts(bias=False), models.SwiGLU(), checkpointed=True))
-    with mock.patch.object(pipeline, "capture", side_effect=CaptureError("planted")):
+    with mock.patch.object(analysis, "capture", side_effect=CaptureError("planted")):
         fallen = step(model, (X,), {})
     assert not fallen.report.frames[0].captured
     assert count(fallen.graphs[0], "aten.topk") == 1 and count(fallen.graphs[1], "aten.topk") == 0

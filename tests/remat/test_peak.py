@@ -9,7 +9,7 @@ from torch._inductor import async_compile
 import megacpp_compile
 from megacpp_compile.errors import BadOptionError, PeakUnreachableError
 from megacpp_compile.lowerings.linear_cross_entropy import chunks, linear_cross_entropy
-from megacpp_compile.report.collector import Report
+from megacpp_compile.report.report import Report
 from tests.memory.layered import Model as Layered
 from tests.remat import models
 from tests.remat.steps import step

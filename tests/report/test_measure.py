@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megacpp_compile.errors import DeviceNotMeasuredError
-from megacpp_compile.report.collector import Report
 from megacpp_compile.report.measure import allocated, at_peak
+from megacpp_compile.report.report import Report
 
 
 def step():

@@ -12,11 +12,12 @@ import threading
 import pytest
 
 from megacpp_compile.errors import ReportFormatError
-from megacpp_compile.report.attention import AttentionCall
+from megacpp_compile.report.attention import AttentionCall, AttentionSite
 from megacpp_compile.report.auto_plan import AutoPlan
-from megacpp_compile.report.collector import Report, active, emit_frame, record
+from megacpp_compile.report.collector import active, emit_frame, record
 from megacpp_compile.report.columns import COLUMNS
-from megacpp_compile.report.records import AttentionSite, CompiledRegion, Frame, MissedFusion, Pinned, Precision, Site
+from megacpp_compile.report.records import CompiledRegion, Frame, MissedFusion, Pinned, Precision, Site
+from megacpp_compile.report.report import Report
 from megacpp_compile.report.text import bytes_text, plain
 
 SOURCE = "modeling.py:123, in forward: `k = self.kv_b(self.norm(x[:, [0]]))`"

@@ -10,8 +10,9 @@ import pytest
 
 from megacpp_compile.report import at_exit
 from megacpp_compile.report.at_exit import ENDING, Ending
-from megacpp_compile.report.collector import Report, aside, emit_frame, record
+from megacpp_compile.report.collector import aside, emit_frame, record
 from megacpp_compile.report.records import Frame, MissedFusion, Site
+from megacpp_compile.report.report import Report
 from megacpp_compile.report.summary import LINES
 
 MLA = {"down_norm_up": 2, "mla_rope_q": 0}

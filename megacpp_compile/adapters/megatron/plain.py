@@ -37,6 +37,7 @@ _MLA = _CORE + "transformer.multi_latent_attention.MultiLatentAttention"
 _LAYERS = _CORE + "tensor_parallel.layers."
 _ROTARY = _CORE + "models.common.embeddings."
 _CORE_ATTENTION = _ENGINE + "TEDotProductAttention"
+_DISPATCHER = _CORE + "transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,7 @@ def plain_mla(model: nn.Module) -> PlainTable:
         scaler.backward = staticmethod(backward)
     for fqn, module in list(model.named_modules()):
         rows += _cores(fqn, module, before)
+        rows += _dispatchers(fqn, module, before)
         row = _classed(fqn, module, before) or _quieted(fqn, module, before)
         if row is not None:
             rows.append(row)
@@ -249,3 +251,13 @@ def _cores(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> Iterato
 
     form = _Form(forwards.EngineAttention, refusals.engine_attention, attributes)
     yield _formed(f"{fqn}.core_attention".strip("."), core, base, form, before)
+
+
+def _dispatchers(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> Iterator[PlainRow]:
+    """What sends tokens to a layer's experts, which is no module."""
+    base, dispatcher = loaded(_DISPATCHER), getattr(module, "token_dispatcher", None)
+    if base is None or not isinstance(dispatcher, base) or isinstance(dispatcher, forwards.HostCopies):
+        return
+    if hasattr(base, "_maybe_dtoh_and_synchronize"):
+        form = _Form(forwards.HostCopies, lambda dispatcher: "")
+        yield _formed(f"{fqn}.token_dispatcher".strip("."), dispatcher, base, form, before)

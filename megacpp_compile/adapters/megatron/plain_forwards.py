@@ -124,6 +124,17 @@ class EngineAttention:
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+class HostCopies:
+    """`MoEAlltoAllTokenDispatcher`, which copies counts of tokens to main memory on a stream of its own: neither Dynamo
+    nor Inductor takes what it does to the stream, and some of it is an error there instead of a graph break."""
+
+    plain_as = "the same, its copies to main memory in eager"
+
+    @torch.compiler.disable
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
+        return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)  # type: ignore[misc]
+
+
 class RotaryTable:
     """`RotaryEmbedding` and `YarnRotaryEmbedding`: angles [s, 1, 1, d] of positions from `offset` on, without the cache
     and the copy to the current device that theirs have in front; YaRN's with the factor of cosines and sines."""

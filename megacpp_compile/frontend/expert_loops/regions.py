@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile._torch import translator as translation
+from megacpp_compile._torch import variables
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
 from megacpp_compile.frontend.expert_loops.rowless import same_shapes, same_without_rows
 from megacpp_compile.fx import assumptions
@@ -122,20 +123,20 @@ class OpenRegion:
     def _leaves(self, name: str, before: Any, after: Any) -> bool:
         """Whether `after` is a tensor that may be left behind: of the first way of two for the second to be held
         against, else the same as what there is without the region, wherever the model skips it."""
-        found = translation.tensor(translation.realized(after))
+        found = variables.tensor(variables.realized(after))
         if found is None:
             return False
         if self.other_way is not None:
             self.other_way.left[name] = after
             return True
         other = self._alternatives.get(name, before)
-        held = translation.tensor(translation.realized(other)) if other is not None else None
+        held = variables.tensor(variables.realized(other)) if other is not None else None
         if held is None:
             return False
         shown = self._asked is not None and same_without_rows(*self._asked, held[1], found[1])
         if not shown and not (self.branches and same_shapes(held[1], found[1])):
             return False
-        translation.emit(self.translator, assumptions.rowless, after, shown, self.number)
+        variables.emit(self.translator, assumptions.rowless, after, shown, self.number)
         return True
 
     def undo(self) -> dict[str, Any]:
@@ -161,21 +162,21 @@ class OpenRegion:
     def _carries(self, before: Any, after: Any) -> bool:
         """Whether a place among slots has become another; that both are the same place where there are no tokens is for
         matchers to show."""
-        old, new = translation.realized(before), translation.realized(after)
-        was, now_ = translation.place(old), translation.place(new)
-        if was is None or now_ is None or type(translation.plain(new)) is int:
+        old, new = variables.realized(before), variables.realized(after)
+        was, now_ = variables.place(old), variables.place(new)
+        if was is None or now_ is None or type(variables.plain(new)) is int:
             return False
         op = {(False, False): assumptions.carried, (False, True): assumptions.carried_into,
               (True, True): assumptions.carried_tensor}.get((was, now_))  # fmt: skip
         if op is not None:
-            translation.emit(self.translator, op, *(translation.plain(v) for v in (old, new)), self.number)
+            variables.emit(self.translator, op, *(variables.plain(v) for v in (old, new)), self.number)
         return op is not None
 
     def _same(self, before: Any, after: Any) -> bool:
-        old, new = translation.realized(before), translation.realized(after)
+        old, new = variables.realized(before), variables.realized(after)
         if old is new:
             return True
-        was, now_ = translation.tensor(old), translation.tensor(new)
+        was, now_ = variables.tensor(old), variables.tensor(new)
         if was is None or now_ is None:
             return False
         pending, seen = [now_[0]], set[Any]()
@@ -189,8 +190,8 @@ class OpenRegion:
         return False
 
 
-def _identities(variables: list[Any]) -> list[int]:
-    return [id(translation.realized(v)) for v in variables]
+def _identities(held: list[Any]) -> list[int]:
+    return [id(variables.realized(v)) for v in held]
 
 
 def _state(translator: Any) -> tuple[Any, ...]:

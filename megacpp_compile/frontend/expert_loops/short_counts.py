@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile._torch import translator as translation
+from megacpp_compile._torch import variables
 from megacpp_compile.fx import assumptions
 
 # What is asked of counts, or computed from them, without their length, or into something as long.
@@ -40,13 +41,13 @@ class ShortCounts:
 
     def fill(self, translator: Any, counts: Any, experts: int) -> Any:
         """What Dynamo holds for `counts` with zeros for the experts behind the last that was chosen."""
-        filled = translation.computed(translator, assumptions.filled_counts, counts, experts)
+        filled = variables.computed(translator, assumptions.filled_counts, counts, experts)
         self._counts[filled.as_proxy().node] = filled
         return filled
 
     def listed(self, array: Any, entries: list[Any]) -> None:
         """`entries` are those of `array`, which are looped over."""
-        found = translation.tensor(array)
+        found = variables.tensor(array)
         if found is not None and (counts := self._behind(found[0])) is not None:
             self._entries |= {id(entry): (entry, counts, i) for i, entry in enumerate(entries)}
 
@@ -54,8 +55,8 @@ class ShortCounts:
         """(counts, expert) where what an iteration is given is an entry of theirs, or has one among its parts."""
         if (found := self._entries.get(id(given))) is not None:
             return found[1:]
-        parts = translation.parts(given) or ()
-        return next((of for part in parts if (of := self.iteration(translation.seen(part))) is not None), None)
+        parts = variables.parts(given) or ()
+        return next((of for part in parts if (of := self.iteration(variables.seen(part))) is not None), None)
 
     def asked(self, translator: Any, inst: Any) -> bool:
         """Whether the coming instruction may ask how long counts are."""
@@ -63,17 +64,17 @@ class ShortCounts:
         if name in ("LOAD_ATTR", "LOAD_METHOD"):
             return inst.argval not in _ALLOWED and self._is_short(stack[-1])
         if name == "BINARY_SUBSCR":
-            index = translation.plain(translation.seen(stack[-1]))
+            index = variables.plain(variables.seen(stack[-1]))
             return self._is_short(stack[-2]) and not (type(index) is int and index >= 0)
         if name.startswith("CALL"):
-            given = [part for v in stack[-(inst.arg or 1) :] for part in (v, *(translation.parts(v) or ()))]
+            given = [part for v in stack[-(inst.arg or 1) :] for part in (v, *(variables.parts(v) or ()))]
             return not _keeps(translation.callee(translator, inst)) and any(map(self._is_short, given))
         reads = name in ("GET_ITER", "CONTAINS_OP", "LIST_EXTEND", "BINARY_SLICE", "COMPARE_OP")
         return (reads or name.startswith("UNPACK")) and any(map(self._is_short, stack[-2:]))
 
     def _is_short(self, variable: Any) -> bool:
         """Whether `variable` has as many entries as counts that were given more."""
-        found = translation.tensor(translation.seen(variable)) if hasattr(variable, "is_realized") else None
+        found = variables.tensor(variables.seen(variable)) if hasattr(variable, "is_realized") else None
         return found is not None and found[1].dim() > 0 and self._behind(found[0]) is not None
 
     def _behind(self, node: Node) -> Any:

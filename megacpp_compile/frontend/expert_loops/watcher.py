@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from megacpp_compile._torch import translator as translation
-from megacpp_compile._torch.dispatch import disable_current_modes
+from megacpp_compile._torch import variables
 from megacpp_compile._torch.dynamo import RestartAnalysis
-from megacpp_compile.frontend.expert_loops import origins
+from megacpp_compile.frontend.expert_loops import expert_numbers, origins
 from megacpp_compile.frontend.expert_loops.control_flow import meeting, skipped
 from megacpp_compile.frontend.expert_loops.grown_lists import GrownLists
 from megacpp_compile.frontend.expert_loops.regions import OpenRegion, OtherWay, Refused
@@ -22,9 +21,7 @@ from megacpp_compile.fx import assumptions
 from megacpp_compile.report import log
 
 _SUBSCRIPTS = ("BINARY_SUBSCR",)
-_ITERATES = (enumerate, zip, list, tuple)
 _SLICES = ("BUILD_SLICE", "BINARY_SLICE")
-_LISTS = (list, tuple, nn.ModuleList, nn.ParameterList)
 
 
 class Loops:
@@ -72,7 +69,7 @@ class Loops:
     def append(self, variable: Any, added: Any, proceed: Callable[[], Any]) -> Any:
         born = translation.list_born(variable)
         grows = self.enabled and any(region.start > born for region in self._open)
-        if not grows or born < 0 or translation.tensor(translation.realized(added)) is None:
+        if not grows or born < 0 or variables.tensor(variables.realized(added)) is None:
             return proceed()
         self._appends = True
         try:
@@ -85,7 +82,7 @@ class Loops:
         """As `append` has it where a comprehension makes a list."""
         if inst.opname != "LIST_APPEND" or not self._open:
             return proceed()
-        grown = translation.realized(translator.stack[-1 - inst.arg])
+        grown = variables.realized(translator.stack[-1 - inst.arg])
         return bool(self.append(grown, translator.stack[-1], proceed))
 
     def _entries_read(self, at: Any) -> None:
@@ -133,23 +130,23 @@ class Loops:
             self._held_to(lambda region: region.passes(translator, inst))
         if inst.opname == "WITH_EXCEPT_START" and self.assumed:  # which `live_names` leaves out
             self.give_up()
-        self._list_arrays(translator, inst)
+        expert_numbers.list_arrays(translator, inst, self._short)
         if inst.opname == "GET_ITER":
             self._iterate(translator, (translator.f_code, inst.offset))
         elif inst.opname in _SUBSCRIPTS:
-            self._subscript(translator)
+            expert_numbers.subscript(translator)
         elif "JUMP" in inst.opname and "_IF_" in inst.opname and "NONE" not in inst.opname:
             self._branch(translator, inst)
         if self._short and self._short.asked(translator, inst):
             self.give_up()
 
     def _after(self, translator: Any, inst: Any) -> None:
-        if inst.opname == "FOR_ITER" and (entry := _entry(translator)) is not None:
-            hits = translation.tensor(entry)[0].args[0]  # type: ignore[index]
+        if inst.opname == "FOR_ITER" and (entry := expert_numbers.entry(translator)) is not None:
+            hits = variables.tensor(entry)[0].args[0]  # type: ignore[index]
             self._enter(translator, inst, assumptions.iteration, entry, begins=self._lists.get(hits))
         elif inst.opname == "FOR_ITER" and self._short and translator.stack and not translation.hands_on(translator):
-            if (of := self._short.iteration(translation.seen(translator.stack[-1]))) is not None:
-                expert = translation.computed(translator, assumptions.expert, *of)
+            if (of := self._short.iteration(variables.seen(translator.stack[-1]))) is not None:
+                expert = variables.computed(translator, assumptions.expert, *of)
                 self._enter(translator, inst, assumptions.iteration, expert)
         elif inst.opname.startswith("CALL"):
             self._counted(translator)
@@ -157,8 +154,8 @@ class Loops:
     def read(self, translator: Any, variable: Any, proceed: Callable[[], Any]) -> Any:
         if not self.enabled:
             return proceed()
-        if translation.known(variable) is None:
-            found = translation.tensor(variable)
+        if variables.known(variable) is None:
+            found = variables.tensor(variable)
             if found is None or not origins.about_tokens(found[0]):
                 return proceed()
             self._reads += 1
@@ -170,7 +167,7 @@ class Loops:
         if inst.opname not in _SLICES:
             return nullcontext()
         ends = translator.stack[-(inst.arg or 2) :]
-        found = [translation.tensor(translation.seen(end)) for end in ends]
+        found = [variables.tensor(variables.seen(end)) for end in ends]
         if not any(end is not None and origins.about_tokens(end[0]) for end in found):
             return nullcontext()
         self._reads += 1
@@ -185,14 +182,14 @@ class Loops:
 
     def _enter(self, translator: Any, join: Any, op: Any, *args: Any, **kwargs: Any) -> None:
         self._regions += 1
-        node = translation.emit(translator, op, *args, self._regions)
+        node = variables.emit(translator, op, *args, self._regions)
         self._open.append(OpenRegion(self._regions, translator, join, node, **kwargs))
 
     def _close(self) -> OpenRegion:
         region = self._open[-1]
         self._held_to(lambda open_: open_.close() if open_ is region else None)
         self._open.pop()
-        translation.emit(region.translator, assumptions.end, region.number)
+        variables.emit(region.translator, assumptions.end, region.number)
         return region
 
     def _go_back(self, translator: Any, region: OpenRegion) -> None:
@@ -208,69 +205,34 @@ class Loops:
         """Put all experts in the place of a list of those that have tokens."""
         if place in self._left:
             return
-        hits = translation.seen(translator.stack[-1])
-        found = translation.tensor(hits)
+        hits = variables.seen(translator.stack[-1])
+        found = variables.tensor(hits)
         experts = origins.listed(*found) if found is not None else None
         if found is None or experts is None:
             return
         self._lists[found[0]] = place
-        fake, entries = found[1], list[Any]()
-        with disable_current_modes():  # tracing on fake inputs has one
-            device = "cpu" if fake.device.type == "meta" else fake.device
-            numbers = [torch.full(fake.shape[1:], e, device=device) for e in range(experts)]
-        for e, number in enumerate(numbers):
-            entries.append(translation.computed(translator, assumptions.expert, hits, e))
-            translation.make_known(entries[-1], number)
-        translator.stack[-1] = translation.row(entries)
-
-    def _list_arrays(self, translator: Any, inst: Any) -> None:
-        """Put numbers in the place of an array of them that is iterated over."""
-        calls = inst.opname.startswith("CALL") and translation.callee(translator, inst) in _ITERATES
-        count = 1 if inst.opname == "GET_ITER" else inst.arg or 0 if calls else 0
-        for at in range(-count, 0):
-            array = translation.seen(translator.stack[at])
-            found = translation.tensor(array)
-            short = found is not None and statically_known_true(found[1].numel() <= origins.MOST)
-            if found is not None and short and origins.about_tokens(found[0]):
-                self._list_array(translator, array, at)
-
-    def _list_array(self, translator: Any, array: Any, at: int) -> None:
-        if (listed := translation.entries(translator, array)) is not None:
-            self._short.listed(array, translation.parts(listed) or [])
-            translator.stack[at] = listed
-
-    def _subscript(self, translator: Any) -> None:
-        """Index tensors and lists by experts' numbers: indexing by a tensor asks for its value."""
-        holder, key = (translation.seen(v) for v in translator.stack[-2:])
-        if translation.known(key) is None and translation.parts(key) is None:
-            return
-        holder = translation.realized(holder)
-        if translation.tensor(holder) is not None:
-            translator.stack[-1] = _numbers(key)
-        elif (known := translation.known(key)) is not None and known.dtype == torch.int64:
-            if translation.python_type(holder) in _LISTS:
-                translator.stack[-1] = translation.constant(int(known))
+        translator.stack[-1] = expert_numbers.all_of(translator, hits, experts)
 
     def _counted(self, translator: Any) -> None:
         """Let a count of choices have as many entries as there are experts, which torch knows at run time only."""
-        counts = translation.seen(translator.stack[-1]) if translator.stack else None
-        found = translation.tensor(counts)
+        counts = variables.seen(translator.stack[-1]) if translator.stack else None
+        found = variables.tensor(counts)
         if found is not None and (experts := origins.bins(*found)) is not None:
             self._reads += 1
             if origins.minlength(found[0]):
-                translator.stack[-1] = translation.computed(translator, assumptions.counts, counts, experts)
+                translator.stack[-1] = variables.computed(translator, assumptions.counts, counts, experts)
             elif self._fills:
                 translator.stack[-1] = self._short.fill(translator, counts, experts)
 
     def _branch(self, translator: Any, jump: Any) -> None:
         """Take the way of an expert that has tokens."""
-        condition = translation.seen(translator.stack[-1])
-        if (found := translation.tensor(condition)) is not None:
-            if (known := translation.known(condition)) is not None:
-                translator.stack[-1] = translation.constant(bool(known))
+        condition = variables.seen(translator.stack[-1])
+        if (found := variables.tensor(condition)) is not None:
+            if (known := variables.known(condition)) is not None:
+                translator.stack[-1] = variables.constant(bool(known))
                 return
             node, op = found[0], assumptions.branch
-        elif (number := translation.number(condition)) is not None:
+        elif (number := variables.number(condition)) is not None:
             node, op = number[0], _op_for(number[1])
         else:
             return
@@ -278,12 +240,12 @@ class Loops:
             return
         way = skipped(translator.instructions, jump)
         if way is None:
-            self._both_ways(translator, jump, op, condition, origins.some_when(node, translation.number(condition)))
+            self._both_ways(translator, jump, op, condition, origins.some_when(node, variables.number(condition)))
             return
         join, by_jump = way
         taken = by_jump == ("IF_FALSE" in jump.opname)
         self._enter(translator, join, op, condition, taken, asked=_asked(condition, taken))
-        translator.stack[-1] = translation.constant(taken)
+        translator.stack[-1] = variables.constant(taken)
 
     def _both_ways(self, translator: Any, jump: Any, op: Any, condition: Any, some: bool) -> None:
         """Take the way of an expert without tokens, then, from where it meets the other, that of one that has some.
@@ -296,12 +258,12 @@ class Loops:
         jumps = some != ("IF_FALSE" in jump.opname)
         start = jump.target if jumps else translator.instructions[translator.instruction_pointer + 1]
         self._enter(translator, join, op, condition, not some, other_way=OtherWay(start, op, condition, some))
-        translator.stack[-1] = translation.constant(not some)
+        translator.stack[-1] = variables.constant(not some)
 
 
 def _asked(condition: Any, taken: bool) -> tuple[Any, bool] | None:
     """The number or truth value that a branch goes by, and whether it was taken to hold."""
-    number = translation.number(condition)
+    number = variables.number(condition)
     return None if number is None else (number[1], taken)
 
 
@@ -313,22 +275,3 @@ def _op_for(value: Any) -> Any:
     if statically_known_true(truth) or statically_known_true(torch.sym_not(truth)):
         return None
     return assumptions.truth_branch if isinstance(value, torch.SymBool) else assumptions.size_branch
-
-
-def _entry(translator: Any) -> Any:
-    """The entry of a list of experts that an iteration has just been given."""
-    if not translator.stack:
-        return None
-    given = translation.seen(translator.stack[-1])
-    found = translation.tensor(given)
-    return given if found is not None and found[0].target is assumptions.expert else None
-
-
-def _numbers(key: Any) -> Any:
-    """`key`, with numbers in the place of tensors without dimensions whose numbers are known."""
-    known, parts = translation.known(key), translation.parts(key)
-    if parts is not None:
-        return translation.row([_numbers(translation.seen(part)) for part in parts])
-    if known is None or known.dim() or known.dtype == torch.bool:
-        return key
-    return translation.constant(int(known))

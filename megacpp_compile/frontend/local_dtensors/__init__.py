@@ -11,6 +11,7 @@ them up (Megatron's f, https://arxiv.org/abs/1909.08053, section 3), or, on the 
 that the gradient is a partial sum, and DTensor reduces it as it would have.
 """
 
-from megacpp_compile.frontend.local_dtensors.localizer import dtensor_like, localize
+from megacpp_compile.frontend.local_dtensors.local_graph import dtensor_like
+from megacpp_compile.frontend.local_dtensors.localizer import localize
 
 __all__ = ["dtensor_like", "localize"]

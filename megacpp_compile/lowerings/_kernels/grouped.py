@@ -211,10 +211,10 @@ def gradients(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward's first GEMM, of rows `take` of `grad` or of all, and what lies between it and the next ones, in one
-    kernel where gate and up are two tensors; on CUDA only. See `triton_gated.gradients`."""
-    from megacpp_compile.lowerings._kernels import triton_gated
+    kernel where gate and up are two tensors; on CUDA only. See `triton_gated_gradients.gradients`."""
+    from megacpp_compile.lowerings._kernels import triton_gated_gradients
 
-    return triton_gated.gradients(grad, weights, hidden, gates, offsets, take, activation)
+    return triton_gated_gradients.gradients(grad, weights, hidden, gates, offsets, take, activation)
 
 
 @gradients.register_fake

@@ -98,11 +98,11 @@ def gradients(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `grouped_gemms::gradients`. scale: the weights' in forward [E, d]."""
-    from megacpp_compile.lowerings._kernels import triton_gated, triton_quantise
+    from megacpp_compile.lowerings._kernels import triton_gated_gradients, triton_quantise
 
     g8, g_scale = triton_quantise.quantised_rows(grad, take, scale, offsets)
     w8 = _turned(weights, scale)
-    return triton_gated.gradients(
+    return triton_gated_gradients.gradients(
         g8, [w8.transpose(-1, -2)], hidden, gates, offsets, None, activation, g_scale, grad.dtype
     )
 

@@ -39,7 +39,7 @@ from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY, segments_bound
 from megacpp_compile.lowerings._kernels.gated_chunks import CHUNK_SIZES, operand_problem
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, serve
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, serve, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_delta_rule import reference
 
@@ -112,10 +112,7 @@ def gated_delta_rule_backward(
 def _(  # type: ignore[no-untyped-def]
     do, dfinal, q, k, v, g, beta, initial_state, cu_seqlens, states, inverse, scale, qk_norm_eps, chunk_size
 ):
-    def like(t):  # type: ignore[no-untyped-def]
-        return states.new_empty(0) if t is None else t.new_empty(t.shape)
-
-    return tuple(like(t) for t in (q, k, v, g, beta, initial_state))
+    return shaped_like(states, (q, k, v, g, beta, initial_state))
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
+from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
     as_multiplied,
@@ -24,7 +25,7 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     product,
     through_norm,
 )
-from megacpp_compile.lowerings.gated_delta_rule._triton_states import LOG2_E, NO_STEP
+from megacpp_compile.lowerings.gated_delta_rule._triton_states import NO_STEP
 
 
 @triton.jit

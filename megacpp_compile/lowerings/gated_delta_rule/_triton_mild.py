@@ -14,7 +14,8 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
-from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import LOG2_E, chunk_tokens
+from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
+from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import chunk_tokens
 
 # In powers of 2. Gradients as small as 2^-40 times the smaller factor are still above float32's smallest numbers.
 MOST = tl.constexpr(64.0)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
+from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
     as_multiplied,
@@ -18,7 +19,6 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     chunk_tokens,
 )
 from megacpp_compile.lowerings.gated_delta_rule._triton_mild import row_norm
-from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import LOG2_E
 
 
 @triton.jit

@@ -11,8 +11,9 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
+from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.gated_delta_rule._triton_inverse import unit_lower_inverse
-from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import LOG2_E, chunk_tokens, dot, inverse_norm
+from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import chunk_tokens, dot, inverse_norm
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
+from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
     chunk_and_head,
@@ -22,7 +23,6 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     product,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 # Below it, T's rows do not say any more what they are over beta.
 NO_STEP = tl.constexpr(1e-18)
 

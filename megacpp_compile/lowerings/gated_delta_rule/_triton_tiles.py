@@ -7,8 +7,6 @@ import triton.language as tl
 
 from megacpp_compile.lowerings.ssd_scan._triton_gemms import INTERPRETED, gemm
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def dot(a, b, to, WIDE: tl.constexpr):

@@ -40,7 +40,7 @@ from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._kernels.chunk_grid import segments_bound
 from megacpp_compile.lowerings._kernels.gated_chunks import operand_problem
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, serve
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, serve, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_linear_attention import reference
 
@@ -104,10 +104,7 @@ def gated_linear_attention_backward(
 
 @gated_linear_attention_backward.register_fake
 def _(do, dfinal, q, k, v, g, initial_state, cu_seqlens, states, scale, chunk_size):  # type: ignore[no-untyped-def]
-    def like(t):  # type: ignore[no-untyped-def]
-        return states.new_empty(0) if t is None else t.new_empty(t.shape)
-
-    return tuple(like(t) for t in (q, k, v, g, initial_state))
+    return shaped_like(states, (q, k, v, g, initial_state))
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -10,17 +10,7 @@ import triton
 import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _dot(a, b, to, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`to + a @ b`. Triton's interpreter multiplies the bits of bfloat16 as integers."""
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, to, input_precision=PRECISION)
+from megacpp_compile.lowerings._kernels.triton_math import LN_2, LOG2_E, dot
 
 
 @triton.jit
@@ -87,14 +77,14 @@ def mla_decode_rows(q, kv, row_scale, lengths, part_out, part_lse, tokens, rows,
         if SCALED:
             its = tl.load(row_scale + row.to(tl.int64) * s_s, mask=there, other=0.0)[:, None]
             k_v = (k_v.to(tl.float32) * its).to(q_v.dtype)
-        scores = _dot(q_v, tl.trans(k_v), tl.zeros([BH, BK], tl.float32), PRECISION, INTERPRETED)
+        scores = dot(q_v, tl.trans(k_v), tl.zeros([BH, BK], tl.float32), PRECISION, INTERPRETED)
         if R:
             k_r = tl.load(line + r[None, :], mask=there[:, None] & (r < V + R)[None, :], other=0.0)
             if SCALED:
                 k_r = (k_r.to(tl.float32) * its).to(q_v.dtype)
-            scores = _dot(q_r, tl.trans(k_r), scores, PRECISION, INTERPRETED)
+            scores = dot(q_r, tl.trans(k_r), scores, PRECISION, INTERPRETED)
         p, keep, most, total = _weights(scores, most, total, row, last, end, scale)
-        acc = _dot(p.to(k_v.dtype), k_v, acc * keep[:, None], PRECISION, INTERPRETED)
+        acc = dot(p.to(k_v.dtype), k_v, acc * keep[:, None], PRECISION, INTERPRETED)
     place = ((b * tokens * heads + m) * splits + tl.program_id(1)).to(tl.int64)
     acc *= _finish(part_lse, place, most, total, mine)[:, None]
     tl.store(part_out + place[:, None] * V + v[None, :], acc, mask=mine[:, None] & (v < V)[None, :])
@@ -142,17 +132,17 @@ def mla_decode_codes(q, kv, row_scale, codebook, lengths, part_out, part_lse, to
         # A row that is not there has scale 0.
         its = tl.load(row_scale + row.to(tl.int64) * s_s, mask=there, other=0.0)[:, None]
         k_low, k_high = _channels(codebook, its, codes & 15, q_low), _channels(codebook, its, codes >> 4, q_low)
-        scores = _dot(q_low, tl.trans(k_low), tl.zeros([BH, BK], tl.float32), PRECISION, INTERPRETED)
-        scores = _dot(q_high, tl.trans(k_high), scores, PRECISION, INTERPRETED)
+        scores = dot(q_low, tl.trans(k_low), tl.zeros([BH, BK], tl.float32), PRECISION, INTERPRETED)
+        scores = dot(q_high, tl.trans(k_high), scores, PRECISION, INTERPRETED)
         if R:
             codes = tl.load(line + (V + r)[None, :], mask=there[:, None] & (r < R)[None, :], other=0).to(tl.int32)
             its = tl.load(row_scale + row.to(tl.int64) * s_s + s_d, mask=there, other=0.0)[:, None]
-            scores = _dot(r_low, tl.trans(_channels(codebook, its, codes & 15, q_low)), scores, PRECISION, INTERPRETED)
-            scores = _dot(r_high, tl.trans(_channels(codebook, its, codes >> 4, q_low)), scores, PRECISION, INTERPRETED)
+            scores = dot(r_low, tl.trans(_channels(codebook, its, codes & 15, q_low)), scores, PRECISION, INTERPRETED)
+            scores = dot(r_high, tl.trans(_channels(codebook, its, codes >> 4, q_low)), scores, PRECISION, INTERPRETED)
         p, keep, most, total = _weights(scores, most, total, row, last, end, scale)
         p = p.to(k_low.dtype)
-        low = _dot(p, k_low, low * keep[:, None], PRECISION, INTERPRETED)
-        high = _dot(p, k_high, high * keep[:, None], PRECISION, INTERPRETED)
+        low = dot(p, k_low, low * keep[:, None], PRECISION, INTERPRETED)
+        high = dot(p, k_high, high * keep[:, None], PRECISION, INTERPRETED)
     place = ((b * tokens * heads + m) * splits + tl.program_id(1)).to(tl.int64)
     share = _finish(part_lse, place, most, total, mine)[:, None]
     at = part_out + place[:, None] * (2 * V) + v[None, :]

@@ -17,6 +17,7 @@ from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous
 from megacpp_compile.lowerings.mla_decode import cuda_triton
 from megacpp_compile.lowerings.mla_decode.cuda_triton import SMS, combine, even_parts, results
 from megacpp_compile.report import log
+from megacpp_compile.targets.chips import on_hopper
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
@@ -51,10 +52,6 @@ _MANY = {
     "FP8": {"SOFTMAX_REGISTERS": 88, "COPY_REGISTERS": 96, "COPY_WARPS": 4},
     "CODES": {"SOFTMAX_REGISTERS": 88, "COPY_REGISTERS": 96, "COPY_WARPS": 4},
 }
-
-
-def on_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:

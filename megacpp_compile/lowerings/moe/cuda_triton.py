@@ -22,6 +22,7 @@ from megacpp_compile.lowerings._activation import Activation
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
 from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the GEMMs
 from megacpp_compile.lowerings.moe import float8, reference
+from megacpp_compile.targets.chips import on_hopper
 
 __all__ = ["moe", "moe_backward", "supports"]
 
@@ -49,9 +50,8 @@ def refusal(kept: Tensor, down: Sequence[Tensor], precision: str) -> str | None:
 def _cutlass(*tensors: Tensor) -> bool:
     """Whether torch's grouped GEMM takes these rows: bfloat16, each row aligned."""
     return present(grouped_mm) and all(
-        t.dtype == torch.bfloat16 and t.device.type == "cuda" and t.shape[-1] % 8 == 0
-        and torch.cuda.get_device_capability(t.device)[0] == 9 for t in tensors
-    )  # fmt: skip
+        t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 and on_hopper(t.device) for t in tensors
+    )
 
 
 def _fuses(activation: Activation, layout: str) -> bool:

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.sparse_mla._gluon_rows import _copy, barrier, kept, load_async, named, tiles_of
 from megacpp_compile.lowerings.sparse_mla._gluon_rows_grad import (
     PAIRS,
@@ -31,7 +32,6 @@ from megacpp_compile.lowerings.sparse_mla._gluon_rows_grad import (
     tiles_in,
     values_gradient,
 )
-from megacpp_compile.lowerings.sparse_mla._triton_kernels import LOG2_E
 
 
 @gluon.jit

@@ -10,17 +10,7 @@ import triton
 import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _dot(a, b, to, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`to + a @ b`. Triton's interpreter multiplies the bits of bfloat16 as integers."""
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, to, input_precision=PRECISION)
+from megacpp_compile.lowerings._kernels.triton_math import LN_2, LOG2_E, dot
 
 
 @triton.jit
@@ -77,17 +67,17 @@ def sparse_mla_forward(q, kv, indices, kv_scale, out, lse, tokens, rows, heads, 
     for first in range(0, topk, BK):
         row, valid = _chosen(indices, first + tl.arange(0, BK), rows, t + offset, topk, i_k, CAUSAL)
         k_v = _rows(kv, kv_scale, row, v, v < V, valid, kv_s, s_s, s_d, q_v, SCALED, BLOCKS)
-        scores = _dot(q_v, tl.trans(k_v), tl.zeros([BH, BK], tl.float32), PRECISION, INTERPRETED)
+        scores = dot(q_v, tl.trans(k_v), tl.zeros([BH, BK], tl.float32), PRECISION, INTERPRETED)
         if R:
             k_r = _rows(kv, kv_scale, row, r, r < V + R, valid, kv_s, s_s, s_d, q_v, SCALED, BLOCKS)
-            scores = _dot(q_r, tl.trans(k_r), scores, PRECISION, INTERPRETED)
+            scores = dot(q_r, tl.trans(k_r), scores, PRECISION, INTERPRETED)
         scores = tl.where(valid[None, :], scores * (scale * LOG2_E), float("-inf"))
         new = tl.maximum(most, tl.max(scores, 1))
         base = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(scores - base[:, None])
         keep = tl.exp2(most - base)
         total = total * keep + tl.sum(p, 1)
-        acc = _dot(p.to(k_v.dtype), k_v, acc * keep[:, None], PRECISION, INTERPRETED)
+        acc = dot(p.to(k_v.dtype), k_v, acc * keep[:, None], PRECISION, INTERPRETED)
         most = new
     found = total > 0
     acc = acc / tl.where(found, total, 1.0)[:, None]
@@ -141,17 +131,17 @@ def sparse_mla_query_grad(grad, q, kv, indices, lse, delta, dq, tokens, rows, he
     for first in range(0, topk, BK):
         row, valid = _chosen(indices, first + tl.arange(0, BK), rows, t + offset, topk, i_k, CAUSAL)
         k_v = _rows(kv, kv, row, v, v < V, valid, kv_s, 0, 0, both, False, False)
-        scores = _dot(both, tl.trans(k_v), tl.zeros([2 * BH, BK], tl.float32), PRECISION, INTERPRETED)
+        scores = dot(both, tl.trans(k_v), tl.zeros([2 * BH, BK], tl.float32), PRECISION, INTERPRETED)
         if R:
             k_r = _rows(kv, kv, row, r, r < V + R, valid, kv_s, 0, 0, both, False, False)
-            scores = _dot(q_r, tl.trans(k_r), scores, PRECISION, INTERPRETED)
+            scores = dot(q_r, tl.trans(k_r), scores, PRECISION, INTERPRETED)
         scores, dp = tl.split(tl.permute(tl.reshape(scores, [BH // 8, 2, 8, BK]), (0, 2, 3, 1)))
         scores, dp = tl.reshape(scores, [BH, BK]), tl.reshape(dp, [BH, BK])
         p = tl.exp2(tl.where(valid[None, :], scores * (scale * LOG2_E), float("-inf")) - known[:, None])
         ds = (p * (dp - sums[:, None]) * scale).to(k_v.dtype)
-        dq_v = _dot(ds, k_v, dq_v, PRECISION, INTERPRETED)
+        dq_v = dot(ds, k_v, dq_v, PRECISION, INTERPRETED)
         if R:
-            dq_r = _dot(ds, k_r, dq_r, PRECISION, INTERPRETED)
+            dq_r = dot(ds, k_r, dq_r, PRECISION, INTERPRETED)
     at = dq + place[:, None] * (V + R)
     tl.store(at + v[None, :], as_stored(dq_v, dq), mask=(h < heads)[:, None] & (v < V)[None, :])
     if R:
@@ -189,11 +179,11 @@ def sparse_mla_rows_grad(grad, q, kv, indices, lse, delta, to, tokens, rows, hea
     for start in range(0, heads, BH):
         h = (start + pair // 2).to(tl.int64)
         both = _queries_and_gradients(q, grad, h, pair % 2, q_h, g_h, v, heads, V, ALIGNED)
-        scores = _dot(k_v, tl.trans(both), tl.zeros([BK, 2 * BH], tl.float32), PRECISION, INTERPRETED)
+        scores = dot(k_v, tl.trans(both), tl.zeros([BK, 2 * BH], tl.float32), PRECISION, INTERPRETED)
         if R:
             rest_lanes = ((h < heads) & (pair % 2 == 0))[:, None] & (r < V + R)[None, :]
             q_r = tl.load(q + h[:, None] * q_h + r[None, :], mask=rest_lanes, other=0.0)
-            scores = _dot(k_r, tl.trans(q_r), scores, PRECISION, INTERPRETED)
+            scores = dot(k_r, tl.trans(q_r), scores, PRECISION, INTERPRETED)
         h = start + tl.arange(0, BH)
         place = (b * tokens + t) * heads + h
         known = tl.load(lse + place, mask=h < heads, other=0.0)
@@ -203,9 +193,9 @@ def sparse_mla_rows_grad(grad, q, kv, indices, lse, delta, to, tokens, rows, hea
         p = tl.exp2(tl.where(valid[:, None], scores * (scale * LOG2_E), float("-inf")) - known[None, :])
         ds = p * (dp - sums[None, :]) * scale
         weights = tl.reshape(tl.join(ds, p), [BK, 2 * BH]).to(both.dtype)
-        d_v = _dot(weights, both, d_v, PRECISION, INTERPRETED)
+        d_v = dot(weights, both, d_v, PRECISION, INTERPRETED)
         if R:
-            d_r = _dot(weights, q_r, d_r, PRECISION, INTERPRETED)
+            d_r = dot(weights, q_r, d_r, PRECISION, INTERPRETED)
     if LISTED:
         at = to + ((b * tokens + t) * topk + first + tl.arange(0, BK))[:, None] * (V + R)
         tl.store(at + v[None, :], as_stored(d_v, to), mask=valid[:, None] & (v < V)[None, :])

@@ -19,6 +19,7 @@ from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous
 from megacpp_compile.lowerings.sparse_mla import _lists, cuda_triton
 from megacpp_compile.lowerings.sparse_mla.cuda_triton import add_lists, aligned, in_order, no_launch, scale_steps
 from megacpp_compile.report import log
+from megacpp_compile.targets.chips import on_hopper
 
 try:
     from megacpp_compile.lowerings.sparse_mla import _gluon_attention as kernels
@@ -45,10 +46,6 @@ _SETTINGS = {
     "FP8": {"STAGES": 4, "SOFTMAX_REGISTERS": 120, "COPY_REGISTERS": 0},
 }
 _BACKWARD_SETTINGS = {"WEIGH_REGISTERS": 120, "COPY_REGISTERS": 40}
-
-
-def on_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def multiprocessors(device: torch.device) -> int:

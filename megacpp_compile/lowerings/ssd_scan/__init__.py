@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.ssd_scan import reference
 
@@ -85,10 +85,7 @@ def ssd_scan_backward(
 
 @ssd_scan_backward.register_fake
 def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx=None):  # type: ignore[no-untyped-def]
-    def like(t):  # type: ignore[no-untyped-def]
-        return states.new_empty(0) if t is None else t.new_empty(t.shape)
-
-    return tuple(like(t) for t in (x, dt, A, B, C, D, initial_state))
+    return shaped_like(states, (x, dt, A, B, C, D, initial_state))
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -7,9 +7,8 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
+from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.ssd_scan._triton_gemms import gemm
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

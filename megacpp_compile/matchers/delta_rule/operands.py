@@ -58,7 +58,7 @@ class Operands:
         entering = dict.fromkeys(a for n in sorted(self.inside) for a in tensors(n) if a not in self.inside)
         ends = self._open([n for n in entering if n not in algebra.constants])
         for _ in range(MOST_CUT):
-            few = len({self._source(n)[0] for n in ends}) <= MOST_OPERANDS
+            few = len({self.algebra.source(n) for n in ends}) <= MOST_OPERANDS
             pieces = {} if few and not merged else self._last_pieces(ends)
             if not pieces:
                 break
@@ -86,17 +86,17 @@ class Operands:
         """`ends`, those that are made of others or exponentials opened."""
         ends = dict.fromkeys(ends)
         while True:
-            sources = {self._source(n)[0] for n in ends}
+            sources = {self.algebra.source(n) for n in ends}
             opened = self._made_of_others(ends, sources)
             for n in ends:
-                source = self._source(n)[0]
+                source = self.algebra.source(n)
                 if source.target in EXPONENTIALS and source in self.algebra.nodes:
                     opened.add(n)
             if not opened:
                 return list(ends)
             for n in opened:
                 del ends[n]
-                source, between = self._source(n)
+                source, between = self.algebra.path(n)
                 self.inside |= between | {source}
                 ends.update(dict.fromkeys(a for a in self.algebra.inputs(source) if a not in self.inside))
 
@@ -117,14 +117,7 @@ class Operands:
                 stack.pop()
             return known[n]
 
-        return {n for n in ends if reaches(self._source(n)[0])}
-
-    def _source(self, n: Node) -> tuple[Node, set[Node]]:
-        between = set()
-        while self.algebra.passes_on(n):
-            between.add(n)
-            n = n.args[0]  # type: ignore[assignment]
-        return n, between
+        return {n for n in ends if reaches(self.algebra.source(n))}
 
     def _last_pieces(self, ends: list[Node]) -> dict[Node, _Piece]:
         """Those of `ends` that are pieces of the last tensor of which several are, and of those that are cut alike: a
@@ -140,7 +133,7 @@ class Operands:
         return {n: piece for n, piece in pieces.items() if piece.whole in wholes}
 
     def _piece(self, n: Node) -> _Piece | None:
-        at, between = self._source(n)
+        at, between = self.algebra.path(n)
         index = None
         if at.target is operator.getitem and at.args[0].target in SPLITS | {aten.unbind.int}:  # type: ignore[union-attr]
             index = at.args[1]
@@ -154,7 +147,7 @@ class Operands:
         """One leaf for each source: before repetitions, casts and padding, behind views alone."""
         by_source: dict[Node, list[Node]] = {}
         for n in ends:
-            by_source.setdefault(self._source(n)[0], []).append(n)
+            by_source.setdefault(self.algebra.source(n), []).append(n)
         for source, several in by_source.items():
             chosen = {operand_of(self.algebra, n)[0] for n in several}
             leaf = chosen.pop() if len(chosen) == 1 else source

@@ -12,8 +12,8 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.delta_rule.roles import Axes, Roles
 from megacpp_compile.matchers.delta_rule.rules import SOLVES
-from megacpp_compile.matchers.ssd.axes import NoAxes, flat, number, pin
-from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
+from megacpp_compile.matchers.ssd.atoms import NoAxes, flat, number, pin
+from megacpp_compile.matchers.ssd.resize import Resized, agree, tensor_dims
 from megacpp_compile.matchers.ssd.roles import arranged
 
 TOLERANCE = 1e-8  # float64, a few thousand operations
@@ -92,13 +92,13 @@ def _tried(
     want, state = recurrence(given, eps)
     got = arranged(r.axes, o, r.of(root), target["v"])
     scale = float((got * want).sum() / want.square().sum())
-    if not math.isfinite(scale) or abs(scale) < NO_SCALE or not _equal(got, scale * want):
+    if not math.isfinite(scale) or abs(scale) < NO_SCALE or not agree(got, scale * want, TOLERANCE):
         return None
     wrong = None
     for node, found in zip(exports, states, strict=True):
         dims = r.of(node)
         same = sorted(map(id, (a for d in dims for a in d))) == sorted(map(id, [*x.b, *x.h, *x.k, *x.v]))
-        if not same or not _equal(arranged(r.axes, found, dims, target["initial_state"]), state):
+        if not same or not agree(arranged(r.axes, found, dims, target["initial_state"]), state, TOLERANCE):
             wrong = wrong or node
     return scale, wrong
 
@@ -131,7 +131,3 @@ def _random(name: str, shape: list[int], eps: float | None, generator: torch.Gen
     if name in ("q", "k"):
         drawn *= 0.5 if eps is None else max(eps, 1e-12) ** 0.5
     return drawn
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 
 from torch.fx import Node
 
-from megacpp_compile.matchers.ssd.axes import Atom, Dim, flat
+from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
 from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
@@ -50,7 +50,7 @@ def gate_of(algebra: Algebra, resized: Resized) -> list[Node]:
 
 def assignments(r: Resized, root: Node, gate: Node | None, corrected: Set[Node]) -> Iterator[Roles]:
     """Every way to name the leaves that dimensions allow. corrected: what the state is made of, so no queries."""
-    made = atoms(r, root)
+    made = r.atoms(root)
     others = [n for n in r.leaves if n is not gate]
     for names in itertools.permutations(ROLES, len(others)):
         nodes = dict(zip(names, others, strict=True))
@@ -64,13 +64,9 @@ def assignments(r: Resized, root: Node, gate: Node | None, corrected: Set[Node])
             yield Roles(nodes, axes)
 
 
-def atoms(r: Resized, n: Node) -> Dim:
-    return [a for d in r.of(n) for a in d]
-
-
 def _axes(r: Resized, root: Node, made: Dim, nodes: dict[str, Node]) -> Axes | None:
-    of = {name: set(atoms(r, n)) for name, n in nodes.items()}
-    if any(len(atoms(r, n)) != len(of[name]) for name, n in nodes.items()) or len(set(made)) != len(made):
+    of = {name: set(r.atoms(n)) for name, n in nodes.items()}
+    if any(len(r.atoms(n)) != len(of[name]) for name, n in nodes.items()) or len(set(made)) != len(made):
         return None
     known = set(made)
     keys = of["k"] - known
@@ -92,11 +88,11 @@ def _axes(r: Resized, root: Node, made: Dim, nodes: dict[str, Node]) -> Axes | N
     if "initial_state" in of and of["initial_state"] & time:
         return None
     dims = [d for d in r.of(nodes["v"]) if d != values and not set(d) & time]
-    order = atoms(r, nodes["v"])
+    order = r.atoms(nodes["v"])
     heads = [a for d in (dims[1:] or dims) for a in d]
     return Axes(
         b=[a for a in order if a in outer - time and a not in heads], t=[a for a in order if a in time], h=heads,
-        k=[a for a in atoms(r, nodes["k"]) if a in keys], v=values,
+        k=[a for a in r.atoms(nodes["k"]) if a in keys], v=values,
     )  # fmt: skip
 
 

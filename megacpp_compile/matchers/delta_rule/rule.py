@@ -23,7 +23,7 @@ from megacpp_compile.matchers.delta_rule.rules import CLAMPS, RULES
 from megacpp_compile.matchers.delta_rule.verdicts import Structure, Verdict, Verdicts
 from megacpp_compile.matchers.signs import at_most_zero
 from megacpp_compile.matchers.ssd import axes as sizes
-from megacpp_compile.matchers.ssd.axes import NoAxes, flat, number
+from megacpp_compile.matchers.ssd.atoms import NoAxes, flat, number
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, lends_shape, tensors

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors
 from megacpp_compile.fx.views import PARTS
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes
 from megacpp_compile.matchers.ssd.resize_rules import RULES as SCAN_RULES
 from megacpp_compile.matchers.ssd.resize_rules.writes import SCATTERS
 from megacpp_compile.matchers.ssd.tensor_ops import (

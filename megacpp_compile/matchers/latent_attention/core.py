@@ -151,7 +151,7 @@ def _scores(node: Any) -> _Scores | None:
             node = node.args[0]
         elif (factor := _scaled_by(node)) is not None:
             node, scale = node.args[0], scale * factor
-        elif node.target in _FILLS and _very_negative(node.args[2]):
+        elif node.target in _FILLS and is_low(node.args[2]):
             found.masks.append(Mask(node.args[1], "hidden"))  # type: ignore[arg-type]
             node = node.args[0]
         elif node.target in _WHERES and (chosen := _masked(node)) is not None:
@@ -196,12 +196,12 @@ def _scaled_by(node: Node) -> float | None:
 
 def _masked(node: Node) -> tuple[Mask, Node] | None:
     condition, a, b = node.args
-    if _very_negative(b):
+    if is_low(b):
         return Mask(condition, "seen"), a  # type: ignore[arg-type,return-value]
-    return (Mask(condition, "hidden"), b) if _very_negative(a) else None  # type: ignore[arg-type,return-value]
+    return (Mask(condition, "hidden"), b) if is_low(a) else None  # type: ignore[arg-type,return-value]
 
 
-def _very_negative(x: Any) -> bool:
+def is_low(x: Any) -> bool:
     """Whether `x` is the number that leaves a score without weight: -inf, or the lowest of a dtype."""
     number = constant(x)
     return number is not None and number <= -60000

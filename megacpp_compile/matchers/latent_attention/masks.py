@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, SQUEEZES, UNSQUEEZE
-from megacpp_compile.matchers.latent_attention.core import Core, constant
+from megacpp_compile.matchers.latent_attention.core import Core, constant, is_low
 
 aten = torch.ops.aten
 # A part of a sum: (how often, the node of a number or of a tensor).
@@ -178,11 +178,6 @@ def _added(node: Node) -> list[_Limits]:
         parts = [part if isinstance(part, list) else limits_of(*part) for part in _added(node.args[0])]  # type: ignore[arg-type]
         return [_viewed(node, part) for part in parts]
     raise NotRows("it is data")
-
-
-def is_low(x: Any) -> bool:
-    number = constant(x)
-    return number is not None and number <= -60000
 
 
 def beside_diagonal(node: Node) -> Sum:

@@ -16,16 +16,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.sizes import hint
-from megacpp_compile.fx.views import is_cast
-from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.latent_attention.core import Core, Operand, cores
+from megacpp_compile.matchers.latent_attention.core import Core, Operand
 from megacpp_compile.matchers.latent_attention.elements import AXES, Elements, along, cut, elements, levels, places
-from megacpp_compile.matchers.latent_attention.masks import NotRows, Rows, Seen, rows_seen
+from megacpp_compile.matchers.latent_attention.masks import Rows, Seen
 from megacpp_compile.matchers.latent_attention.up_projections import Expanded, Term, Times, expanded
 
 # For each dimension of a tensor, where along it an element is: (its first place, axis -> places a step along it).
@@ -97,43 +94,13 @@ class LatentAttention:
     given: tuple[Rows, ...] = ()
 
 
-def find_decodes(graph: fx.Graph) -> Iterator[LatentAttention | MatchFailure]:
-    """Every attention of fewer queries than rows over latents, and what is nearly one."""
-    done = set[Node]()
-    for core in cores(graph):
-        if core.result.node in done or not _is_step(core):
-            continue
-        found = _decode(core)
-        if found is not None:
-            done.add(core.result.node)
-            yield found
-
-
-def _is_step(core: Core) -> bool:
-    queries, keys = core.scores[0]
-    tokens, rows = queries.size("t"), keys.size("s")
-    return not same_size(tokens, rows) and hint(tokens) < hint(rows)
-
-
-def _decode(core: Core) -> LatentAttention | MatchFailure | None:
-    found = over_latents(core)
-    if found is None:
-        return _of_a_cache_of_keys(core)
-    try:
-        seen, given = rows_seen(core, found.sizes["t"])
-    except NotRows as why:
-        mask = core.masks[0].node
-        return MatchFailure(core.result.node, "mask", f"which rows a query sees is not told by {mask.name}: {why}")
-    return dataclasses.replace(found, seen=tuple(seen), given=tuple(given))
-
-
 def over_latents(core: Core) -> LatentAttention | None:
     """The attention over latents that `core` is, whatever its masks say; None where it is none."""
-    samples = _samples(core)
+    samples = samples_of(core)
     if samples is None:
         return None
-    keys = [_Side(k, samples) for _, k in core.scores]
-    values = _Side(core.values, samples)
+    keys = [Side(k, samples) for _, k in core.scores]
+    values = Side(core.values, samples)
     up = [(i, piece) for i, side in enumerate(keys) for piece in side.expanded]
     if len(up) != 1 or len(values.pieces) != 1 or len(values.expanded) != 1:
         return None
@@ -186,7 +153,8 @@ def _maps(terms: tuple[Term, ...]) -> tuple[Map, ...] | None:
     return tuple(found)
 
 
-def _samples(core: Core) -> dict[str, np.ndarray] | None:
+def samples_of(core: Core) -> dict[str, np.ndarray] | None:
+    """Places along each axis to look at elements of keys and values at; None for a single head, or unknown widths."""
     queries, keys = core.scores[0]
     heads, widths = queries.size("h"), [k.size("c") for _, k in core.scores] + [core.values.size("c")]
     if not all(isinstance(n, int) for n in (heads, *widths)) or heads < 2:
@@ -195,23 +163,23 @@ def _samples(core: Core) -> dict[str, np.ndarray] | None:
     return found | {"r": np.zeros(1, dtype=np.int64)}
 
 
-class _Side:
+class Side:
     """Keys or values: the pieces that their channels are made of, and those of them that are expanded latents."""
 
     def __init__(self, operand: Operand, samples: Mapping[str, np.ndarray]) -> None:
         channels = places(operand.size("c"), True)
-        self.pieces = list(_pieces(elements(operand.node, operand.axes, {**samples, "c": channels})))
+        self.pieces = list(pieces_of(elements(operand.node, operand.axes, {**samples, "c": channels})))
         self.expanded = [e for e in map(expanded, self.pieces) if e is not None]
 
 
-def _pieces(at: Elements) -> Iterator[Elements]:
+def pieces_of(at: Elements) -> Iterator[Elements]:
     """The pieces of a tensor's channels; one that no projection of heads is in is not taken apart."""
     last = levels(at)[-1]
     parts = cut(last)
     if parts is None:
         yield at
         return
-    inner = [piece for part in parts for piece in _pieces(part)]
+    inner = [piece for part in parts for piece in pieces_of(part)]
     yield from inner if any(expanded(piece) is not None for piece in inner) else [at]
 
 
@@ -282,58 +250,3 @@ def _divides(size: int, place: tuple[int, Mapping[str, int]]) -> bool:
             return False
         size = step
     return True
-
-
-# --- caches whose latents are gone
-
-_APPENDS = frozenset({"cat", "index_copy", "slice_scatter", "select_scatter", "index_put", "scatter", "where"})
-
-
-def _of_a_cache_of_keys(core: Core) -> MatchFailure | None:
-    """A cache of every head's keys, to which a step appends the keys it expands from its own latents."""
-    samples = _samples(core)
-    if samples is None or any(_Side(k, samples).expanded for _, k in core.scores):
-        return None
-    keys = core.scores[0][1]
-    last = levels(elements(keys.node, keys.axes, {**samples, "c": places(keys.size("c"), True)}))[-1].node
-    if str(getattr(last.target, "overloadpacket", "")).rpartition(".")[2] not in _APPENDS:
-        return None
-    given = [n for n in last.all_input_nodes if value(n).dim() == value(last).dim()]
-    if not any(_is_given(n) for n in given):
-        return None
-    rows = keys.axes.index("s")
-    if list(map(hint, value(last).shape)) != list(map(hint, value(keys.node).shape)):
-        return None
-    for new in given:
-        axes = list(keys.axes)
-        if [hint(n) for d, n in enumerate(value(new).shape) if d != rows] != [
-            hint(n) for d, n in enumerate(value(last).shape) if d != rows
-        ]:
-            continue
-        own = {**samples, "s": places(value(new).shape[rows], False), "c": places(keys.size("c"), True)}
-        pieces = list(_pieces(elements(new, axes, own)))
-        if any(_is_latent(piece) for piece in pieces) and any(not levels(p)[-1].depends("h") for p in pieces):
-            return MatchFailure(
-                core.result.node, "expanded-cache", "the cache holds the keys and values of every head, whose latents "
-                "are gone, so that no projection can be absorbed: keep latents instead, for a model of transformers "
-                "past_key_values=megacpp_compile.use_latent_cache(model, batch=..., capacity=...)"
-            )  # fmt: skip
-    return None
-
-
-def _is_latent(piece: Elements) -> bool:
-    """Whether a projection makes it of something narrower."""
-    found = expanded(piece)
-    if found is None:
-        return False
-    made = value(found.node).shape[-1]
-    return isinstance(made, int) and all(term.width < made for term in found.terms)
-
-
-def _is_given(node: Node) -> bool:
-    """Whether `node` is an input of the frame, or a view of one."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], Node) and (
-        is_cast(node) or len(node.all_input_nodes) == 1 and "slice" in str(node.target)
-    ):  # fmt: skip
-        node = node.args[0]
-    return node.op == "placeholder"

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.latent_attention.core import Core, constant
+from megacpp_compile.matchers.latent_attention.core import Core, constant, is_low
 from megacpp_compile.matchers.latent_attention.lists import Axes, Named, axes_of, behind, named_rows
 from megacpp_compile.matchers.latent_attention.masks import (
     AND,
@@ -24,7 +24,6 @@ from megacpp_compile.matchers.latent_attention.masks import (
     Seen,
     Sum,
     beside_diagonal,
-    is_low,
     last_row,
     limits_of,
 )

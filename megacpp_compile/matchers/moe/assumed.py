@@ -23,10 +23,9 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import layers, sorted_loops
 from megacpp_compile.matchers.moe.group_ends import sorted_by
 from megacpp_compile.matchers.moe.idle_ways import Zeros, without_zeros
-from megacpp_compile.matchers.moe.loop import row_updates
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
 from megacpp_compile.matchers.moe.routing import Mask
-from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains
+from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_updates
 from megacpp_compile.matchers.moe.slot_parts import before, expert_without
 from megacpp_compile.matchers.moe.token_counts import (
     match_empty,

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
+from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
@@ -23,7 +24,6 @@ from megacpp_compile.matchers.moe.factors import is_one
 from megacpp_compile.matchers.moe.gate_matrix import Chosen, match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.views import is_cast
 
 aten = torch.ops.aten
 
@@ -47,31 +47,24 @@ def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
             weighted[node] = one
         elif node.target is aten.add.Tensor and not node.kwargs:
             for old, new in (node.args, node.args[::-1]):
-                if not isinstance(_uncast(new), Node) or (added := weighted.get(_uncast(new))) is None:
+                if not isinstance(uncast(new), Node) or (added := weighted.get(uncast(new))) is None:
                     continue
                 if old in sums:
                     base, before = sums[old]
                     sums[node] = base, [*before, added]
-                elif (start := weighted.get(_uncast(old))) is not None and start.matrix == added.matrix:
+                elif (start := weighted.get(uncast(old))) is not None and start.matrix == added.matrix:
                     sums[node] = None, [start, added]
                 else:
                     empty = not isinstance(old, Node) and old == 0 or is_filled(old, 0.0)
                     sums[node] = None if empty else old, [added]
                 break
             else:
-                if node.args[1] == 0 and (start := weighted.get(_uncast(node.args[0]))) is not None:  # as `sum` begins
+                if node.args[1] == 0 and (start := weighted.get(uncast(node.args[0]))) is not None:  # as `sum` begins
                     sums[node] = None, [start]
     for node, (base, found) in sums.items():
         if len(found) > 1 and not any(u in sums for u in node.users):
             if (checked := _check(view, node, base, found)) is not None:
                 yield checked
-
-
-def _uncast(node: object) -> Node:
-    """`node` before casts."""
-    while isinstance(node, Node) and is_cast(node):
-        node = node.args[0]
-    return node  # type: ignore[return-value]
 
 
 def _weighted_output(node: Node) -> WeightedOutput | None:

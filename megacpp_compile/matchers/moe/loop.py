@@ -9,55 +9,24 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_blank, is_filled
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.combines import unsorted
-from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
 from megacpp_compile.matchers.moe.gate_behind import gate_behind
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_column
-from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.index_reads import SCATTERS, adds
+from megacpp_compile.matchers.moe.iterations import NO_GATE, Iteration, in_order, iterations_of
 from megacpp_compile.matchers.moe.nearby import computed_from
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, scores_of
-from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, of_slots
-from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_update
-from megacpp_compile.matchers.moe.rows import (
-    by_slot,
-    choices_of,
-    has_choices,
-    match_rows,
-    picked,
-    read_at,
-    read_over,
-    tokens_of,
-)
-from megacpp_compile.matchers.moe.segments import segments
-from megacpp_compile.matchers.moe.slot_rows import once_a_choice
-from megacpp_compile.matchers.moe.weighted_parts import weighted_part
+from megacpp_compile.matchers.moe.routing import Mask, match_mask, scores_of
+from megacpp_compile.matchers.moe.row_gates import Gates
+from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_updates
+from megacpp_compile.matchers.moe.rows import has_choices
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, *SCATTERS)
-_NEAR = 24  # nodes to look at
-_NO_GATE = "no-gate"
-
-
-@dataclasses.dataclass(frozen=True)
-class Iteration:
-    """One expert's iteration of the loop.
-    Attributes:
-        expert: None for one that returns what it reads.
-        x: the tokens whose rows `expert` reads.
-        gates: what the gate may be read from, each with whether it is a matrix [T, E]; some spellings fit both.
-        scaled_input: whether the gate multiplies what the expert reads.
-    """
-    update: RowUpdate
-    expert: Expert | None
-    x: Node
-    gates: list[Gates]
-    scaled_input: bool = False
 
 
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
@@ -65,14 +34,9 @@ def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     updates = row_updates(view)
     for chain in chains(updates):
         found = match_chain(view, chain)
-        if isinstance(found, RoutedExperts) or not (_unweighted(chain) or found.tag == _NO_GATE):
+        if isinstance(found, RoutedExperts) or not (_unweighted(chain) or found.tag == NO_GATE):
             yield found
     yield from _changed(view, updates)
-
-
-def row_updates(view: GraphView) -> dict[Node, RowUpdate]:
-    """All updates of rows in the graph."""
-    return {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
 
 
 def ungated(view: GraphView, found: Sequence[RoutedExperts | MatchFailure]) -> Iterator[RoutedExperts | MatchFailure]:
@@ -84,7 +48,7 @@ def ungated(view: GraphView, found: Sequence[RoutedExperts | MatchFailure]) -> I
         if any(end in one.inside for one in layers):
             continue
         gated = match_chain(view, chain)
-        if isinstance(gated, MatchFailure) and (_unweighted(chain) or gated.tag == _NO_GATE):
+        if isinstance(gated, MatchFailure) and (_unweighted(chain) or gated.tag == NO_GATE):
             layer = match_chain(view, chain, gated=False)
             yield layer if isinstance(layer, RoutedExperts) else dataclasses.replace(layer, node=end)
 
@@ -128,8 +92,8 @@ def match_chain(
     `gated`."""
     if chain[0].by_slot:
         reason = "outputs are written for every choice, and no sum of a token's own times their gates reads them"
-        return MatchFailure(chain[-1].node, _NO_GATE, reason)
-    found = _iterations(chain, gated and gates is None)
+        return MatchFailure(chain[-1].node, NO_GATE, reason)
+    found = iterations_of(chain, gated and gates is None)
     if isinstance(found, MatchFailure):
         return found
     if gates is not None:
@@ -152,7 +116,7 @@ def match_chain(
     if isinstance(served, MatchFailure):
         return served
     iterations, column = served
-    ordered = _in_order(iterations)
+    ordered = in_order(iterations)
     if isinstance(ordered, MatchFailure):
         return ordered
     start = chain[0].previous
@@ -210,7 +174,7 @@ def _one_choice(iterations: list[Iteration]) -> tuple[list[Iteration], int | Non
     every = by_choice.keys() == set(range(value(mask.indices).shape[-1]))
     if not every and len(by_choice) > 1:
         return MatchFailure(first.node, "choices", "only some of a token's choices are served")
-    loops = [_in_order(own) for own in by_choice.values()]
+    loops = [in_order(own) for own in by_choice.values()]
     for own in loops:
         if isinstance(own, MatchFailure):
             return own
@@ -224,177 +188,3 @@ def _weights(iterations: list[Iteration] | MatchFailure) -> list[Any]:
     if isinstance(iterations, MatchFailure):
         return []
     return [part for iteration in iterations if iteration.expert for part in iteration.expert.parameters]
-
-
-def _iterations(chain: list[RowUpdate], gated: bool = True) -> list[Iteration] | MatchFailure:
-    """Every expert's iteration, all by the same choices and over the same tokens; `gated`: each with a gate."""
-    iterations: list[Iteration] = []
-    for update in chain:
-        found = _iteration(update, gated)
-        if isinstance(found, MatchFailure):
-            return found
-        iterations.append(found)
-    first = iterations[0]
-    mask = first.update.token
-    for iteration in iterations:
-        update, other = iteration.update, iteration.update.token
-        alike = (other.choice is None, other.any, _by(other)) == (mask.choice is None, mask.any, _by(mask))
-        if other.indices is not mask.indices or not alike:
-            return MatchFailure(update.node, "indices", "experts take their rows by different choices")
-        if iteration.x is not first.x:
-            return MatchFailure(update.node, "inputs", "experts read different inputs")
-        if update.once and "s" in other.dims and not distinct_choices(mask.indices):
-            return MatchFailure(update.node, "twice", "a token's rows are written, not added to, and may come twice")
-    return iterations
-
-
-def _by(mask: Mask) -> tuple[Any, ...]:
-    """By what gates the rows are chosen, and in which order they come."""
-    above = () if mask.above is None else (mask.above.gates, mask.above.by_expert, mask.above.above)
-    return *above, mask.order
-
-
-def _in_order(iterations: list[Iteration]) -> list[Iteration] | MatchFailure:
-    """`iterations` in the order of the experts' numbers, which are a range."""
-    by_number = {iteration.update.token.expert: iteration for iteration in iterations}
-    if len(by_number) != len(iterations):
-        repeated = next(t for t in iterations if by_number[t.update.token.expert] is not t)
-        return MatchFailure(repeated.update.node, "twice", f"choice {repeated.update.token.expert} is served twice")
-    numbers = sorted(n for n in by_number if n is not None)
-    if numbers != list(range(numbers[0], numbers[0] + len(iterations))):
-        return MatchFailure(iterations[0].update.node, "gaps", "the experts' numbers are no range")
-    ordered = [by_number[n] for n in numbers]
-    if (other := first_unlike([t.expert for t in ordered if t.expert is not None])) is not None:
-        return MatchFailure(other, "experts-differ", "the experts are not built alike")
-    return ordered
-
-
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """Outputs for every choice, in its place.
-    Attributes:
-        rows: what experts read: of every choice a row in the same place, or with `by_token` the tokens.
-        first: the first expert's number.
-        flat: outputs have one dimension for all choices, whatever the shape of these.
-    """
-    choices: Node
-    rows: Node
-    experts: list[Expert]
-    first: int
-    by_token: bool
-    flat: bool = False
-
-
-def written(node: Node) -> Written | None:
-    """What experts have written to `node`; None for anything else."""
-    chain: list[RowUpdate] = []
-    if (put := unsorted(node)) is not None:
-        chain = segments(*put)
-    else:
-        while (update := row_update(node)) is not None and update.overwrites:
-            chain.insert(0, update)
-            node = update.previous
-        chain = chain if is_blank(node) else []
-    if not chain:
-        return None
-    by_slot = chain[0].by_slot
-    if any(update.by_slot != by_slot for update in chain) or not by_slot and value(chain[0].token.indices).dim() != 1:
-        return None
-    iterations = _iterations(chain, gated=False)
-    ordered = iterations if isinstance(iterations, MatchFailure) else _in_order(iterations)
-    if isinstance(ordered, MatchFailure):
-        return None
-    mask = ordered[0].update.token
-    assert mask.expert is not None
-    experts = [t.expert for t in ordered if t.expert is not None]
-    return Written(mask.indices, ordered[0].x, experts, mask.expert, by_slot, flat=put is not None)
-
-
-def _iteration(update: RowUpdate, gated: bool = True) -> Iteration | MatchFailure:
-    """The iteration of the expert that adds, to its rows, its output times, if `gated`, the gate of the choice."""
-    weighted = strip_row_views(update.added)
-    if not gated:
-        return _read(update, weighted, [], gated=False)
-    split = _weighted(weighted, update)
-    if split is None:
-        return MatchFailure(weighted, "gates", "what an expert's output is multiplied by is not the gate of its choice")
-    return _read(update, *split)
-
-
-def _weighted(node: Node, update: RowUpdate) -> tuple[Node, list[Gates]] | None:
-    """(what is weighted, the gates) of a product of rows and their gates; (node, no gates) where it is no product, None
-    where it is one of something else."""
-    if node.target is not aten.mul.Tensor or not of_tensors(node):
-        return node, []
-    for a, b in (node.args, node.args[::-1]):
-        if found := gates_of(a, update.token):  # type: ignore[arg-type]
-            return b, found  # type: ignore[return-value]
-    return None
-
-
-def _read(
-    update: RowUpdate, out: Node, gates: list[Gates], gated: bool = True
-) -> Iteration | MatchFailure:
-    """The iteration whose expert's output is `out`. `gated`: without `gates` its input has to be multiplied by some."""
-    expert = match_expert(out, match_linear_gemm)
-    rows = strip_row_views(out)
-    if expert is None and gates and read_at(rows) is not None:
-        return _of_rows(update, None, rows, gates)
-    if expert is None:
-        return MatchFailure(out, "no-expert", _changed_before(out))
-    if isinstance(expert, MatchFailure):
-        return expert
-    rows, scaled_input = strip_row_views(expert.x), gated and not gates
-    if scaled_input:
-        if (weighted := weighted_part(rows)) is not None:
-            whole, gates = weighted[0], of_slots(weighted[1], update.token)
-            if not gates:
-                return MatchFailure(rows, "gates", "there is not one gate per choice")
-            return _of_rows(update, expert, rows, gates, scaled_input, whole)
-        split = _weighted(rows, update)
-        if split is None:
-            return MatchFailure(rows, "gates", "what an expert's input is multiplied by is not the gate of its choice")
-        rows, gates = strip_row_views(split[0]), split[1]
-        if not gates:
-            return MatchFailure(out, _NO_GATE, "neither what an expert reads nor what it adds is multiplied by a gate")
-    return _of_rows(update, expert, rows, gates, scaled_input)
-
-
-def _changed_before(out: Node) -> str:
-    """Why `out`, which is weighted, is no expert's output: what its last GEMM goes through, if there is one."""
-    between, gemms = [out], 0
-    for node in between:
-        if isinstance(match_linear_gemm(strip_row_views(node)), Gemm):
-            gemms += 1
-        elif node.op == "call_function" and len(between) < _NEAR:
-            between += [n for n in node.all_input_nodes if n not in between]
-    changes = [n for n in sorted(between) if n.op == "call_function" and strip_row_views(n) is n]
-    own = [n for n in changes if not match_linear_gemm(n)]
-    named = dict.fromkeys(str(n.target).removeprefix("aten.").split(".")[0] for n in own)
-    if gemms != 1:
-        return "what is weighted is no expert's output"
-    return f"an expert's output goes through {', '.join(named)} before it is weighted: only a bias may be added there"
-
-
-def _of_rows(
-    update: RowUpdate, expert: Expert | None, rows: Node, gates: list[Gates], scaled_input: bool = False,
-    whole: Node | None = None,
-) -> Iteration | MatchFailure:
-    """The iteration whose expert reads `rows`, a part of `whole` but for gates."""
-    read = read_at(rows, whole)
-    if read is None or picked(read[1]) != update.token:
-        x = None if read is None else _once_a_choice(*read, update.token)
-        if x is None:
-            return MatchFailure(rows, "rows", "an expert reads other rows than it adds to")
-        return Iteration(update, expert, x, gates, scaled_input)
-    if not read_over(read[0], read[1], update.token.indices, has_choices(update.token)):
-        return MatchFailure(rows, "rows", "there are not as many rows as choices")
-    return Iteration(update, expert, read[0], gates, scaled_input)
-
-
-def _once_a_choice(repeated: Node, positions: list[Any], mask: Mask) -> Node | None:
-    """The tokens of which `repeated`, read at the slots of `mask`, has one row for each choice."""
-    rows = by_slot(match_rows(positions[0])) if len(positions) == 1 else None
-    if rows is None or rows.mask != mask:
-        return None
-    return once_a_choice(repeated, tokens_of(mask), choices_of(mask))

@@ -11,12 +11,13 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import dense, loop
+from megacpp_compile.matchers.moe import dense
 from megacpp_compile.matchers.moe.experts import Expert
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, is_one, longer_dims, seen_as
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import number_of_scores
+from megacpp_compile.matchers.moe.written_outputs import Written, written_to
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
@@ -32,7 +33,7 @@ def layer_of(
         return None
     if inner.target is aten.gather.default:
         return _chosen_of_all(view, node, axes, inner, dims, gate, out)
-    written = loop.written(inner) if longer_dims(dims) in map(longer_dims, axes.slots((out,))) else None
+    written = written_to(inner) if longer_dims(dims) in map(longer_dims, axes.slots((out,))) else None
     if written is None or not written.flat and len(dims) != value(written.choices).dim() + 1:
         return None
     return _of_written(view, node, axes, gate, written)
@@ -144,7 +145,7 @@ def by_matrix(
 
 
 def _of_written(
-    view: GraphView, node: Node, axes: Axes, gate: Factor, found: loop.Written
+    view: GraphView, node: Node, axes: Axes, gate: Factor, found: Written
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose experts have written an output for every slot; None where their rows are not the tokens, or the
     gates lie otherwise: then the experts are a layer without gates."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen_gate
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, one_choice, scores_of
 from megacpp_compile.matchers.moe.rows import (
@@ -90,7 +90,7 @@ def _by_rows(gates: Node, positions: list[Node], mask: Mask) -> list[Gates]:
 
 def _of_column(gates: Node, column: int, positions: list[Node], mask: Mask) -> list[Gates]:
     """Of one column of `gates` at the rows' tokens."""
-    alike = _shaped_alike(gates, mask.indices) or read_over(gates, positions, mask.indices, has_choices(mask))
+    alike = same_shape(gates, mask.indices) or read_over(gates, positions, mask.indices, has_choices(mask))
     if picked(positions) != mask or not alike:
         return []
     found, width = [], value(gates).shape[-1]
@@ -112,7 +112,7 @@ def _by_marks(node: Node, mask: Mask) -> list[Gates]:
     of_rows = unread(gates, mask) if mask.any else None
     own = match_mask(marks) if of_rows is None else _marks_of_rows(marks, mask)
     gates = gates if of_rows is None else of_rows
-    return [(gates, False)] if _marks_all(own, mask) and _shaped_alike(gates, mask.indices) else []
+    return [(gates, False)] if _marks_all(own, mask) and same_shape(gates, mask.indices) else []
 
 
 def _by_first_mark(node: Node, mask: Mask) -> list[Gates]:
@@ -125,7 +125,7 @@ def _by_first_mark(node: Node, mask: Mask) -> list[Gates]:
     if [*at.args[1:2]] not in ([1], [-1]) or not distinct_choices(mask.indices) or not isinstance(gates, Node):
         return []
     own, source = _marks_of_rows(_before_casts(at.args[0]), mask), unread(gates, mask)  # type: ignore[arg-type]
-    return [(source, False)] if _marks_all(own, mask) and source and _shaped_alike(source, mask.indices) else []
+    return [(source, False)] if _marks_all(own, mask) and source and same_shape(source, mask.indices) else []
 
 
 def _marks_all(own: Mask | None, mask: Mask) -> bool:
@@ -170,11 +170,6 @@ def _by_slots(gates: Node, positions: list[Node], mask: Mask) -> list[Gates]:
 
 def of_slots(gates: Node, mask: Mask) -> list[Gates]:
     """What `gates` in one dimension, for tokens and their choices, are before reshapes."""
-    while gates.target in RESHAPES and not _shaped_alike(gates, mask.indices):
+    while gates.target in RESHAPES and not same_shape(gates, mask.indices):
         gates = gates.args[0]  # type: ignore[assignment]
-    return [(gates, False)] if _shaped_alike(gates, mask.indices) else []
-
-
-def _shaped_alike(gates: Node, indices: Node) -> bool:
-    a, b = value(gates).shape, value(indices).shape
-    return len(a) == len(b) and all(map(same_size, a, b))
+    return [(gates, False)] if same_shape(gates, mask.indices) else []

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
 from megacpp_compile.matchers.moe.routing import Mask
 from megacpp_compile.matchers.moe.rows import picked
@@ -61,6 +62,11 @@ def row_update(node: Node) -> RowUpdate | None:
         if rows.dims == ("t",) and not rows.any:
             return RowUpdate(node, previous, rows, added, overwrites=True)  # type: ignore[arg-type]
     return None
+
+
+def row_updates(view: GraphView) -> dict[Node, RowUpdate]:
+    """All updates of rows in the graph."""
+    return {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
 
 
 def _of_slots(node: Node) -> RowUpdate | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 
-import numpy as np
 import torch
 from torch import fx
 from torch.fx import Node
@@ -13,25 +11,20 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
 from megacpp_compile.fx.views import (
-    COMPOSITE_PERMUTATIONS,
-    FOLDS,
-    PERMUTATIONS,
     RESHAPES,
-    SPLITS,
-    UNIT_DIMS,
     is_reshape,
 )
-from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.attention import Reader, readers
-from megacpp_compile.matchers.linear import is_projection
-from megacpp_compile.matchers.rope.activations import SHAPE_ONLY, activations, handed_in
+from megacpp_compile.matchers.rope.activations import activations, handed_in
 from megacpp_compile.matchers.rope.frozen_tables import frozen_tables
+from megacpp_compile.matchers.rope.kinds import broadcast_dims, has_plain_lanes, kind_of, shares_a_row
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 from megacpp_compile.matchers.rope.lane_rules import RULES
-from megacpp_compile.matchers.rope.lanes import NONE, Lanes, Source, is_one, precision
+from megacpp_compile.matchers.rope.lanes import Lanes
+from megacpp_compile.matchers.rope.replaceable import not_replaceable
 from megacpp_compile.matchers.rope.rotation import NoRotation, Part, Rotation, read_rotation
 from megacpp_compile.matchers.rope.tables import changes_unit_dims
-from megacpp_compile.matchers.views import is_outer_view, lane_slice
+from megacpp_compile.matchers.views import lane_slice
 
 aten = torch.ops.aten
 # What is looked through for the view that took heads apart; other copies and casts of a projection end the search.
@@ -175,7 +168,7 @@ def _scan(
             continue
         rotation = read_rotation(it, lanes)
         if isinstance(rotation, Rotation):
-            if is_reshape(node) and _broadcast_dims(lanes, rotation.main):
+            if is_reshape(node) and broadcast_dims(lanes, rotation.main):
                 continue  # the one key head of many query heads, repeated: what is rotated lies before the view
             heads.append((node, rotation))
             covered |= it.cone(node)
@@ -214,14 +207,14 @@ def _finish(
     weights: frozenset[Node],
 ) -> Heads:  # fmt: skip
     found, missed, used = [], [], set[Node]()
-    mla = any(_shares_a_row(it, lanes) for node, _ in (*heads, *near) if (lanes := it(node)) is not None)
+    mla = any(shares_a_row(it, lanes) for node, _ in (*heads, *near) if (lanes := it(node)) is not None)
     for node, rotation in heads:
         lanes, cone = it(node), it.cone(node)
         assert lanes is not None
         used |= cone
-        failure = _not_replaceable(it, node, lanes, rotation, cone, states)
+        failure = not_replaceable(it, node, lanes, rotation, cone, states)
         read = readers(node, weights)
-        head = Head(node, lanes, rotation, cone, _kind(lanes, rotation), read)
+        head = Head(node, lanes, rotation, cone, kind_of(lanes, rotation), read)
         if failure is None:
             found.append(head)
         else:
@@ -234,129 +227,5 @@ def _finish(
             used |= it.cone(node)
             found = [head for head in found if head.readers or head.root not in it.cone(node)]  # parts of this one
             role = _role(readers(node, weights))
-            missed.append(NearHead(node, why.tag, why.reason, role, mla and _has_plain_lanes(it(node))))
+            missed.append(NearHead(node, why.tag, why.reason, role, mla and has_plain_lanes(it(node))))
     return Heads(found, missed)
-
-
-def _has_plain_lanes(lanes: Lanes | None) -> bool:
-    if lanes is None:
-        return False
-    live = sum((t.coef != 0) & (t.tab != NONE) for t in lanes.terms)
-    return bool((live == 0).any())
-
-
-def _kind(lanes: Lanes, rotation: Rotation) -> str:
-    nope, rope = rotation.nope, rotation.rope
-    if nope is None:
-        return "full"
-    if nope.source == rope.source:
-        return "partial"
-    return "shared" if broadcast_beside(lanes, nope.source, rope.source) else "separate"
-
-
-def _shares_a_row(it: LaneInterpreter, lanes: Lanes) -> bool:
-    """Whether some turned lanes are one row for all heads, beside lanes of each head's own that are not turned."""
-    own, rows = set[int](), set[int]()
-    for t in lanes.terms:
-        own |= {int(i) for i in np.unique(t.src[(t.coef != 0) & (t.tab == NONE)]) if i >= 0}
-        rows |= {int(i) for i in np.unique(t.src[(t.coef != 0) & (t.tab != NONE)]) if i >= 0}
-    return any(broadcast_beside(lanes, it.sources[a], it.sources[b]) for a in own for b in rows)
-
-
-def broadcast_beside(lanes: Lanes, own: Source, row: Source) -> bool:
-    """Whether `row` is broadcast over a leading dimension that `own` has."""
-    outer = [s for s, k in zip(lanes.sizes, lanes.kinds, strict=True) if k == "o"]
-    return any(b < 0 <= a and not is_one(s) for s, a, b in zip(outer, own.dims, row.dims, strict=True))
-
-
-def _needs(it: LaneInterpreter, node: Node, parts: list[Part]) -> int:
-    """The precision that `node` needs: of lanes that have not met a table, that of the tensor they are lanes of."""
-    lanes = it(node)
-    sources = {p.source for p in parts}
-    if lanes is not None and not lanes.turned:
-        ids = {int(i) for t in lanes.terms for i in np.unique(t.src[t.coef != 0]) if i >= 0}
-        sources = {it.sources[i] for i in ids} or sources
-    return max(precision(value(s.node).dtype) for s in sources)
-
-
-def _not_replaceable(
-    it: LaneInterpreter, root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], states: ModeStates
-) -> tuple[Node, str, str] | None:
-    """(node, tag, reason) where an op may not replace a proved rotation; else None."""
-    parts = [p for p in (rotation.nope, rotation.rope) if p]
-    shared = _kind(lanes, rotation) == "shared"
-    for node in sorted(cone):
-        fake = value(node)
-        if not isinstance(fake, torch.Tensor):
-            continue
-        if precision(fake.dtype) < _needs(it, node, parts):
-            return node, "precision", f"computed in {fake.dtype}, lower than its operand's precision"
-        if states[node].grad != states[root].grad:  # of what lanes are made, nothing is changed by autocast
-            return node, "region", "part of it runs under another grad mode"
-        # Views, copies and casts cost nothing to be read twice; these would be computed twice.
-        if node is not root and node.target in _ARITHMETIC:
-            outside = [u for u in node.users if u not in cone and u.target not in SHAPE_ONLY]
-            if outside and not (shared and _is_turned_row(node, root, cone)):
-                return node, "escapes", f"an intermediate is used elsewhere too ({outside[0].name})"
-    nope, rope = rotation.nope, rotation.rope
-    if nope is not None and nope.source == rope.source:
-        ends = {nope.start + nope.width - rope.start, rope.start + rope.width - nope.start}
-        if 0 not in ends:
-            return root, "rope-place", "the rotated and the other lanes are not neighbours in their tensor"
-    outer = [s for s, k in zip(lanes.sizes, lanes.kinds, strict=True) if k == "o"]
-    tables = (rotation.cos.source, rotation.sin.source)
-    if all(d < 0 for t in tables for d in t.dims) and not any(isinstance(s, int) and s == 1 for s in outer):
-        return root, "table-length", "one table row serves every position"
-    if _broadcast_dims(lanes, rotation.main):
-        return root, "broadcast", "the unrotated lanes are broadcast over a leading dimension"
-    return None
-
-
-_ARITHMETIC = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor)
-
-
-def _is_turned_row(node: Node, root: Node, cone: set[Node]) -> bool:
-    """Whether `node` is the row that all heads share, turned and not yet theirs: a head's worth, which a cache has."""
-    wide = [sum(not is_one(size) for size in value(n).shape) for n in (node, root)]
-    pending, seen = [node], {node}
-    while pending:
-        new = [u for u in pending.pop().users if u in cone and u not in seen]
-        if any(u.target in _ARITHMETIC for u in new):
-            return False
-        seen.update(new)
-        pending += new
-    return wide[0] < wide[1]
-
-
-def _broadcast_dims(lanes: Lanes, part: Part) -> list[int]:
-    """The outer dimensions of a head over which `part` is broadcast."""
-    outer = [s for s, k in zip(lanes.sizes, lanes.kinds, strict=True) if k == "o"]
-    dims = part.source.dims
-    return [i for i, (size, dim) in enumerate(zip(outer, dims, strict=True)) if dim < 0 and not is_one(size)]
-
-
-def _origin(node: Node) -> Node:
-    """What `node` is a part or view of; of an op with several results, the op."""
-    while True:
-        part = lane_slice(node)
-        if part is not None:
-            node = part[0]
-        elif node.target is operator.getitem:
-            split = node.args[0]
-            node = split.args[0] if split.target in SPLITS | {aten.unbind.int} else split  # type: ignore
-        elif is_outer_view(node) or node.target in _MOVES:
-            node = node.args[0]  # type: ignore[assignment]
-        elif node.target in _SCALINGS and not isinstance(value(node.args[1]), torch.Tensor):
-            node = node.args[0]  # type: ignore[assignment]
-        else:
-            return node
-
-
-_MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS
-_SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
-
-
-def from_projection(part: Part) -> bool:
-    """Whether a head's lanes come straight from a linear (or from outside the graph)."""
-    node = _origin(part.source.node)
-    return node.op == "placeholder" or is_projection(node) or node.target in semantic_ops()

@@ -19,69 +19,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.fx.edit import same_size
 from megacpp_compile.matchers.ssd.allowed import in_turn
+from megacpp_compile.matchers.ssd.atoms import Atom, Dim, Dims, NoAxes, bind, flat, fresh, is_one, length, number, pin
 from megacpp_compile.matchers.ssd.pieces import Loops, Piece, comparable
 
 LARGEST_PINNED = 64
 SMALL = (3, 4, 5)
 PADDING = 2  # stands for any padding of more than one element
-
-
-class NoAxes(Exception):
-    """The subgraph's dimensions can't be told apart or resized."""
-
-
-class Atom:
-    """One dimension. `parts`, once known, are the atoms it is made of, outermost first."""
-
-    def __init__(self, size: Any) -> None:
-        self.size, self.pinned = size, False
-        self.parts: list[Atom] | None = None
-
-
-Dim = list[Atom]
-Dims = tuple[Atom, ...]  # a dimension that can be looked up
-
-
-def flat(dim: Iterable[Atom]) -> Dim:
-    """The atoms of a dimension, those made of others resolved."""
-    out: Dim = []
-    for atom in dim:
-        if atom.parts is None:
-            out.append(atom)
-        else:
-            atom.parts = flat(atom.parts)
-            out += atom.parts
-    return out
-
-
-def fresh(size: Any) -> Dim:
-    return [] if is_one(size) else [Atom(size)]
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Sizes known to be equal; never adds a guard."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return statically_known_true(a == b)
-
-
-def number(size: Any) -> int | None:
-    """`size`, where it is a number, or known to be one by a guard, as the count of a loop that was unrolled is."""
-    hint = size if isinstance(size, int) else size.node.hint
-    return hint if hint is not None and equal(size, hint) else None
-
-
-def is_one(size: Any) -> bool:
-    return equal(size, 1)
-
-
-def pin(dims: Iterable[Dim]) -> None:
-    for dim in dims:
-        for atom in flat(dim):
-            atom.pinned = True
 
 
 @dataclasses.dataclass
@@ -112,17 +58,17 @@ class Axes:
         """`a` and `b` are one dimension."""
         left, right = flat(a), flat(b)
         while left and right:
-            if left[0] is right[0] or equal(left[0].size, right[0].size):
-                _bind(right[0], [left[0]])
+            if left[0] is right[0] or same_size(left[0].size, right[0].size):
+                bind(right[0], [left[0]])
             elif len(left) == 1:
-                _bind(left[0], right)
+                bind(left[0], right)
                 return
             elif len(right) == 1:
-                _bind(right[0], left)
+                bind(right[0], left)
                 return
             else:
                 one, other = (left, right) if _larger(left[0], right[0]) else (right, left)
-                _bind(one[0], [other[0], Atom(_quotient(one[0].size, other[0].size))])
+                bind(one[0], [other[0], Atom(_quotient(one[0].size, other[0].size))])
                 one[:1] = flat(one[:1])
                 continue
             left, right = left[1:], right[1:]
@@ -134,9 +80,9 @@ class Axes:
         atoms = [a for d in dims for a in flat(d)]
         out: list[Dim] = [[] for _ in sizes]
         todo = [i for i, s in enumerate(sizes) if not is_one(s)]
-        while atoms and todo and equal(atoms[0].size, sizes[todo[0]]):
+        while atoms and todo and same_size(atoms[0].size, sizes[todo[0]]):
             out[todo.pop(0)] = [atoms.pop(0)]
-        while atoms and todo and equal(atoms[-1].size, sizes[todo[-1]]):
+        while atoms and todo and same_size(atoms[-1].size, sizes[todo[-1]]):
             out[todo.pop()] = [atoms.pop()]
         while atoms and todo:
             if len(todo) == 1:
@@ -145,7 +91,7 @@ class Axes:
                 parts = [Atom(sizes[i]) for i in todo]
                 for i, part in zip(todo, parts, strict=True):
                     out[i] = [part]
-                _bind(atoms[0], parts)
+                bind(atoms[0], parts)
                 atoms, todo = [], []
             else:
                 self._run(atoms, todo, sizes, out)
@@ -159,7 +105,7 @@ class Axes:
         if not isinstance(have, int) or not isinstance(want, int):
             # What is symbolic stays over once the other end is told.
             for n in range(2, len(atoms)):
-                if equal(math.prod(a.size for a in atoms[-n:]), sizes[todo[-1]]):
+                if same_size(math.prod(a.size for a in atoms[-n:]), sizes[todo[-1]]):
                     out[todo.pop()] = atoms[-n:]
                     del atoms[-n:]
                     return
@@ -172,7 +118,7 @@ class Axes:
             del atoms[:count]
             return
         if have > want:
-            _bind(atoms[0], [Atom(want), Atom(_quotient(have, want))])
+            bind(atoms[0], [Atom(want), Atom(_quotient(have, want))])
             atoms[:1] = flat(atoms[:1])
         out[todo.pop(0)] = [atoms.pop(0)]
 
@@ -195,7 +141,7 @@ class Axes:
     def shorter(self, dim: Dim, size: Any) -> Dim:
         """A dimension of `size`, what a slice leaves of `dim`: what it was before padding, where that is its length."""
         for eq in self.lengths:
-            if flat(eq.whole) == flat(dim) and len(eq.parts) == 1 and equal(length(eq.parts[0]), size):
+            if flat(eq.whole) == flat(dim) and len(eq.parts) == 1 and same_size(length(eq.parts[0]), size):
                 return eq.parts[0]
         part = fresh(size)
         self.lengths.append(Longer(dim, [part], length(dim) - size, cut=True))
@@ -268,7 +214,7 @@ class Axes:
             for eq, other in itertools.combinations(one, 2):
                 before = flat(eq.parts[0]), flat(other.parts[0])
                 alike = flat(eq.whole) == flat(other.whole) and before[0] != before[1]
-                if alike and equal(length(before[0]), length(before[1])):
+                if alike and same_size(length(before[0]), length(before[1])):
                     self.same(*before)
                     changed = True
 
@@ -341,17 +287,6 @@ class Axes:
         pinned = all(a.pinned for d in (eq.whole, *eq.parts) for a in flat(d))
         extra = self._at_its_size(eq.extra) if pinned else number(eq.extra)
         return extra if extra is not None and (extra <= 1 or pinned) else PADDING
-
-
-def length(dim: Dim) -> Any:
-    return math.prod(a.size for a in flat(dim))
-
-
-def _bind(atom: Atom, parts: list[Atom]) -> None:
-    if parts != [atom]:
-        atom.parts = list(parts)
-        if atom.pinned:
-            pin([parts])
 
 
 def _larger(a: Atom, b: Atom) -> bool:

@@ -64,7 +64,7 @@ class OperandBoundary:
         if algebra.is_mask(n):
             self._mask(n)
             return
-        at, between = self._through(n)
+        at, between = self.algebra.path(n)
         inputs = algebra.inputs(at)
         mixes = at in algebra.nodes and (
             at.target in CONTRACTIONS
@@ -101,23 +101,23 @@ class OperandBoundary:
             inputs = self.algebra.inputs(n)
             if len(inputs) != 1 or len(tensors(n)) != 2 and n.target not in PRODUCTS:
                 return changed and (n.target in CONTRACTIONS or n.target is aten.sum.dim_IntList)
-            n, changed = self._through(inputs[0])[0], True
+            n, changed = self.algebra.source(inputs[0]), True
         return False
 
     def _written(self, n: Node) -> bool:
         """Whether `n` is what something is written into, as a state is into those of all chunks, or is read of that."""
         while n in self.algebra.nodes and n.target in PARTS:
-            n, _ = self._through(n.args[0])  # type: ignore[arg-type]
+            n, _ = self.algebra.path(n.args[0])  # type: ignore[arg-type]
         return n in self.algebra.nodes and n.target in SCATTERS
 
     def _whole(self, n: Node) -> tuple[Node, set[Node]]:
         """(the tensor that `n` is an element or a chunk of, the nodes between)."""
-        source, between = self._through(n)
+        source, between = self.algebra.path(n)
         if source.target is aten.select.int and source in self.algebra.nodes or source in self._chunks:
             several = source.args[0]
             if source.target is operator.getitem:
                 between, several = between | {several}, several.args[0]  # type: ignore[union-attr, arg-type]
-            whole, others = self._through(several)  # type: ignore[arg-type]
+            whole, others = self.algebra.path(several)  # type: ignore[arg-type]
             return whole, between | {source} | others
         return source, set()
 
@@ -126,7 +126,7 @@ class OperandBoundary:
         channels."""
         cut: dict[tuple[Node, int], set[Node]] = {}
         for n in self.found:
-            source, _ = self._through(n)
+            source, _ = self.algebra.path(n)
             if source not in self.algebra.nodes:
                 continue
             if source.target is aten.slice.Tensor:
@@ -139,13 +139,6 @@ class OperandBoundary:
             if axis(dim, rank) != rank - 1:
                 cut.setdefault((whole, axis(dim, rank)), set()).add(source)  # type: ignore[arg-type]
         return set().union(*(several for several in cut.values() if len(several) > 1))
-
-    def _through(self, n: Node) -> tuple[Node, set[Node]]:
-        between = set()
-        while self.algebra.passes_on(n):
-            between.add(n)
-            n = n.args[0]  # type: ignore[assignment]
-        return n, between
 
     def from_exponents(self, decays: list[Node]) -> set[Node]:
         pending, seen = list(decays), set[Node]()
@@ -172,7 +165,7 @@ class OperandBoundary:
         for source, leaves in by_source.items():
             if len(leaves) > 1:
                 for leaf in leaves:
-                    at, between = self._through(leaf)
+                    at, between = self.algebra.path(leaf)
                     self.inside |= between
             chosen.append(leaves[0] if len(leaves) == 1 and source is self.algebra.source(leaves[0]) else source)
         self.inside |= {c for n in list(self.inside) for a in tensors(n) for c in constants_of(self.algebra, a)}

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import SPLITS
-from megacpp_compile.matchers.ssd.axes import flat
+from megacpp_compile.matchers.ssd.atoms import flat
 from megacpp_compile.matchers.ssd.roles import Leaf, Scan
 
 aten = torch.ops.aten

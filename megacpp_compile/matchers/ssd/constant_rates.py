@@ -20,7 +20,8 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import EXPANSIONS
-from megacpp_compile.matchers.ssd.axes import Axes, Dim, NoAxes, pin
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, pin
+from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.boundary import OperandBoundary
 from megacpp_compile.matchers.ssd.constant_rates_proof import POSITIONS, Retention, Trial
 from megacpp_compile.matchers.ssd.resize import Resized

@@ -14,8 +14,8 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings.gated_linear_attention.reference import gated_linear_attention
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes
-from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes
+from megacpp_compile.matchers.ssd.resize import Resized, agree, tensor_dims
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged
 
 aten = torch.ops.aten
@@ -84,11 +84,8 @@ class Trial:
         self._runs = dict[tuple[int, int], Run]()
         self._turn = -1
 
-    def atoms(self, n: Node) -> Dim:
-        return [a for d in self.r.of(n) for a in d]
-
     def found(self) -> Retention | None:
-        made = self.atoms(self.root)
+        made = self.r.atoms(self.root)
         if len(set(made)) != len(made):
             return None
         readings = list(self._readings(made))
@@ -100,22 +97,22 @@ class Trial:
 
     def _readings(self, made: Dim) -> Iterator[Reading]:
         """How the result, over the atoms `made`, may be made of the operands."""
-        heads = [] if self.rate is None else self.atoms(self.rate)
+        heads = [] if self.rate is None else self.r.atoms(self.rate)
         if len(set(heads)) != len(heads):
             return  # of distances, not of heads
         for roles in self._assignments():
-            q, k, v = (set(self.atoms(roles[name])) for name in ("q", "k", "v"))
-            n = [a for a in self.atoms(roles["k"]) if a in q - v and a not in made]
+            q, k, v = (set(self.r.atoms(roles[name])) for name in ("q", "k", "v"))
+            n = [a for a in self.r.atoms(roles["k"]) if a in q - v and a not in made]
             p = [a for a in made if a in v and a not in q | k | set(heads)]
             shared = [a for a in made if a not in p]
-            if any(len(set(a)) != len(a) for a in map(self.atoms, roles.values())):
+            if any(len(set(a)) != len(a) for a in map(self.r.atoms, roles.values())):
                 continue
             if not p or not n or v - set(made) or (q | k) - {*n, *shared} or not set(heads) <= set(shared):
                 continue
             every = [d for m in (self.root, *self.operands) for d in self.r.of(m) if d]
             times = [d for d in every if set(d) <= {*shared} - {*heads}]
             for t in {tuple(d): d for d in times}.values():
-                given = set(self.atoms(roles["initial_state"])) if "initial_state" in roles else set()
+                given = set(self.r.atoms(roles["initial_state"])) if "initial_state" in roles else set()
                 if not set(t) <= q & k & v or given - {*n, *p, *shared} or given & set(t):
                     continue
                 others = [a for a in shared if a not in t]
@@ -164,7 +161,7 @@ class Trial:
         for n, table in zip(self.tables, tables, strict=True):
             logs = table.log()
             if self.rate is not None:
-                own, dims = self.atoms(self.rate), r.of(n)
+                own, dims = self.r.atoms(self.rate), r.of(n)
                 if [a for d in dims for a in d if a in own] != own:
                     continue  # without its heads, or in another order
                 rate = (drawn[self.rate].log() if self.power else drawn[self.rate]).reshape(-1)
@@ -199,7 +196,7 @@ class Trial:
         scale = _multiple(got, want, TOLERANCE)
         for final, found in zip(self.exports, run.values[1:], strict=True):
             same = {a for d in r.of(final) for a in d} == {*b, *h, *n, *p}
-            if not same or not _equal(arranged(axes, found, r.of(final), targets["initial_state"]), state, TOLERANCE):
+            if not same or not agree(arranged(axes, found, r.of(final), targets["initial_state"]), state, TOLERANCE):
                 return None
         return scale
 
@@ -240,8 +237,4 @@ def _recurrence(given: Mapping[str, Tensor], gates: Tensor, chunk: int) -> tuple
 def _multiple(a: Tensor, of: Tensor, tolerance: float) -> float | None:
     """The number that `of` times it is `a`."""
     scale = float((a * of).sum() / of.square().sum())
-    return scale if math.isfinite(scale) and scale != 0 and _equal(a, scale * of, tolerance) else None
-
-
-def _equal(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())
+    return scale if math.isfinite(scale) and scale != 0 and agree(a, scale * of, tolerance) else None

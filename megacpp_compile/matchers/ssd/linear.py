@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
-from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import RATE, TOLERANCE, Leaf, Roles, arranged
 from megacpp_compile.matchers.ssd.scan import candidates, exports_of, found_at_decays, is_decay
@@ -98,7 +98,7 @@ class _LinearRoles(Roles):
     """x is v, B is k, C is q, and the step is g."""
 
     def attention(self) -> LinearAttention | None:
-        r, g, made = self.r, self.atoms(self.dt), self.atoms(self.root)
+        r, g, made = self.r, self.r.atoms(self.dt), self.r.atoms(self.root)
         if len(set(made)) != len(made) or len(set(g)) != len(g):
             return None
         p = [a for a in made if a not in g]
@@ -121,8 +121,8 @@ class _LinearRoles(Roles):
 
     def _proved(self, roles: dict[str, Node], b: Dim, t: Dim, h: Dim, p: Dim) -> LinearAttention | None:
         r, scales = self.r, []
-        n = [a for a in self.atoms(roles["B"]) if a not in {*b, *t, *h, *p}]
-        if set(self.atoms(self.dt)) - {*b, *t, *h, *n}:
+        n = [a for a in self.r.atoms(roles["B"]) if a not in {*b, *t, *h, *p}]
+        if set(self.r.atoms(self.dt)) - {*b, *t, *h, *n}:
             return None
         for turn in (0, 1):
             r.solve(turn)
@@ -136,12 +136,12 @@ class _LinearRoles(Roles):
             want, state = recurrence(given["C"], given["B"], given["x"], gates, given.get("initial_state"))
             got = arranged(r.axes, o, r.of(self.root), [b, t, h, p])
             scale = float((got * want).sum() / (want * want).sum())
-            if scale == 0 or not _equal(got, scale * want):
+            if scale == 0 or not agree(got, scale * want, TOLERANCE):
                 return None
             scales.append(scale)
             for final, found in zip(self.exports, states, strict=True):
                 same = {a for d in r.of(final) for a in d} == {*b, *h, *n, *p}
-                if not same or not _equal(arranged(r.axes, found, r.of(final), [b, h, n, p]), state):
+                if not same or not agree(arranged(r.axes, found, r.of(final), [b, h, n, p]), state, TOLERANCE):
                     return None
         if abs(scales[0] - scales[1]) > TOLERANCE * abs(scales[0]):
             return None
@@ -151,10 +151,6 @@ class _LinearRoles(Roles):
             o_leaf, finals, made["C"], made["B"], made["x"], made["g"], made.get("initial_state"), scales[0],
             {"b": tuple(b), "t": tuple(t), "h": tuple(h), "k": tuple(n), "v": tuple(p)}, self._chunk(t), set(r.nodes),
         )  # fmt: skip
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd.axes import Axes, Dim, NoAxes, flat, fresh
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh
+from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.tensor_ops import RuleTable
 
 
@@ -35,6 +36,10 @@ class Resized:
 
     def of(self, node: Node) -> list[Dim]:
         return [flat(d) for d in self.dims[node]]
+
+    def atoms(self, node: Node) -> Dim:
+        """The atoms of all dimensions."""
+        return [a for d in self.of(node) for a in d]
 
     def shape(self, dims: Sequence[Dim]) -> list[int]:
         return [self.axes.size(d) for d in dims]
@@ -69,3 +74,8 @@ def tensor_dims(dims: Any) -> list[Dim]:
 def _several(dims: Sequence[Any]) -> bool:
     """Whether `dims` are those of several tensors: a dimension is a list of atoms, never of lists."""
     return any(isinstance(x, list) for d in dims for x in d)
+
+
+def agree(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Whether two results at small sizes are the same, but for `tolerance` of the largest element."""
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())

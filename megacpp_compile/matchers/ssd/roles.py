@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from megacpp_compile.matchers.ssd.axes import Axes, Dim, NoAxes, flat
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat
+from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.packed import Reading, readings
-from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
 
 TOLERANCE = 1e-8  # float64, a few hundred operations
@@ -91,14 +92,11 @@ class Roles:
         self.algebra, self.r, self.root, self.dt, self.rate = algebra, resized, root, dt, rate
         self.operands, self.exports, self.documents = operands, exports, documents
 
-    def atoms(self, n: Node) -> Dim:
-        return [a for d in self.r.of(n) for a in d]
-
     def scan(self) -> Scan | NoScan:
-        r, dt, made = self.r, self.dt, self.atoms(self.root)
+        r, dt, made = self.r, self.dt, self.r.atoms(self.root)
         if len(set(made)) != len(made):
             return NoScan(self.root, "roles", "a dimension of the result occurs twice", 2)
-        steps, heads = self.atoms(dt), self.atoms(self.rate)
+        steps, heads = self.r.atoms(dt), self.r.atoms(self.rate)
         if not set(heads) <= set(steps):
             return NoScan(self.rate, "rate", "the rate of the decay is not one number for each head", 3)
         lost = [a.size for a in steps if a not in made]
@@ -128,7 +126,7 @@ class Roles:
     def _assignments(self, b: Dim, t: Dim, h: Dim, p: Dim) -> Iterator[dict[str, Node]]:
         """Operands as x, B, C and perhaps D and an initial state, where dimensions allow it."""
         known = {*b, *t, *h, *p}
-        timed = [n for n in self.operands if set(self.atoms(n)) & set(t) or not t]
+        timed = [n for n in self.operands if set(self.r.atoms(n)) & set(t) or not t]
         others = [n for n in self.operands if n not in timed]
         if not t:
             others = []
@@ -139,21 +137,21 @@ class Roles:
             if t and any((n in others) == (name in ("x", "B", "C")) for name, n in roles.items()):
                 continue
             roles.setdefault("C", roles["B"])  # one tensor as both
-            if any(len(self.atoms(n)) != len(set(self.atoms(n))) for n in roles.values()):
+            if any(len(self.r.atoms(n)) != len(set(self.r.atoms(n))) for n in roles.values()):
                 continue
-            x, B, C = (set(self.atoms(roles[k])) for k in ("x", "B", "C"))
+            x, B, C = (set(self.r.atoms(roles[k])) for k in ("x", "B", "C"))
             n = B - known
             if not set(p) <= x <= known or C - known != n or (B | C) & set(p):
                 continue
-            if "D" in roles and not set(self.atoms(roles["D"])) <= set(h):
+            if "D" in roles and not set(self.r.atoms(roles["D"])) <= set(h):
                 continue
-            if "initial_state" in roles and not set(self.atoms(roles["initial_state"])) <= {*b, *h, *p, *n}:
+            if "initial_state" in roles and not set(self.r.atoms(roles["initial_state"])) <= {*b, *h, *p, *n}:
                 continue
             yield roles
 
     def _try(self, roles: dict[str, Node], b: Dim, t: Dim, h: Dim, p: Dim, reading: Reading | None) -> Scan | NoScan:
         r = self.r
-        n = [a for a in self.atoms(roles["B"]) if a not in {*b, *t, *h, *p}]
+        n = [a for a in self.r.atoms(roles["B"]) if a not in {*b, *t, *h, *p}]
         nodes = {"dt": self.dt, "A": self.rate, **roles}
         for turn in range(2 if reading is None else 4):  # where documents begin is one draw of many
             r.solve(turn)
@@ -207,12 +205,12 @@ class Roles:
         got = arranged(r.axes, y, r.of(self.root), [b, t, h, p])
         if aside is not None:
             got, want = (one.masked_fill(aside[..., None, None], 0) for one in (got, want))
-        if not _equal(got, want):
+        if not agree(got, want, TOLERANCE):
             return NoScan(self.root, "differs", "what is computed is no scan of its operands", 5)
         for final, found in zip(self.exports, states, strict=True):
             target, dims = [b, h, p, n], r.of(final)
             same = {a for d in dims for a in d} == {a for d in target for a in d}
-            if not same or not _equal(arranged(r.axes, found, dims, target), state):
+            if not same or not agree(arranged(r.axes, found, dims, target), state, TOLERANCE):
                 return NoScan(final, "escapes", "an intermediate of the scan is used elsewhere too", 6)
         return None
 
@@ -237,7 +235,7 @@ class Roles:
         louder, before = dict(operands), documents.before()
         for name, at, dims in (("x", before, [b, t]), ("initial_state", documents.begins.any(1), [b])):
             node = nodes.get(name)
-            if node is not None and {a for d in dims for a in d} <= set(self.atoms(node)):
+            if node is not None and {a for d in dims for a in d} <= set(self.r.atoms(node)):
                 factor = torch.where(at, LOUD, 1).double()
                 louder[node] = operands[node] * arranged(self.r.axes, factor, dims, self.r.of(node))
         return louder
@@ -247,10 +245,6 @@ class Roles:
         padded = [flat(eq.whole) for eq in self.r.axes.lengths if [flat(d) for d in eq.parts] == [t]]
         size = next((d[-1].size for d in (t, *padded) if len(d) > 1), next((d[-1].size for d in (*padded, t) if d), 1))
         return size if isinstance(size, int) else 0
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
 
 
 def arranged(axes: Axes, t: Tensor, dims: list[Dim], target: list[Dim]) -> Tensor:

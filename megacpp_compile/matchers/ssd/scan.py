@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd.axes import NoAxes, is_one
+from megacpp_compile.matchers.ssd.atoms import NoAxes, is_one
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
 from megacpp_compile.matchers.ssd.packed import Masks, alike
 from megacpp_compile.matchers.ssd.resize import Resized

@@ -98,9 +98,15 @@ class Algebra:
 
     def source(self, n: Node) -> Node:
         """What `n` is a view, a repetition or an exact cast of."""
+        return self.path(n)[0]
+
+    def path(self, n: Node) -> tuple[Node, set[Node]]:
+        """(`source`, the nodes from `n` to it)."""
+        between = set[Node]()
         while self.passes_on(n):
+            between.add(n)
             n = n.args[0]  # type: ignore[assignment]
-        return n
+        return n, between
 
     def passes_on(self, n: Node) -> bool:
         if n not in self.nodes or n in self.constants:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import (
     CASTS,
     COMPOSITE_PERMUTATIONS,
@@ -26,7 +26,8 @@ from megacpp_compile.fx.views import (
     RESHAPES,
     UNIT_DIMS,
 )
-from megacpp_compile.matchers.ssd.axes import Axes, Dim, equal, flat, is_one
+from megacpp_compile.matchers.ssd.atoms import Dim, flat, is_one
+from megacpp_compile.matchers.ssd.axes import Axes
 
 aten = torch.ops.aten
 
@@ -129,7 +130,7 @@ def whole(n: Node) -> bool:
     return (
         n.target is aten.slice.Tensor
         and argument(n, 4, "step", 1) == 1
-        and all(equal(a, b) for a, b in zip(value(n).shape, value(n.args[0]).shape, strict=True))
+        and all(same_size(a, b) for a, b in zip(value(n).shape, value(n.args[0]).shape, strict=True))
     )
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS
-from megacpp_compile.matchers.ssd.axes import Atom, Dim, flat
+from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.roles import arranged
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, SAME, VIEWS
-from megacpp_compile.matchers.token_loops.steps import Loop
+from megacpp_compile.matchers.token_loops.loops import Loop
 
 aten = torch.ops.aten
 # What works on each token alone where tokens are a dimension of its own before and behind.

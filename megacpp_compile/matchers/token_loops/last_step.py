@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, EXPONENTIALS, SAME, VIEWS
-from megacpp_compile.matchers.token_loops.steps import Loop, dimensions
+from megacpp_compile.matchers.token_loops.loops import Loop
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ class LastStep:
                 self.leaves.append(n)
             else:
                 self.inside |= made
-        elif self.loop.wide and n in self.loop.reads and dimensions(n) == dimensions(self.loop.entering):
+        elif self.loop.wide and n in self.loop.reads and long_dimensions(n) == long_dimensions(self.loop.entering):
             source = self.loop.reads[n].source
             self.inside |= {n, *(a for a in n.all_input_nodes if a is not source)}
             self._open(source)
@@ -67,7 +67,7 @@ class LastStep:
     def _open(self, n: Node) -> None:
         """Follow `n`, a state for every token, to the operands of a product that makes it."""
         opens = n in self.algebra.nodes and n.target in VIEWS | SAME | CONTRACTIONS | {aten.mul.Tensor}
-        if not opens or dimensions(n) <= dimensions(self.loop.entering):
+        if not opens or long_dimensions(n) <= long_dimensions(self.loop.entering):
             leaf, between = operand_of(self.algebra, n)
             self.inside |= between
             self.leaves += [leaf] * (leaf not in self.leaves)
@@ -82,7 +82,7 @@ class LastStep:
         if n in self.loop.reads or n not in self.algebra.nodes:
             return True
         if n in self.of_others:
-            return dimensions(n) < dimensions(self.loop.entering)
+            return long_dimensions(n) < long_dimensions(self.loop.entering)
         if self.whole and len(tensors(n)) == 1 and n.target in ELEMENTWISE - EXPONENTIALS:
             self.taken_whole = True
             return True

@@ -18,16 +18,18 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd.axes import Atom, Axes, Dim, NoAxes
-from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.fx.edit import long_dimensions, value
+from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes
+from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
 from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
 from megacpp_compile.matchers.token_loops.last_step import LastStep, of_state
+from megacpp_compile.matchers.token_loops.loops import Loop, NoLoop
 from megacpp_compile.matchers.token_loops.scans import LONGEST, ScanStep
-from megacpp_compile.matchers.token_loops.steps import Loop, NoLoop, dimensions, find_loops
+from megacpp_compile.matchers.token_loops.steps import find_loops
 
 aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64, one step
@@ -84,8 +86,8 @@ def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
 
 def _beside_others(loop: Loop) -> NoLoop | None:
     """A loop that is none which hands on more than its state, by the largest of what it hands on."""
-    most = max(map(dimensions, loop.others))
-    if value(loop.entering).dim() <= 2 or dimensions(loop.entering) <= most:
+    most = max(map(long_dimensions, loop.others))
+    if value(loop.entering).dim() <= 2 or long_dimensions(loop.entering) <= most:
         return None
     names = ", ".join(n.name for n in sorted(loop.others) if n in loop.alike[-1])
     return NoLoop(loop.output, "carried", f"each step hands on more than its state: {names}")
@@ -120,7 +122,7 @@ def _read_of_state(loop: Loop) -> Node | None:
     """The first node, smaller than a state, by which alone the state reaches the output, where that is another."""
     own = sorted(of_state(loop))
     for read in own:
-        if read is loop.output or dimensions(read) >= dimensions(loop.entering):
+        if read is loop.output or long_dimensions(read) >= long_dimensions(loop.entering):
             continue
         reached: set[Node] = set()
         for n in own:
@@ -249,10 +251,10 @@ class _Roles:
                 rate = 1.0 if abs(rate - 1) <= TOLERANCE else rate
             want, state = step(rate * before, **given, delta=delta, decay=decay)
             o = arranged(r.axes, out, r.of(self.loop.output), [b, h, v])
-            if rate <= 0 or not _equal(got, state):
+            if rate <= 0 or not agree(got, state, TOLERANCE):
                 return None
             scale = float((o * want).sum() / (want * want).sum())
-            if scale == 0 or not _equal(o, scale * want):
+            if scale == 0 or not agree(o, scale * want, TOLERANCE):
                 return None
             found.append((scale, rate))
         same = all(abs(a - b) <= TOLERANCE * abs(a) for a, b in zip(*found, strict=True))
@@ -268,10 +270,6 @@ class _Roles:
 
     def _leaf(self, n: Node) -> Leaf:
         return Leaf(n, tuple(tuple(d) for d in self.r.of(n)))
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
 
 
 def step(

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd.axes import Axes, Dim
+from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.boundary import OperandBoundary
-from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import RATE, arranged
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
 from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
-from megacpp_compile.matchers.token_loops.steps import Loop
+from megacpp_compile.matchers.token_loops.loops import Loop
 
 aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64, one step
@@ -126,36 +126,33 @@ class ScanStep:
 
     # -- dimensions
 
-    def atoms(self, n: Node) -> Dim:
-        return [a for d in self.r.of(n) for a in d]
-
     def _assignments(self, dt: Node, rate: Node, *operands: Node) -> Iterator[dict[str, Node]]:
-        state, out = self.atoms(self.loop.entering), self.atoms(self.loop.output)
+        state, out = self.r.atoms(self.loop.entering), self.r.atoms(self.loop.output)
         t = tokens_of(self.r, self.loop)
-        same = set(self.atoms(self.loop.states[-1])) == set(state)
+        same = set(self.r.atoms(self.loop.states[-1])) == set(state)
         if t is None or not same or len(set(state)) != len(state) or not set(out) < set(state):
             return
         self.t, n = t, set(state) - set(out)
-        outer = set(out) - {*self.atoms(dt), *self.atoms(rate)}  # channels, and sequences that share their steps
-        if set(self.atoms(rate)) - set(out) or set(self.atoms(dt)) - {*out, *t}:
+        outer = set(out) - {*self.r.atoms(dt), *self.r.atoms(rate)}  # channels, and sequences that share their steps
+        if set(self.r.atoms(rate)) - set(out) or set(self.r.atoms(dt)) - {*out, *t}:
             return
         for names in itertools.permutations(ROLES, len(operands)):
             roles = dict(zip(names, operands, strict=True))
             if not {"x", "B"} <= roles.keys():
                 continue
             roles.setdefault("C", roles["B"])
-            x, B, C = (set(self.atoms(roles[name])) - t for name in ("x", "B", "C"))
+            x, B, C = (set(self.r.atoms(roles[name])) - t for name in ("x", "B", "C"))
             p = [a for a in out if a in outer and a not in B | C]
             if not p or not set(p) <= x <= set(out) or not n <= B & C or (B | C) - set(state):
                 continue
-            if "D" in roles and not set(self.atoms(roles["D"])) <= set(out) - set(p):
+            if "D" in roles and not set(self.r.atoms(roles["D"])) <= set(out) - set(p):
                 continue
             heads = [a for a in out if a not in p]
             first = self.r.of(self.loop.entering)[0] if value(self.loop.entering).dim() > 3 else []
-            self.b = [a for a in heads if a in first and a not in self.atoms(rate)]
+            self.b = [a for a in heads if a in first and a not in self.r.atoms(rate)]
             self.h = [a for a in heads if a not in self.b]
             self.n, self.p = [a for a in state if a in n], p
-            if set(self.atoms(rate)) <= set(self.h) and set(self.atoms(roles.get("D", rate))) <= set(self.h):
+            if set(self.r.atoms(rate)) <= set(self.h) and set(self.r.atoms(roles.get("D", rate))) <= set(self.h):
                 yield {"dt": dt, "A": rate, **roles}
 
     # -- the proof
@@ -179,13 +176,10 @@ class ScanStep:
             before = arranged(r.axes, drawn[loop.entering], r.of(loop.entering), state)
             want, after = step(before, **given)
             got = arranged(r.axes, behind, r.of(loop.states[-1]), state)
-            if not _equal(got, after) or not _equal(arranged(r.axes, y, r.of(loop.output), targets["x"]), want):
+            read = arranged(r.axes, y, r.of(loop.output), targets["x"])
+            if not agree(got, after, TOLERANCE) or not agree(read, want, TOLERANCE):
                 return False
         return True
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
 
 
 def step(

@@ -1,5 +1,5 @@
-"""A loop over tokens, unrolled, as its steps: the state before and behind each, and which node of a step is which of
-the next.
+"""Finds loops over tokens, unrolled, by their steps: the state before and behind each, and which node of a step is
+which of the next.
 
 Nodes are given the last position that they are made of; a state is what a later position reads of an earlier one. Two
 steps are alike if the graphs behind their states and outputs are, but for the position of what is read and the state
@@ -15,79 +15,13 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.matchers.token_loops.alike import Alignment, Different, like
 from megacpp_compile.matchers.token_loops.first_step import Zeros, same_sizes
+from megacpp_compile.matchers.token_loops.loops import Loop, NoLoop
 from megacpp_compile.matchers.token_loops.tokens import Collected, Read, collected, part_of_several, reads_by_count
 
 aten = torch.ops.aten
-
-
-@dataclasses.dataclass(frozen=True)
-class NoLoop:
-    """Why values that are carried from token to token are no known recurrence."""
-
-    node: Node
-    tag: str
-    reason: str
-
-
-@dataclasses.dataclass
-class Loop:
-    """states: behind each step; initial: what enters the first, None where nothing does and the first step is that of a
-    state of 0. In the last step, `output` is what is collected.
-
-    alike[i]: the nodes of step i + 1, each with that of step i. inside: all nodes of all steps, `reads` not included.
-    wide: what a step reads is as large as a state, as what chunks leave, or all tokens' products of keys and values.
-    others: what steps hand on beside the state, and do not make of it, such as a normaliser or a running maximum.
-    read: in the last step, what is taken for its output, where that is made into what is collected within the step.
-    """
-
-    count: int
-    initial: Node | None
-    states: list[Node]
-    outputs: Collected
-    alike: list[dict[Node, Node]]
-    reads: dict[Node, Read]
-    inside: set[Node]
-    wide: bool = False
-    read: Node | None = None
-    others: set[Node] = dataclasses.field(default_factory=set)
-
-    @property
-    def entering(self) -> Node:
-        """The state that enters the last step."""
-        return self.states[-2]
-
-    @property
-    def output(self) -> Node:
-        return self.read or self.outputs.parts[-1]
-
-    def made_of_others(self) -> set[Node]:
-        """What of a step is made of what else is handed on."""
-        found: set[Node] = set()
-        for n in sorted(self.inside | self.others):
-            if n in self.others or any(a in found for a in n.all_input_nodes):
-                found.add(n)
-        return found
-
-    def taken(self) -> set[Node]:
-        """What takes every step's tokens out of whole tensors."""
-        found = {n for pairs in self.alike for n in (*pairs, *pairs.values()) if n in self.reads}
-        return found | {a for n in found for a in n.all_input_nodes if a is not self.reads[n].source}
-
-    def everywhere(self, node: Node) -> list[Node]:
-        """`node`, of the last step, in every step; in all but the first where that lacks it, as a decay of no state."""
-        found = [node]
-        for pairs in reversed(self.alike):
-            if found[-1] not in pairs:
-                break
-            found.append(pairs[found[-1]])
-        return found[::-1]
-
-    def lacks_first(self, node: Node) -> bool:
-        """Whether the first step has no `node`, of the last."""
-        return len(self.everywhere(node)) < self.count
 
 
 def find_loops(graph: fx.Graph) -> Iterator[Loop | NoLoop]:
@@ -192,8 +126,8 @@ class _Steps:
         no token's."""
         ahead = self._ahead(state)
         reads = {a for n in ahead for a in n.all_input_nodes if a in self.reads}
-        most = max((dimensions(n) for n in reads), default=0)
-        return most == dimensions(state) if most <= dimensions(state) and self._of_tokens(ahead) else None
+        most = max((long_dimensions(n) for n in reads), default=0)
+        return most == long_dimensions(state) if most <= long_dimensions(state) and self._of_tokens(ahead) else None
 
     def _of_tokens(self, made: list[Node]) -> bool:
         """Whether any position that `made`, of one step, comes from is one of a tensor of several dimensions, and none
@@ -313,8 +247,3 @@ class _Steps:
             if n is first or any(a in found or a is first or a is initial for a in n.all_input_nodes):
                 found.add(n)
         return found
-
-
-def dimensions(node: Node) -> int:
-    """How many dimensions are more than one element long."""
-    return sum(not same_size(n, 1) for n in value(node).shape)

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import SPLITS
-from megacpp_compile.matchers.ssd.axes import number
+from megacpp_compile.matchers.ssd.atoms import number
 
 aten = torch.ops.aten
 

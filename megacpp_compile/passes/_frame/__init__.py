@@ -1,1 +1,1 @@
-"""What is told of a whole frame beside its passes: `pipeline.py` asks for it."""
+"""What is told of a whole frame beside its passes: `analysis.py` and `pipeline.py` ask for it."""

@@ -27,7 +27,7 @@ from megacpp_compile.fx.views import COPIES, PERMUTATIONS
 from megacpp_compile.nn.attention import attention_order, bodies, fa4, fastest
 from megacpp_compile.nn.attention.eligibility import Call
 from megacpp_compile.nn.attention.sdpa_choice import UNFUSED, UNKNOWN, kernel_of
-from megacpp_compile.report.records import AttentionSite
+from megacpp_compile.report.attention import AttentionSite
 from megacpp_compile.report.user_code import first_line
 
 aten = torch.ops.aten

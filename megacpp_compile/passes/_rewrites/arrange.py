@@ -11,7 +11,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.lowerings._kernels.gated_chunks import CHUNK_SIZES
-from megacpp_compile.matchers.ssd.axes import length
+from megacpp_compile.matchers.ssd.atoms import length
 from megacpp_compile.matchers.ssd.scan import Leaf
 
 aten = torch.ops.aten

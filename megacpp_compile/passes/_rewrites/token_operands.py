@@ -14,7 +14,7 @@ from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.filled import is_filled, padded_with
 from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, PARTS, SPLITS
 from megacpp_compile.matchers.numbers import number_of
-from megacpp_compile.matchers.ssd.axes import Atom, flat
+from megacpp_compile.matchers.ssd.atoms import Atom, flat
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_ops import REPEATS, VIEWS
 from megacpp_compile.matchers.token_loops.constants import is_positive

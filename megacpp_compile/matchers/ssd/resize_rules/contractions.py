@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, flat
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
 
 aten = torch.ops.aten

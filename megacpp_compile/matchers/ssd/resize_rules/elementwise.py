@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, fresh, length, pin
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, length, pin
 from megacpp_compile.matchers.ssd.tensor_ops import (
     CREATION,
     ELEMENTWISE,
@@ -45,7 +45,7 @@ def _masks(r: ResizeContext, n: Node) -> list[Dim]:
 
 def one_kind(r: ResizeContext, a: Dim, b: Dim) -> None:
     """A triangle compares the positions of two dimensions: they are one, where they are as long as each other."""
-    if equal(length(a), length(b)):
+    if same_size(length(a), length(b)):
         r.axes.same(a, b)
 
 

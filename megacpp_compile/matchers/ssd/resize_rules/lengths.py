@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import SPLITS
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, fresh, is_one, length, pin
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one, length, pin
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def _pad(r: ResizeContext, n: Node) -> list[Dim]:
 
 
 def _same_padding(eq: Any, dim: Dim, size: Any) -> bool:
-    return len(eq.parts) == 1 and flat(eq.parts[0]) == flat(dim) and equal(length(eq.whole), size)
+    return len(eq.parts) == 1 and flat(eq.parts[0]) == flat(dim) and same_size(length(eq.whole), size)
 
 
 def _bounds(n: Node) -> tuple[int, Any, Any]:
@@ -82,7 +82,7 @@ def _bounds(n: Node) -> tuple[int, Any, Any]:
 def _sliced(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     dim, start, result = _bounds(n)
     have, want = args[0].shape[dim], r.shape(r.dims[n])[dim]
-    at_end = not _is(start, 0) and equal(start + result, value(n.args[0]).shape[dim])
+    at_end = not _is(start, 0) and same_size(start + result, value(n.args[0]).shape[dim])
     return args[0].narrow(dim, have - want if at_end else start, want)
 
 
@@ -91,9 +91,9 @@ def _slice(r: ResizeContext, n: Node) -> list[Dim]:
     dims = list(r.dims[n.args[0]])
     dim, start, result = _bounds(n)
     size = value(n.args[0]).shape[dim]
-    if equal(size, result):
+    if same_size(size, result):
         return dims
-    at_end = equal(start + result, size)
+    at_end = same_size(start + result, size)
     if (part := _first_or_last_part(r, dims[dim], start, result, at_end)) is not None:
         r.axes.pick(dims[dim], (start, result), n)
         dims[dim] = part
@@ -110,7 +110,7 @@ def _first_or_last_part(r: ResizeContext, dim: Dim, start: Any, result: Any, at_
     for eq in r.axes.lengths:
         if len(eq.parts) > 1 and flat(eq.whole) == flat(dim):
             ends = [eq.parts[0]] * _is(start, 0) + [eq.parts[-1]] * at_end
-            part = next((one for one in ends if equal(length(one), result)), None)
+            part = next((one for one in ends if same_size(length(one), result)), None)
             if part is not None:
                 return part
     return None
@@ -169,7 +169,7 @@ def _pieces(r: ResizeContext, n: Node) -> list[list[Dim]]:
 
 
 def _of(parts: list[Dim], sizes: list[Any]) -> bool:
-    return len(parts) == len(sizes) and all(equal(length(p), s) for p, s in zip(parts, sizes, strict=True))
+    return len(parts) == len(sizes) and all(same_size(length(p), s) for p, s in zip(parts, sizes, strict=True))
 
 
 @rule(aten.cat.default)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import (
     COMPOSITE_PERMUTATIONS,
     EXPANSIONS,
@@ -18,7 +18,7 @@ from megacpp_compile.fx.views import (
     RESHAPES,
     UNIT_DIMS,
 )
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, fresh, is_one, length
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one, length
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, rule_table, run_reshape
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def _repeat(r: ResizeContext, n: Node) -> list[Dim]:
     out = []
     for d, s in zip(dims, shape, strict=True):
         have = length(d)
-        if equal(have, s):
+        if same_size(have, s):
             out.append(d)
             continue
         if not isinstance(have, int) or not isinstance(s, int):

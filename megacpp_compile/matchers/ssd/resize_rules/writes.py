@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, pin
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, pin
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def _select_scatter(r: ResizeContext, n: Node) -> list[Dim]:
 def _slice_scatter(r: ResizeContext, n: Node) -> list[Dim]:
     dims, written = list(r.dims[n.args[0]]), list(r.dims[n.args[1]])
     dim = axis(argument(n, 2, "dim", 0), len(dims))
-    whole = equal(value(n).shape[dim], value(n.args[1]).shape[dim])
+    whole = same_size(value(n).shape[dim], value(n.args[1]).shape[dim])
     if not whole:
         if argument(n, 5, "step", 1) != 1:
             raise NoAxes("rows written with a step")

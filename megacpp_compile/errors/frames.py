@@ -1,0 +1,153 @@
+"""Frames that are not captured, rewritten or lowered as they should be, and what is kept of them."""
+
+from __future__ import annotations
+
+from megacpp_compile.errors._base import MegacppError, place
+
+
+class CaptureError(MegacppError):
+    """Internal: why a frame cannot be captured. It compiles as plain Inductor would and `reason` goes to the report;
+    under `strict` the user meets it as the reason of a NotCapturedError.
+
+    Args:
+        reason: one sentence.
+        where: node, module or source line it is about, "" when it is about the whole frame.
+    """
+
+    def __init__(self, reason: str, where: str = "") -> None:
+        self.reason, self.where = reason, where
+        super().__init__(f"{reason} (at {where})" if where else reason)
+
+
+class NotCapturedError(MegacppError):
+    """A frame that cannot be rewritten, under `strict`.
+
+    Args:
+        frame: the function it compiles and where that stands.
+        reason: why not, as a sentence without its full stop.
+    """
+
+    def __init__(self, frame: str, reason: str) -> None:
+        self.frame, self.reason = frame, reason
+        super().__init__(
+            f"{frame} cannot be rewritten: {reason}. Change what the reason names, or compile without 'strict': "
+            "Inductor then compiles the frame alone."
+        )
+
+
+class GraphBreakError(MegacppError):
+    """The model's code cuts its graph in pieces, under `strict`.
+
+    Args:
+        place: the line that does.
+        reason: why, as a sentence without its full stop.
+    """
+
+    def __init__(self, place: str, reason: str) -> None:
+        self.place, self.reason = place, reason
+        super().__init__(
+            f"the graph breaks at {place}: {reason}. Take that out of the compiled code, or compile without 'strict'."
+        )
+
+
+class DroppedOutputError(MegacppError):
+    """Something reads an output that the option 'drop_outputs' has dropped.
+
+    Args:
+        name: the output's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"the output {name!r} is read, and the option 'drop_outputs' has dropped it: it was never made as a whole. "
+            f"Take {name!r} out of 'drop_outputs', or do not read it."
+        )
+
+
+class VerificationError(MegacppError):
+    """`verify="each"` found a pass that changed a result beyond its tolerance.
+
+    Args:
+        pass_name: the pass.
+        fqn: module of the site, "" when unresolved.
+        source: source line of the site, "" when unknown.
+        tensor: which result differs ("output 0", "grad of q_proj.weight").
+        error: the error measured.
+        tolerance: the error allowed, in the same measure.
+    """
+
+    def __init__(self, pass_name: str, fqn: str, source: str, tensor: str, error: float, tolerance: float) -> None:
+        self.pass_name, self.fqn, self.source = pass_name, fqn, source
+        self.tensor, self.error, self.tolerance = tensor, error, tolerance
+        super().__init__(
+            f"pass {pass_name!r} changed {tensor} at {place(fqn, source)}: "
+            f"error {error:.3g}, tolerance {tolerance:.3g}. "
+            f"Turn the pass off with options={{'disable': {pass_name!r}}} and report the module."
+        )
+
+
+class UnfoundedSiteError(MegacppError):
+    """A pass reported an op that it has not put into the graph; raised under `strict`.
+
+    Args:
+        pass_name: the pass.
+        op: qualified name of the op.
+        node: name of the node it was said to be.
+        fqn: module of the site, "" when unresolved.
+        source: source line of the site, "" when unknown.
+        problem: what is wrong, as the rest of a sentence.
+    """
+
+    def __init__(self, pass_name: str, op: str, node: str, fqn: str, source: str, problem: str) -> None:
+        self.pass_name, self.op, self.node = pass_name, op, node
+        self.fqn, self.source, self.problem = fqn, source, problem
+        super().__init__(
+            f"pass {pass_name!r} reported {op} ({node}) at {place(fqn, source)}, but {problem}. "
+            f"This is a defect of megacpp_compile: turn the pass off with options={{'disable': {pass_name!r}}}."
+        )
+
+
+class NotLoweredError(MegacppError):
+    """A `megacpp::` op was handed to a backend without a lowering; a defect of this package.
+
+    Args:
+        op: the op's qualified name.
+        target: the target compiled for.
+        fqn: module of the node, "" when unresolved.
+        source: source line of the node, "" when unknown.
+    """
+
+    def __init__(self, op: str, target: str, fqn: str = "", source: str = "") -> None:
+        self.op, self.target, self.fqn, self.source = op, target, fqn, source
+        super().__init__(
+            f"{op} at {place(fqn, source)} was left without a lowering for target {target!r}. "
+            "Every op has at least its reference lowering, so this is a defect: please report it, "
+            "and disable the pass that made the op."
+        )
+
+
+class CompileCacheError(MegacppError, ValueError):
+    """A file of compiled code that cannot be written, or is of no use in this process.
+
+    Args:
+        path: of the file.
+        reason: why, as a sentence without its full stop.
+        remedy: what to do, likewise.
+    """
+
+    def __init__(self, path: str, reason: str, remedy: str) -> None:
+        self.path, self.reason, self.remedy = path, reason, remedy
+        super().__init__(f"{path}: {reason}. {remedy}.")
+
+
+class ReportFormatError(MegacppError, ValueError):
+    """Text or data that is not a report written by this version's `Report.to_json`.
+
+    Args:
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"not a megacpp report: {problem}. Write it anew with Report.to_json().")

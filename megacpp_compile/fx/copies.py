@@ -1,0 +1,37 @@
+"""Copies of a graph that are to be changed: nobody changes the graph that Dynamo handed over."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+
+from torch.fx import Graph, GraphModule, Node
+
+
+def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """A copy of `graph`, its output included, and the nodes of `graph` -> theirs in the copy."""
+    copy, copies = Graph(), dict[Node, Node]()
+    copy.output(copy.graph_copy(graph, copies)).meta.update(graph.output_node().meta)
+    return copy, copies
+
+
+def in_place_of(gm: GraphModule, graph: Graph, copies: Mapping[Node, Node]) -> GraphModule:
+    """A module of `graph` that is to Dynamo and to `fx.provenance` what its own graph `gm` is. copies: the nodes of
+    `gm` -> theirs in `graph`."""
+    new = GraphModule(gm, graph)
+    new.meta.update(gm.meta)
+    for old, copy in copies.items():
+        if hasattr(old, "_dynamo_source"):
+            copy._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    if hasattr(gm, "compile_subgraph_reason"):
+        new.compile_subgraph_reason = gm.compile_subgraph_reason
+    return new
+
+
+def clone_for_users(node: Node) -> None:
+    """Have what reads `node` in Dynamo's graph read a clone of it, made behind it."""
+    with node.graph.inserting_after(node):
+        clone = node.graph.call_method("clone", (node,))
+    node.replace_all_uses_with(clone, delete_user_cb=functools.partial(operator.is_not, clone))
+    clone.meta.update(node.meta)

@@ -1,0 +1,65 @@
+"""Activations of a gated MLP inside of kernels: their values, their derivatives, and what a gate makes of up."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def with_slope(gate, NAME: tl.constexpr):
+    """(an activation, its derivative); Triton drops the one that a kernel does not use."""
+    if NAME == "silu":
+        s = tl.sigmoid(gate)
+        return gate * s, s * (1 + gate * (1 - s))
+    elif NAME == "gelu":
+        below = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+        return gate * below, below + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+    elif NAME == "gelu_tanh":
+        s = tl.sigmoid(2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
+        inner = 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
+        return gate * s, s + 2 * gate * s * (1 - s) * inner
+    elif NAME == "relu":
+        return tl.maximum(gate, 0), tl.where(gate > 0, 1.0, 0.0).to(gate.dtype)
+    else:
+        tl.static_assert(NAME == "relu2")
+        positive = tl.maximum(gate, 0)
+        return positive * positive, 2 * positive
+
+
+@triton.jit
+def _bounded(h, LOW: tl.constexpr, HIGH: tl.constexpr, AT_AN_END: tl.constexpr):
+    """(h between LOW and HIGH, its derivative). NaN stays NaN."""
+    slope = tl.full(h.shape, 1.0, h.dtype)
+    if HIGH is not None:
+        slope = tl.where(h > HIGH, 0.0, slope if AT_AN_END == 1 else tl.where(h == HIGH, AT_AN_END, slope))
+        h = tl.where(h > HIGH, HIGH, h)
+    if LOW is not None:
+        slope = tl.where(h < LOW, 0.0, slope if AT_AN_END == 1 else tl.where(h == LOW, AT_AN_END, slope))
+        h = tl.where(h < LOW, LOW, h)
+    return h, slope.to(h.dtype)
+
+
+@triton.jit
+def factors(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr):
+    """(the factor that gate makes, its derivative, the factor that up makes, its derivative), see `Activation`."""
+    gate, before = _bounded(gate, CURVE[2], CURVE[3], CURVE[4])
+    if CURVE[0] != 1:
+        s = tl.sigmoid(gate * CURVE[0])
+        f = gate * s
+        slope = s * (1 + gate * CURVE[0] * (1 - s))
+    else:
+        f, slope = with_slope(gate, NAME)
+    f, behind = _bounded(f, CURVE[5], CURVE[6], CURVE[7])
+    up, up_slope = _bounded(up, CURVE[8], CURVE[9], CURVE[10])
+    return f, slope * before * behind, up + CURVE[1], up_slope
+
+
+@triton.jit
+def product(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr):
+    """f(gate) * up, see `Activation`."""
+    if CURVE is None:
+        return with_slope(gate, NAME)[0] * up
+    else:
+        f, _, factor, _ = factors(gate, up, NAME, CURVE)
+        return f * factor

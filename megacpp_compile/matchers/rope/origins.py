@@ -1,0 +1,49 @@
+"""What a head's lanes come from."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import (
+    COMPOSITE_PERMUTATIONS,
+    FOLDS,
+    PERMUTATIONS,
+    RESHAPES,
+    SPLITS,
+    UNIT_DIMS,
+)
+from megacpp_compile.lowerings._registry import semantic_ops
+from megacpp_compile.matchers.linear import is_projection
+from megacpp_compile.matchers.rope.rotation import Part
+from megacpp_compile.matchers.views import is_outer_view, lane_slice
+
+aten = torch.ops.aten
+_MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS
+_SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+
+
+def from_projection(part: Part) -> bool:
+    """Whether a head's lanes come straight from a linear (or from outside the graph)."""
+    node = _origin(part.source.node)
+    return node.op == "placeholder" or is_projection(node) or node.target in semantic_ops()
+
+
+def _origin(node: Node) -> Node:
+    """What `node` is a part or view of; of an op with several results, the op."""
+    while True:
+        part = lane_slice(node)
+        if part is not None:
+            node = part[0]
+        elif node.target is operator.getitem:
+            split = node.args[0]
+            node = split.args[0] if split.target in SPLITS | {aten.unbind.int} else split  # type: ignore
+        elif is_outer_view(node) or node.target in _MOVES:
+            node = node.args[0]  # type: ignore[assignment]
+        elif node.target in _SCALINGS and not isinstance(value(node.args[1]), torch.Tensor):
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            return node
