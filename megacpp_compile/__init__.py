@@ -53,8 +53,7 @@ __all__ = [
     "attention", "attention_capability", "backend", "check_resume", "compile", "disable_fa4", "enable", "enable_fa4",
     "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record", "load_cache",
     "load_scaling_state", "observed_attention", "record", "replace_linears", "save_cache", "scaling_state",
-    "sparse_mla", "te_layer_spec",
-    "use_latent_cache", "uses_dense_fa4",
+    "sparse_mla", "te_layer_spec", "use_latent_cache", "uses_dense_fa4",
 ]  # fmt: skip
 
 _HOME = {
