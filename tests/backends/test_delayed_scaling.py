@@ -238,11 +238,12 @@ def test_a_weight_that_is_read_twice(rand):
 
     torch.manual_seed(0)
     model = Twice()
-    run = compiled(model)
+    runs = {recipe: compiled(model, recipe) for recipe in ("fp8_delayed", "fp8_current")}
     for _ in range(2):
         x, grad = batch(rand)
-        errors = map(relative_error, step(run, model, x, grad), step(model, model, x, grad))
-        assert max(errors) < 0.15
+        want = step(model, model, x, grad)
+        worst = {recipe: max(map(relative_error, step(run, model, x, grad), want)) for recipe, run in runs.items()}
+        assert 0 < worst["fp8_delayed"] < 1.25 * worst["fp8_current"] < 0.25, worst
     state = megacpp_compile.scaling_state(model)
     assert state["gate.weight:x"][0] == largest(x) and 0 < state["gate.weight:x.1"][0] < 0.011
 
