@@ -31,7 +31,6 @@ from megacpp_compile.matchers.moe.factors import (
     over,
     seen_as,
 )
-from megacpp_compile.matchers.moe.gate_matrix import Chosen
 from megacpp_compile.matchers.moe.gemms import Gemm, adds_up
 from megacpp_compile.matchers.moe.index_reads import SUMS_OF_ROWS
 from megacpp_compile.matchers.moe.route_axes import Axes
@@ -45,10 +44,11 @@ _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.mm.de
 
 
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
-    """Every gated sum over experts or choices."""
-    for node in view.graph.nodes:
-        if node.target in (*_SUMS, *SUMS_OF_ROWS) and (found := _check(view, node)) is not None:
-            yield found
+    """Every gated sum over experts or choices, and what is nearly one and no part of another."""
+    sums = (node for node in view.graph.nodes if node.target in (*_SUMS, *SUMS_OF_ROWS))
+    found = [one for node in sums if (one := _check(view, node)) is not None]
+    inside = set[Node]().union(*(one.inside for one in found if isinstance(one, RoutedExperts)))
+    yield from (one for one in found if isinstance(one, RoutedExperts) or one.node not in inside)
 
 
 def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
@@ -62,24 +62,23 @@ def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
         return None
     tokens, (out,) = tuple(a for d in known[:-1] for a in d), known[-1]
     parts = factors(summed, inner, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
-    chosen: Chosen | MatchFailure | None = None
+    scales = [p for p in parts if p.axes <= set(tokens)]
+    of = Axes(tokens, (), base)
     if (summed_too := over_choices(node, parts, tokens, out)) is not None:
-        parts, expert, chosen = summed_too
-        matrix = Factor(node, (*((t,) for t in tokens), (expert,)), node)  # that the sum over choices would make
-        parts = [*parts, matrix]
+        tokens = tokens if summed_too.each is None else (*tokens, summed_too.each)
+        matrix = Factor(node, (*((t,) for t in tokens), (summed_too.experts,)), node)  # that the sum would make
+        parts = [*summed_too.other, matrix]
+        of = Axes(tokens, (), base, summed_too.chosen, summed_too.each)
     one = [p for p in parts if p.axes == set(tokens)]
     several = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
     outs = [p for p in parts if out in p.axes]
-    of = Axes(tokens, (), base, chosen)
     found = _weighted(view, node, of, parts, one or several, outs, out)  # one or several choices of a token
-    scales = [p for p in parts if p.axes <= set(tokens)]
     own = [_scale(p, dims) for p in scales]
     if found is None and scales and len(several) == 1 and None not in own:
         rest = [p for p in parts if p not in scales]
+        of = dataclasses.replace(of, scales=tuple(own))  # type: ignore[arg-type]
         found = _weighted(view, node, of, rest, several, outs, out)
-        if isinstance(found, RoutedExperts):
-            return bounded(view, dataclasses.replace(found, scales=tuple(own)))  # type: ignore[arg-type]
-    return found or outputs.otherwise_weighted(view, node, outs)
+    return found or outputs.otherwise_weighted(view, node, outs, of)
 
 
 def _scale(factor: Factor, dims: Dims) -> tuple[Node, tuple[int, ...]] | None:
@@ -186,7 +185,7 @@ def _from_down(
         return MatchFailure(match_gemm.ids, "range", reason)
     layer = RoutedExperts(
         node, expert.x, match_gemm.ids, gates[0], (expert,), base=axes.base, choices=axes.choices,
-        scaled_input=scaled_input,
+        scaled_input=scaled_input, scales=axes.scales,
     )  # fmt: skip
     return bounded(view, layer)
 

@@ -17,9 +17,10 @@ from megacpp_compile.matchers.moe.combines import unsorted
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
 from megacpp_compile.matchers.moe.gate_behind import gate_behind
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_column
-from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.index_reads import SCATTERS, adds
 from megacpp_compile.matchers.moe.nearby import computed_from
+from megacpp_compile.matchers.moe.no_expert import changed_before, one_projection_of_rows
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, scores_of
 from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, of_slots
@@ -40,7 +41,6 @@ from megacpp_compile.matchers.moe.weighted_parts import weighted_part
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, *SCATTERS)
-_NEAR = 24  # nodes to look at
 _NO_GATE = "no-gate"
 
 
@@ -341,9 +341,9 @@ def _read(
     if expert is None and gates and read_at(rows) is not None:
         return _of_rows(update, None, rows, gates)
     if expert is None:
-        return MatchFailure(out, "no-expert", _changed_before(out))
+        return MatchFailure(out, "no-expert", changed_before(out))
     if isinstance(expert, MatchFailure):
-        return expert
+        return one_projection_of_rows(rows, update.token) or expert
     rows, scaled_input = strip_row_views(expert.x), gated and not gates
     if scaled_input:
         if (weighted := weighted_part(rows)) is not None:
@@ -358,22 +358,6 @@ def _read(
         if not gates:
             return MatchFailure(out, _NO_GATE, "neither what an expert reads nor what it adds is multiplied by a gate")
     return _of_rows(update, expert, rows, gates, scaled_input)
-
-
-def _changed_before(out: Node) -> str:
-    """Why `out`, which is weighted, is no expert's output: what its last GEMM goes through, if there is one."""
-    between, gemms = [out], 0
-    for node in between:
-        if isinstance(match_linear_gemm(strip_row_views(node)), Gemm):
-            gemms += 1
-        elif node.op == "call_function" and len(between) < _NEAR:
-            between += [n for n in node.all_input_nodes if n not in between]
-    changes = [n for n in sorted(between) if n.op == "call_function" and strip_row_views(n) is n]
-    own = [n for n in changes if not match_linear_gemm(n)]
-    named = dict.fromkeys(str(n.target).removeprefix("aten.").split(".")[0] for n in own)
-    if gemms != 1:
-        return "what is weighted is no expert's output"
-    return f"an expert's output goes through {', '.join(named)} before it is weighted: only a bias may be added there"
 
 
 def _of_rows(

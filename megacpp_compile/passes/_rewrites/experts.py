@@ -63,7 +63,7 @@ def _rewrite(view: GraphView, build: Builder, layer: RoutedExperts) -> tuple[Nod
         y = reshaped(build, y, value(old).shape)
     for scale, dims in layer.scales:
         sizes = [n if d in dims else 1 for d, n in enumerate(value(old).shape)]
-        y = build(aten.mul.Tensor, y, reshaped(build, scale, sizes))
+        y = build.cast(build(aten.mul.Tensor, y, reshaped(build, scale, sizes)), value(old).dtype)
     if layer.base is not None:
         y = build(aten.add.Tensor, layer.base, y)
     _drop_size_checks(layer.inside)
