@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from megacpp_compile.matchers.moe.nearby import computed_from
 from megacpp_compile.matchers.moe.no_expert import changed_before, one_projection_of_rows
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, scores_of
-from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, of_slots
-from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_update
+from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, gates_of_numbers, of_slots
+from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, joined, row_update
 from megacpp_compile.matchers.moe.rows import (
     by_slot,
     choices_of,
@@ -63,11 +63,12 @@ class Iteration:
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     """Every loop over experts whose rows are weighted in it, then sums over nearly the rows of an expert."""
     updates = row_updates(view)
-    for chain in chains(updates):
+    at_once = {node: chain for node in view.graph.nodes if (chain := joined(node))}
+    for chain in (*chains(updates), *at_once.values()):
         found = match_chain(view, chain)
         if isinstance(found, RoutedExperts) or not (_unweighted(chain) or found.tag == _NO_GATE):
             yield found
-    yield from _changed(view, updates)
+    yield from _changed(view, {*updates, *at_once})
 
 
 def row_updates(view: GraphView) -> dict[Node, RowUpdate]:
@@ -79,7 +80,8 @@ def ungated(view: GraphView, found: Sequence[RoutedExperts | MatchFailure]) -> I
     """Every loop that adds or writes outputs as they are, and is in no layer that is `found`: the gates are 1, or the
     gate of a token's one choice multiplies the sum."""
     layers = [one for one in found if isinstance(one, RoutedExperts)]
-    for chain in chains(row_updates(view)):
+    at_once = (chain for node in view.graph.nodes if (chain := joined(node)))
+    for chain in (*chains(row_updates(view)), *at_once):
         end = chain[-1].node
         if any(end in one.inside for one in layers):
             continue
@@ -94,7 +96,7 @@ def _unweighted(chain: list[RowUpdate]) -> bool:
     return all(update.overwrites and strip_row_views(update.added).target is not aten.mul.Tensor for update in chain)
 
 
-def _changed(view: GraphView, updates: dict[Node, RowUpdate]) -> Iterator[MatchFailure]:
+def _changed(view: GraphView, updates: Container[Node]) -> Iterator[MatchFailure]:
     """Sums over what is nearly the rows of an expert, one failure a loop."""
     reported = set[Node]()
     for node in view.graph.nodes:
@@ -324,6 +326,9 @@ def _iteration(update: RowUpdate, gated: bool = True) -> Iteration | MatchFailur
 def _weighted(node: Node, update: RowUpdate) -> tuple[Node, list[Gates]] | None:
     """(what is weighted, the gates) of a product of rows and their gates; (node, no gates) where it is no product, None
     where it is one of something else."""
+    if update.gate is not None and node is strip_row_views(update.added):
+        gates = gates_of_numbers(update.gate, update.token)
+        return (node, gates) if gates else None
     if node.target is not aten.mul.Tensor or not of_tensors(node):
         return node, []
     for a, b in (node.args, node.args[::-1]):
