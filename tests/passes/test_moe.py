@@ -437,3 +437,26 @@ def test_refuses_experts_that_differ():
     module = MoE(where_index_add)
     module.experts[2] = Ungated()
     assert_refused(NAME, "experts-differ", module, tokens())
+
+
+def rounded_in_place(m, x, indices, gates):
+    """Gates in float32 make the sum one, which is rounded as it is written."""
+    y, wide = torch.zeros_like(x), gates.float()
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        y[token] += wide[token, choice, None] * expert(x[token])
+    return y
+
+
+def rounded_twice(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        y[token] = (y[token] + gates[token, choice, None] * expert(x[token])).half().to(y.dtype)
+    return y
+
+
+def test_a_sum_that_is_rounded_as_it_is_written():
+    module, args = MoE(rounded_in_place).bfloat16(), (torch.randn(11, DIM).bfloat16().requires_grad_(),)
+    assert check(module, args).counts["moe"] == 1
+    assert_refused("moe", "no-rows", MoE(rounded_twice), (torch.randn(11, DIM).requires_grad_(),))

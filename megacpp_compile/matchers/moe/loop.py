@@ -42,6 +42,9 @@ from megacpp_compile.matchers.moe.weighted_parts import weighted_part
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, *SCATTERS)
 _NO_GATE = "no-gate"
+_MAY_COME_TWICE = (
+    "a token's rows are written, not added to, and may come twice: no `topk` in this graph is seen to choose experts"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +249,7 @@ def _iterations(chain: list[RowUpdate], gated: bool = True) -> list[Iteration] |
         if iteration.x is not first.x:
             return MatchFailure(update.node, "inputs", "experts read different inputs")
         if update.once and "s" in other.dims and not distinct_choices(mask.indices):
-            return MatchFailure(update.node, "twice", "a token's rows are written, not added to, and may come twice")
+            return MatchFailure(update.node, "twice", _MAY_COME_TWICE)
     return iterations
 
 

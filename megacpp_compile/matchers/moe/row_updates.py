@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
-from megacpp_compile.fx.views import COPIES
+from megacpp_compile.fx.views import CASTS, COPIES
 from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
 from megacpp_compile.matchers.moe.routing import Mask
 from megacpp_compile.matchers.moe.rows import picked
@@ -56,14 +56,24 @@ def row_update(node: Node) -> RowUpdate | None:
         previous = _unviewed(previous)  # type: ignore[arg-type]
         if more and more[0]:
             return RowUpdate(node, previous, rows, added)  # type: ignore[arg-type]
-        if added.target is aten.add.Tensor and not added.kwargs:
-            for old, new in (added.args, added.args[::-1]):
+        sum_of = _before_rounding(added)
+        if sum_of.target is aten.add.Tensor and not sum_of.kwargs:
+            for old, new in (sum_of.args, sum_of.args[::-1]):
                 read = indexed(old) if isinstance(old, Node) else None
                 if read and _unviewed(read[0]) is previous and picked(read[1]) == rows and isinstance(new, Node):
                     return RowUpdate(node, previous, rows, new, once=True)  # type: ignore[arg-type]
         if rows.dims == ("t",) and not rows.any:
             return RowUpdate(node, previous, rows, added, overwrites=True)  # type: ignore[arg-type]
     return None
+
+
+def _before_rounding(node: Node) -> Node:
+    """The sum that `node` rounds, as one in place does to the dtype of what is added to."""
+    if node.target not in CASTS:
+        return node
+    inner: Node = node.args[0]  # type: ignore[assignment]
+    wide = torch.promote_types(value(inner).dtype, value(node).dtype) == value(inner).dtype
+    return inner if wide else node
 
 
 def _of_slots(node: Node) -> RowUpdate | None:
