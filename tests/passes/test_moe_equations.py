@@ -275,9 +275,15 @@ def changed_in_between(m, x, indices, gates):
     return over_each(m, x, indices, gates, each_choice(m, x, indices, rows).cumsum(1))
 
 
-OF_CHOICES = {rows_of_choices: "rows", run_on_other_tokens: "rows", tokens_tiled: "rows",
-              experts_of_choices: "experts-differ", marks_of_the_next_choice: "gates",
-              changed_in_between: "no-expert"}  # fmt: skip
+def marks_of_one_choice_twice(m, x, indices, gates):
+    first = one_hots(m, x, indices)[:, :1].expand(-1, indices.shape[-1], -1)
+    each = torch.stack([outputs(m, x) for _ in range(indices.shape[-1])], 1)
+    return torch.einsum("tk,tke,tked->td", gates, first, each)
+
+
+OF_CHOICES = {marks_of_one_choice_twice: "gates", rows_of_choices: "rows", run_on_other_tokens: "rows",
+              tokens_tiled: "rows", experts_of_choices: "experts-differ",
+              marks_of_the_next_choice: "gates", changed_in_between: "no-expert"}  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "tag"), OF_CHOICES.items(), ids=lambda p: p if isinstance(p, str) else p.__name__)

@@ -103,15 +103,16 @@ def otherwise_weighted(view: GraphView, node: Node, outs: list[Factor], axes: Ax
     if isinstance(axes.chosen, Chosen) and axes.each is not None and scores_of(axes.chosen.indices) is not None:
         reason = "what gates and one-hots of choices weight are no experts' outputs in a form that is known"
         return MatchFailure(node, "no-expert", reason)
-    for inner in (inner for part in outs for inner, _ in beneath(part)):
-        stacked = _stacked(inner)
-        if stacked is not None and len(stacked[0]) in {number_of_scores(n) for n in view.graph.nodes}:
-            found = dense.all_experts(stacked[0])
-            if isinstance(found, MatchFailure):
-                return found
-            if found is not None:
-                reason = "experts' outputs are multiplied by other numbers than one gate for each token and expert"
-                return MatchFailure(node, "gates", reason)
+    counts = {number_of_scores(n) for n in view.graph.nodes}
+    stacks = [stacked[0] for part in outs for inner, _ in beneath(part) if (stacked := _stacked(inner)) is not None]
+    stacks += [stacked[0] for parts in stacks for p in parts if (stacked := _stacked(p)) is not None]
+    for parts in (parts for parts in stacks if len(parts) in counts):
+        found = dense.all_experts(parts)
+        if isinstance(found, MatchFailure):
+            return found
+        if found is not None:
+            reason = "experts' outputs are multiplied by other numbers than one gate for each token and expert"
+            return MatchFailure(node, "gates", reason)
     return None
 
 
