@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -36,7 +37,7 @@ from megacpp_compile.matchers.moe.index_reads import SUMS_OF_ROWS
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import is_nonnegative, number_of_scores
-from megacpp_compile.matchers.moe.stacked_gemms import StackedGemms, copies_of
+from megacpp_compile.matchers.moe.stacked_gemms import StackedGemms, copies_of, is_biased_product, product_of
 from megacpp_compile.matchers.moe.summed_gates import over_choices
 
 aten = torch.ops.aten
@@ -205,13 +206,18 @@ def _biased(
     view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose outputs `inner` are the sum of a GEMM and a bias."""
-    if inner.target is not aten.add.Tensor or not of_tensors(inner) or inner.kwargs:
-        return None
-    for side, other in (inner.args, inner.args[::-1]):
+    sums: list[tuple[Any, Any]] = []
+    if is_biased_product(inner):
+        sums = [(inner, inner.args[0])]
+    elif inner.target is aten.add.Tensor and of_tensors(inner) and not inner.kwargs:
+        sums = [inner.args, inner.args[::-1]]  # type: ignore[list-item]
+    for side, other in sums:
         own, shape = value(side).shape, value(inner).shape
         if len(own) != len(shape) or not all(map(same_size, own, shape)):
             continue
-        parts = factors(side, dims, lambda below: out in below and below.issuperset(axes.routes))  # type: ignore[arg-type]
+        parts = product_of(side, dims) or factors(
+            side, dims, lambda below: out in below and below.issuperset(axes.routes)
+        )
         weights = [p for p in parts if out in p.axes]
         if len(parts) == 2 and len(weights) == 1:
             (hidden,) = (p for p in parts if p is not weights[0])
