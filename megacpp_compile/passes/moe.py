@@ -3,7 +3,8 @@
 Before: `for e in range(E): t, j = torch.where(indices == e); y.index_add_(0, t, expert_e(x[t]) * gates[t, j, None])`
         or every choice's row times `w[indices]` (bmm, einsum), or sorted rows through grouped GEMMs, summed over
         choices; or all experts on all tokens, weighted by a matrix of gates that is zero but for the chosen,
-        where rows may be read and added to by numbers that count up (Llama 4).
+        where rows may be read and added to by numbers that count up (Llama 4); or all experts' rows, joined by `cat`
+        and added up at once.
         Tokens are [T] or [B, S]; gates may multiply what experts read instead of their outputs (Llama 4), or the sum
         where a token has one choice, or be missing, which is as if they were 1. Experts may
         have biases, in float32 beside GEMMs in 16 bits too, clamps, swish and channels of gate and up in turn (gpt-oss)

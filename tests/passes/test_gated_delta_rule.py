@@ -41,6 +41,8 @@ TAGS = {
     "all_forgotten": "roles",
     "corrected_by_the_query": "roles",
     "weight_on_the_value_alone": "roles",
+    "state_clamped": "op",
+    "state_squashed": "op",
 }
 SILENT = {name: NEAR_DELTA_RULES[name] for name in ("squashed", "state_normed")}
 
@@ -156,6 +158,12 @@ def test_compiling_draws_no_random_numbers():
 def test_refuses(name):
     """Another function of the same operands."""
     assert_refused_in_a_graph(NAME, TAGS.get(name, "differs"), *near(NEAR_DELTA_RULES[name]))
+
+
+@pytest.mark.parametrize(("name", "op"), [("state_clamped", "clamp"), ("state_squashed", "tanh")])
+def test_names_what_changes_a_state(name, op):
+    (miss,) = passed(*near(NEAR_DELTA_RULES[name])).misses
+    assert (miss.pass_name, miss.tag) == (NAME, "op") and f"goes through {op} " in miss.reason
 
 
 @pytest.mark.parametrize("size", [16, 64])

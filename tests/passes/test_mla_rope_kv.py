@@ -7,6 +7,8 @@ from functools import partial
 import expecttest
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from tests.corpus.gallery import GALLERY
 from tests.corpus.near_misses import (
@@ -228,6 +230,57 @@ def test_refuses_one_nope_key_for_all_heads():
     frames = check(*build(nope_key_of_one_head))
     assert not frames.counts[NAME]
     assert "broadcast" in frames.tags("rope_qk")  # and so it is no key of MLA either
+
+
+class _Sent(torch.autograd.Function):
+    """As what ranks gather: something else than a view or a linear, that a frame holds as one call."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class OneHead(nn.Module):
+    """The one head of MLA that a rank of as many ranks as heads has. sent: what of the key's it has from others; made:
+    what becomes of its rope key."""
+
+    def __init__(self, sent, made=lambda k: k, dim=32, nope=16, rope=8, rank=12):
+        super().__init__()
+        self.sent, self.made, self.widths = sent, made, (nope, rope, rank)
+        self.q, self.down = nn.Linear(dim, nope + rope, bias=False), nn.Linear(dim, rank + rope, bias=False)
+        self.up, self.norm = nn.Linear(rank, 2 * nope, bias=False), nn.RMSNorm(rank, eps=1e-6)
+        self.out = nn.Linear(nope, dim, bias=False)
+
+    def forward(self, x, cos, sin):
+        nope, rope, rank = self.widths
+        q_nope, q_pe = self.q(x)[:, None].split([nope, rope], -1)
+        down = self.down(x)
+        latent, k_pe = (_Sent.apply(down) if self.sent == "down" else down).split([rank, rope], -1)
+        k_pe = self.made(_Sent.apply(k_pe) if self.sent == "row" else k_pe)[:, None]
+        k_nope, v = self.up(self.norm(latent))[:, None].chunk(2, -1)
+        q, k = torch.cat((q_nope, turn(q_pe, cos, sin)), -1), torch.cat((k_nope, turn(k_pe, cos, sin)), -1)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+
+
+def one_head(*sent, dtype=torch.float64):
+    angles = torch.outer(torch.arange(7.0), torch.rand(4)).to(dtype)
+    return OneHead(*sent).to(dtype), (torch.randn(2, 7, 32, dtype=dtype).requires_grad_(), angles.cos(), angles.sin())
+
+
+@pytest.mark.parametrize("sent", ["nothing", "row", "down"])
+def test_one_head_whose_row_other_ranks_send(sent):
+    frames = check(*one_head(sent))
+    assert (frames.counts[NAME], frames.counts["mla_rope_q"]) == (1, 1), frames.misses
+
+
+def test_one_head_whose_row_is_made_of_something_else():
+    """A rope key that goes through a norm is no latent attention's."""
+    frames = check(*one_head("row", lambda k: F.rms_norm(k, k.shape[-1:])))
+    assert not frames.counts[NAME] and "own-rope-keys" in frames.tags("mla_rope_q")
 
 
 def scaled_keys(m, x, cos, sin):

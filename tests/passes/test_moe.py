@@ -437,3 +437,68 @@ def test_refuses_experts_that_differ():
     module = MoE(where_index_add)
     module.experts[2] = Ungated()
     assert_refused(NAME, "experts-differ", module, tokens())
+
+
+def rounded_in_place(m, x, indices, gates):
+    """Gates in float32 make the sum one, which is rounded as it is written."""
+    y, wide = torch.zeros_like(x), gates.float()
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        y[token] += wide[token, choice, None] * expert(x[token])
+    return y
+
+
+def rounded_twice(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        y[token] = (y[token] + gates[token, choice, None] * expert(x[token])).half().to(y.dtype)
+    return y
+
+
+def test_a_sum_that_is_rounded_as_it_is_written():
+    module, args = MoE(rounded_in_place).bfloat16(), (torch.randn(11, DIM).bfloat16().requires_grad_(),)
+    assert check(module, args).counts["moe"] == 1
+    assert_refused("moe", "no-rows", MoE(rounded_twice), (torch.randn(11, DIM).requires_grad_(),))
+
+
+class BiasedProducts(nn.Module):
+    """All experts on all tokens by products that biases are added to in one op. Those of up lie as they meet rows."""
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.kwargs, self.router = kwargs, nn.Linear(DIM, 4)
+        self.up, self.up_bias = nn.Parameter(torch.randn(4, DIM, 12)), nn.Parameter(torch.randn(4, 1, 12))
+        self.down, self.down_bias = nn.Parameter(torch.randn(4, 12, DIM)), nn.Parameter(torch.randn(4, DIM))
+
+    def forward(self, x):
+        gates, indices = self.router(x).softmax(-1).topk(2)
+        weights = torch.zeros(len(x), 4, dtype=gates.dtype).scatter(1, indices, gates)
+        h = torch.baddbmm(self.up_bias, x.expand(4, -1, -1), self.up, **self.kwargs)
+        out = torch.baddbmm(self.down_bias[:, None], F.gelu(h), self.down)
+        return torch.einsum("etd,te->td", out, weights)
+
+
+def test_biases_that_are_added_by_the_product():
+    assert_fires("moe", BiasedProducts().double(), (torch.randn(11, DIM, dtype=torch.float64).requires_grad_(),))
+    assert_dynamic("moe", BiasedProducts(), lambda n: (torch.randn(n, DIM).requires_grad_(),), everything=True)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, DIM), (1, 4, 1, DIM)])
+def test_biases_with_a_dimension_for_rows(shape):
+    def with_biases(m, x, indices, gates):
+        weights = torch.zeros(len(x), 4, dtype=gates.dtype).scatter(1, indices, gates)
+        gate, up = torch.einsum("td,ehd->eth", x, m.gate_up).chunk(2, -1)
+        out = torch.einsum("eth,edh->etd", F.silu(gate) * up, m.down) + m.bias
+        return torch.einsum("etd,te->td", out.reshape(4, len(x), DIM), weights)
+
+    module = MoE(with_biases, experts=4, stacked=True)
+    module.bias = nn.Parameter(torch.randn(shape))
+    frames = check(module.double(), (torch.randn(11, DIM, dtype=torch.float64).requires_grad_(),))
+    assert frames.counts["moe"] == (len(shape) == 3), frames.misses
+
+
+@pytest.mark.parametrize("kwargs", [{"alpha": 2.0}, {"beta": 0.5}])
+def test_refuses_products_that_are_scaled_in_the_same_op(kwargs):
+    frames = check(BiasedProducts(**kwargs), (torch.randn(11, DIM).requires_grad_(),))
+    assert not frames.counts["moe"] and frames.tags("moe")

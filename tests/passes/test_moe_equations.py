@@ -6,15 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.frames import check
 
-from .contract import assert_dynamic, assert_fires
-from .experts import DIM, MoE
+from .contract import assert_autocast, assert_dynamic, assert_fires, assert_refused
+from .experts import DIM, MoE, where_index_add
 
 
 def matrix(m, x, indices, gates):
-    return torch.zeros(x.shape[0], m.num_experts, dtype=x.dtype).scatter(1, indices, gates)
+    return torch.zeros(x.shape[0], m.num_experts, dtype=gates.dtype).scatter(1, indices, gates)
 
 
 def outputs(m, x):
@@ -149,25 +150,168 @@ def gates_of_experts(m, x, indices, gates):
     return torch.einsum("tke,tke,ted->td", own, one_hots(m, x, indices), outputs(m, x))
 
 
-def outputs_of_choices(m, x, indices, gates):
-    """What is weighted differs by choice."""
-    each = torch.stack([outputs(m, x * scale) for scale in (1.0, 2.0)], 1)
-    return torch.einsum("tk,tke,tked->td", gates, one_hots(m, x, indices), each)
-
-
 def gates_of_the_next_choice(m, x, indices, gates):
     """Summed over choices on their own, and over experts: a product of sums."""
     return torch.einsum("tj,tke,ted->td", gates, one_hots(m, x, indices), outputs(m, x))
 
 
-NOT_OVER_CHOICES = [marks_that_are_soft, gates_of_experts, outputs_of_choices, gates_of_the_next_choice]
+NOT_OVER_CHOICES = [marks_that_are_soft, gates_of_experts, gates_of_the_next_choice]
 
 
 @pytest.mark.parametrize("body", NOT_OVER_CHOICES, ids=lambda body: body.__name__)
 def test_does_not_fire_over_choices(body):
     frames = check(MoE(body), (torch.randn(11, DIM).requires_grad_(),))
-    assert not frames.counts["moe"]
-    assert frames.tags("moe") == {"gates"} or body is outputs_of_choices  # experts run for each choice: some other sum
+    assert not frames.counts["moe"] and frames.tags("moe") == {"gates"}
+
+
+# --- experts that run once for each choice
+
+
+def each_choice(m, x, indices, rows):
+    """The outputs [T, k, E, d] of all experts for `rows` [T, k, d], weighted and summed by `over_each`."""
+    return torch.stack([expert(rows) for expert in m.experts], 2)
+
+
+def over_each(m, x, indices, gates, outs):
+    return torch.einsum("tk,tke,tked->td", gates, one_hots(m, x, indices), outs)
+
+
+def tokens_expanded(m, x, indices, gates):
+    rows = x[:, None].expand(-1, indices.shape[-1], -1)
+    return over_each(m, x, indices, gates, each_choice(m, x, indices, rows))
+
+
+def tokens_repeated(m, x, indices, gates):
+    rows = x.repeat_interleave(indices.shape[-1], 0)
+    outs = outputs(m, rows).unflatten(0, (-1, indices.shape[-1]))
+    return over_each(m, x, indices, gates, outs)
+
+
+def tokens_read_for_each_slot(m, x, indices, gates):
+    slots = torch.arange(indices.numel()) // indices.shape[-1]
+    outs = outputs(m, x[slots]).unflatten(0, (-1, indices.shape[-1]))
+    return over_each(m, x, indices, gates, outs)
+
+
+def run_anew(m, x, indices, gates):
+    return over_each(m, x, indices, gates, torch.stack([outputs(m, x) for _ in range(indices.shape[-1])], 1))
+
+
+def run_anew_and_scaled(m, x, indices, gates):
+    each = torch.stack([outputs(m, x) for _ in range(indices.shape[-1])], 2)
+    return torch.einsum("t,tk,tke,tekd->td", x[:, 0].exp(), gates, one_hots(m, x, indices), each)
+
+
+def choice_by_choice(m, x, indices, gates):
+    """Experts run again for every choice, weighted by the marks of this one."""
+    hots = one_hots(m, x, indices)
+    return sum(torch.einsum("t,te,ted->td", gates[:, k], hots[:, k], outputs(m, x)) for k in range(indices.shape[-1]))
+
+
+ONCE_A_CHOICE = [tokens_expanded, tokens_repeated, tokens_read_for_each_slot, run_anew, run_anew_and_scaled]
+
+
+@pytest.mark.parametrize("body", [*ONCE_A_CHOICE, choice_by_choice], ids=lambda body: body.__name__)
+def test_fires_once_a_choice(body):
+    module, x = MoE(body).double(), torch.randn(11, DIM, dtype=torch.float64).requires_grad_()
+    assert_fires("moe", module, (x,), 2 if body is choice_by_choice else 1)
+
+
+def test_one_of_several_choices():
+    def second(m, x, indices, gates):
+        return torch.einsum("te,ted->td", gates[:, 1:] * one_hots(m, x, indices)[:, 1], outputs(m, x))
+
+    assert_fires("moe", MoE(second).double(), (torch.randn(11, DIM, dtype=torch.float64).requires_grad_(),))
+
+
+def test_once_a_choice_with_stacked_weights():
+    def of_stacked(m, x, indices, gates):
+        rows = x[:, None].expand(-1, indices.shape[-1], -1)
+        gate, up = torch.einsum("tkd,ehd->tkeh", rows, m.gate_up).chunk(2, -1)
+        return over_each(m, x, indices, gates, torch.einsum("tkeh,edh->tked", F.silu(gate) * up, m.down))
+
+    assert_fires("moe", MoE(of_stacked, stacked=True), (torch.randn(11, DIM).requires_grad_(),))
+
+
+@pytest.mark.parametrize("body", [tokens_expanded, tokens_repeated, run_anew], ids=lambda body: body.__name__)
+def test_once_a_choice_of_every_length(body):
+    assert_dynamic("moe", MoE(body), lambda n: (torch.randn(n, DIM).requires_grad_(),), everything=True)
+
+
+@pytest.mark.parametrize("body", [*ONCE_A_CHOICE[1:], normalised_in_the_sum], ids=lambda body: body.__name__)
+def test_autocast(body):
+    """A scale in float32, as an equation takes it under autocast, leaves the sum in bfloat16."""
+    assert_autocast("moe", MoE(body), (torch.randn(200, DIM).requires_grad_(),))
+
+
+def rows_of_choices(m, x, indices, gates):
+    rows = torch.stack([x, x * 2], 1)
+    return over_each(m, x, indices, gates, each_choice(m, x, indices, rows))
+
+
+def run_on_other_tokens(m, x, indices, gates):
+    return over_each(m, x, indices, gates, torch.stack([outputs(m, x), outputs(m, x.roll(1, 0))], 1))
+
+
+def tokens_tiled(m, x, indices, gates):
+    """Slot s is of token s % T."""
+    outs = outputs(m, x.repeat(indices.shape[-1], 1)).unflatten(0, (-1, indices.shape[-1]))
+    return over_each(m, x, indices, gates, outs)
+
+
+def experts_of_choices(m, x, indices, gates):
+    turned = torch.stack([expert(x) for expert in m.experts[::-1]], 1)
+    return over_each(m, x, indices, gates, torch.stack([outputs(m, x), turned], 1))
+
+
+def marks_of_the_next_choice(m, x, indices, gates):
+    rows = x[:, None].expand(-1, indices.shape[-1], -1)
+    outs = each_choice(m, x, indices, rows)
+    return torch.einsum("tk,tke,tked->td", gates, one_hots(m, x, indices).flip(1), outs)
+
+
+def changed_in_between(m, x, indices, gates):
+    rows = x[:, None].expand(-1, indices.shape[-1], -1)
+    return over_each(m, x, indices, gates, each_choice(m, x, indices, rows).cumsum(1))
+
+
+def marks_of_one_choice_twice(m, x, indices, gates):
+    first = one_hots(m, x, indices)[:, :1].expand(-1, indices.shape[-1], -1)
+    each = torch.stack([outputs(m, x) for _ in range(indices.shape[-1])], 1)
+    return torch.einsum("tk,tke,tked->td", gates, first, each)
+
+
+OF_CHOICES = {marks_of_one_choice_twice: "gates", rows_of_choices: "rows", run_on_other_tokens: "rows",
+              tokens_tiled: "rows", experts_of_choices: "experts-differ",
+              marks_of_the_next_choice: "gates", changed_in_between: "no-expert"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "tag"), OF_CHOICES.items(), ids=lambda p: p if isinstance(p, str) else p.__name__)
+def test_refused_once_a_choice(body, tag):
+    assert_refused("moe", tag, MoE(body), (torch.randn(11, DIM).requires_grad_(),))
+
+
+def test_experts_of_one_projection():
+    module = MoE(lambda m, x, indices, gates: torch.einsum("te,ted->td", matrix(m, x, indices, gates), outputs(m, x)))
+    module.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(module.num_experts))
+    frames = check(module, (torch.randn(11, DIM).requires_grad_(),))
+    (miss,) = frames.misses
+    assert (miss.tag, miss.pass_name) == ("projections", "moe") and "one projection" in miss.reason
+
+
+def test_experts_of_one_projection_in_a_loop():
+    module = MoE(where_index_add)
+    module.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(module.num_experts))
+    assert_refused("moe", "projections", module, (torch.randn(11, DIM).requires_grad_(),))
+
+
+def test_part_of_a_layer_is_no_near_miss():
+    def choices_first(m, x, indices, gates):
+        of_choices = torch.einsum("tke,ted->tkd", one_hots(m, x, indices), outputs(m, x))
+        return (gates[..., None] * of_choices).sum(1)
+
+    frames = assert_fires("moe", MoE(choices_first), (torch.randn(11, DIM).requires_grad_(),))
+    assert not frames.misses
 
 
 # --- what else multiplies the sum

@@ -133,6 +133,40 @@ def test_dynamic_shapes():
     assert_dynamic(NAME, module, module.example_inputs)
 
 
+class Scaled(PlainRetention):
+    """Scores are multiplied by a float of the module, which `dynamic=True` makes an input, before they decay."""
+
+    def __init__(self, scale=0.7):
+        super().__init__(of_distances(lambda s, d: torch.exp(-s * d).tril(), self.scores))
+        self.scale = scale
+
+    def scores(self, q, k):
+        return (q @ k.mT) * self.scale
+
+
+def test_a_number_of_the_module_among_the_scores():
+    module = Scaled()
+    assert_dynamic(NAME, module, module.example_inputs, everything=True)
+
+
+def test_another_number_of_the_module_is_compiled_anew():
+    module = Scaled()
+    frames = check(module, module.example_inputs(5), dynamic=True)
+    for scale in (0.7, 0.3):
+        module.scale, args = scale, module.example_inputs(9)
+        got, want = train(frames.compiled, module, args), train(module, module, args)
+        error, which = largest_error(got, want)
+        assert error < 1e-5, (scale, which)
+    assert len(frames.graphs) == 2 and frames.counts[NAME] == 2
+
+
+def test_a_number_beside_the_scores_is_no_scale():
+    """What is added to scores is none of a linear attention's."""
+    module = Scaled()
+    module.form = of_distances(lambda s, d: torch.exp(-s * d).tril(), lambda q, k: q @ k.mT + module.scale)
+    assert not check(module, module.example_inputs(8), dynamic=True).counts[NAME]
+
+
 def test_autocast_around_the_call():
     assert_autocast(NAME, *block(split_blocks))
 

@@ -17,6 +17,7 @@ from megacpp_compile.frontend.canonicalize.equations import equations
 from megacpp_compile.frontend.canonicalize.expert_numbers import expert_numbers
 from megacpp_compile.frontend.canonicalize.functional_copies import functional_copies
 from megacpp_compile.frontend.canonicalize.idle_dropouts import idle_dropouts
+from megacpp_compile.frontend.canonicalize.only_entries import only_entries
 from megacpp_compile.frontend.canonicalize.put_back import put_back
 from megacpp_compile.frontend.canonicalize.whole_slices import whole_slices
 from megacpp_compile.frontend.canonicalize.zeros_behind import zeros_behind
@@ -28,7 +29,8 @@ def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     """Drop tracing's assertions, those on how many rows a mask chooses, slices of whole dimensions, dropouts that drop
     nothing, concatenations with nothing and dead values; pad where zeros are concatenated behind; write experts'
     numbers, and sizes that are one, as numbers; let views copy where they must; rename aliases; write equations in
-    full, and those that sum nothing as products; make copies into slices functional; size what is put in order."""
+    full, and those that sum nothing as products; make copies into slices functional; read what is written over
+    the only entry of a dimension; size what is put in order."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -45,6 +47,7 @@ def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     empty_parts(graph)
     zeros_behind(graph, fake_mode)
     functional_copies(graph, fake_mode)
+    only_entries(graph, fake_mode)
     put_back(graph, fake_mode)
     drop_dead(graph)
     drop_counts_of_masks(graph)

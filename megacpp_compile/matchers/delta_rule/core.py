@@ -24,6 +24,7 @@ SUMS = {aten.cumsum.default}
 OUTER = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}
 # A norm, or a gate, of what comes out: no part of it.
 ENDS = ROOTS | POWERS | {aten.linalg_vector_norm.default, aten.reciprocal.default}
+_MOST_CHANGES = 4  # of a state, between two steps
 LEAST_DEPTH = 3  # products in a row that a delta rule has, and attention without a softmax has not
 
 
@@ -104,10 +105,65 @@ class Cores:
         return n
 
 
+def changed_state(cores: Cores, core: Set[Node]) -> Node | None:
+    """What is no part of a core and makes of a result of one, number by number, what enters another, one of both being
+    `core`: a state that each step clamps, say. What a layer makes of another's result goes through projections."""
+    entering = {a: None for n in sorted(core) for a in tensors(n) if a not in core}
+    leaving = {u: None for n in sorted(core) for u in n.users if u not in cores.depth and value(n).shape == _shape(u)}
+    read = (_ends_in_a_core(cores, u) for u in leaving)
+    made = (_begins_in_a_core(cores, a) for a in (*entering, *(end for end in read if end is not None)))
+    return next((n for n in made if n is not None), None)
+
+
+def _begins_in_a_core(cores: Cores, node: Node) -> Node | None:
+    """The first change of a core's result, number by number, of which `node` is the last."""
+    first = None
+    for _ in range(_MOST_CHANGES):
+        if node in cores.depth:
+            return first
+        if node.op != "call_function" or node.target in PRODUCTS:
+            return None
+        constants = cores.algebra.constants
+        alike = [a for a in tensors(node) if _shape(a) == _shape(node) and a not in constants]
+        if len(alike) != 1:
+            return None
+        first = first if cores.algebra.passes_on(node) else node
+        (node,) = alike
+    return None
+
+
+def _ends_in_a_core(cores: Cores, node: Node) -> Node | None:
+    """The last change of a core's result, number by number, of which `node` is the first, if a core reads it."""
+    for _ in range(_MOST_CHANGES):
+        if any(u in cores.depth for u in node.users):
+            return node
+        alike = [u for u in node.users if _shape(u) == _shape(node)]
+        if len(alike) != 1:
+            return None
+        (node,) = alike
+    return None
+
+
+def _shape(node: Node) -> object:
+    fake = value(node)
+    return fake.shape if isinstance(fake, torch.Tensor) else None
+
+
 def in_corrected_cores(graph: Graph) -> set[Node]:
-    """The nodes of all cores that show a delta rule, found to be one or not, and what enters them."""
-    nodes = {n for core in Cores(graph) if corrects(core) is not None for n in core}
+    """The nodes of all cores that show a delta rule, found to be one or not, of those that read their states, changed,
+    and what enters them."""
+    cores = Cores(graph)
+    nodes = set[Node]()
+    for core in cores:
+        if corrects(core) is not None or any(_changed_in(cores, a, nodes) for n in core for a in tensors(n)):
+            nodes.update(core)
     return nodes | {a for n in nodes for a in tensors(n)}
+
+
+def _changed_in(cores: Cores, entering: Node, nodes: Set[Node]) -> bool:
+    """Whether `entering` is a result of `nodes`, changed number by number."""
+    first = _begins_in_a_core(cores, entering) if nodes and entering not in cores.depth else None
+    return first is not None and any(a in nodes for a in tensors(first))
 
 
 def corrects(nodes: list[Node]) -> Node | None:

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Set
 import torch
 from torch.fx import Graph, Node
 
-from megacpp_compile.matchers.delta_rule.core import Cores, corrects
+from megacpp_compile.fx.edit import called
+from megacpp_compile.matchers.delta_rule.core import Cores, changed_state, corrects
 from megacpp_compile.matchers.delta_rule.norms import unnormed, unscaled
 from megacpp_compile.matchers.delta_rule.operands import MOST_OPERANDS, Operands
 from megacpp_compile.matchers.delta_rule.proof import proved
@@ -33,6 +34,8 @@ MOST_RESULTS = 6
 MOST_MERGED = 3  # q, k and v, whose chunks are few
 LONGEST = 1 << 15  # a dimension that a loop has unrolled
 SMALL = (2, 3)
+ROLES = 3  # the stage of what has not a delta rule's operands
+_BENT = "its state goes through {} from step to step, or from chunk to chunk, where only sums and products become of it"
 
 
 @dataclasses.dataclass
@@ -62,11 +65,17 @@ class NoDeltaRule:
 
 def find_delta_rules(graph: Graph) -> Iterator[DeltaRule | NoDeltaRule]:
     """Every delta rule of `graph`, and a NoDeltaRule for what else solves or corrects as one does, in graph order."""
-    cores, verdicts = Cores(graph), Verdicts()
+    cores, verdicts, told = Cores(graph), Verdicts(), set[Node]()
     for nodes in cores:
         evidence = corrects(nodes)
         if evidence is not None:
-            yield _rule_of(cores.algebra, nodes, evidence, verdicts)
+            found = _rule_of(cores.algebra, nodes, evidence, verdicts)
+            bent = changed_state(cores, set(nodes)) if isinstance(found, NoDeltaRule) else None
+            if isinstance(found, NoDeltaRule) and found.stage <= ROLES and bent is not None:
+                found = NoDeltaRule(bent, "op", _BENT.format(called(bent).split(".")[0]))
+            if bent is None or bent not in told:  # of the same state in another chunk
+                yield found
+            told |= {found.node} if isinstance(found, NoDeltaRule) else set()
 
 
 def _rule_of(algebra: Algebra, nodes: list[Node], evidence: Node, verdicts: Verdicts) -> DeltaRule | NoDeltaRule:
@@ -278,6 +287,7 @@ def _proved(
 
 def _rule(root: Node, exports: list[Node], named: Named, scale: float) -> DeltaRule:
     r, roles = named.r, named.roles
+    r.fix()
     leaf = {n: Leaf(n, tuple(tuple(d) for d in r.of(n))) for n in (root, *exports, *roles.nodes.values())}
     return DeltaRule(
         leaf[root], [leaf[n] for n in exports], {name: leaf[n] for name, n in roles.nodes.items()}, scale, named.eps,

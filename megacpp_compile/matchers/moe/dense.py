@@ -23,6 +23,7 @@ from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_exp
 from megacpp_compile.matchers.moe.factors import is_one
 from megacpp_compile.matchers.moe.gate_matrix import Chosen, match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.no_expert import one_projection_of_all
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 
 aten = torch.ops.aten
@@ -118,7 +119,7 @@ def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | MatchFailure | 
         if expert is None:
             return MatchFailure(out, "no-expert", "what is weighted is no expert's output") if experts else None
         if isinstance(expert, MatchFailure):
-            return expert
+            return one_projection_of_all(outs) or expert
         if experts and strip_row_views(expert.x) is not strip_row_views(experts[0].x):
             return MatchFailure(expert.node, "inputs", "experts read different inputs")
         experts.append(expert)
@@ -136,6 +137,7 @@ def by_matrix(
     base: Node | None = None,
     scaled_input: bool = False,
     turned: bool = False,
+    scales: tuple[tuple[Node, tuple[int, ...]], ...] = (),
 ) -> RoutedExperts | MatchFailure:
     """The layer in which columns of `matrix` weight what `experts`, or the one that holds them all, make of `x`.
 
@@ -160,16 +162,18 @@ def by_matrix(
     routed = RoutedExperts(
         node, x, found.indices, gates, tuple(experts), 0, base, by_expert=found.gates is None,
         scaled_input=scaled_input, choices=1 if one else None, matrix=None if found.gates is None else matrix,
-        turned=turned,
+        turned=turned, column=found.column, scales=scales,
     )  # fmt: skip
     return bounded(view, routed)
 
 
 def by_choices(
-    view: GraphView, node: Node, chosen: Chosen, x: Node, experts: list[Expert], base: Node | None = None
+    view: GraphView, node: Node, chosen: Chosen, x: Node, experts: list[Expert], base: Node | None = None,
+    scales: tuple[tuple[Node, tuple[int, ...]], ...] = (),
 ) -> RoutedExperts | MatchFailure:
     """The layer in which gates of the choices [.., k] weight what `experts` make of `x`."""
     outer, tokens = ([n for n in value(t).shape[:-1] if not is_one(n)] for t in (x, chosen.indices))
     if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
         return MatchFailure(x, "rows", "there are not as many rows as choices")
-    return bounded(view, RoutedExperts(node, x, chosen.indices, chosen.gates, tuple(experts), 0, base))
+    layer = RoutedExperts(node, x, chosen.indices, chosen.gates, tuple(experts), 0, base, scales=scales)
+    return bounded(view, layer)

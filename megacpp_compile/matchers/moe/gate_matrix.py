@@ -30,10 +30,11 @@ _SCATTERS = (aten.scatter.src, aten.scatter_add.default)
 @dataclasses.dataclass(frozen=True)
 class Chosen:
     """A matrix [.., E] that is zero but at `indices` [.., k], or [..] for one choice, where it is `gates`; where these
-    are None, the rewrite gathers them from the matrix."""
+    are None, the rewrite gathers them from the matrix. `column`: the one of the choices that counts; None for all."""
 
     indices: Node
     gates: Node | None = None
+    column: int | None = None
 
 
 def match_chosen(node: Node, turned: bool = False) -> Chosen | None:
@@ -90,14 +91,14 @@ def _through_each(node: Node, number: float, turned: bool) -> Chosen | None:
     over = (0, -2) if turned else (-1, dims - 1)
     if target in _SOFTMAX and args[1] in over or target is aten.sigmoid.default:
         inner = _elsewhere(args[0], -math.inf, turned)  # type: ignore[arg-type]
-        return None if inner is None else Chosen(inner.indices)
+        return None if inner is None else dataclasses.replace(inner, gates=None)
     sides = {aten.mul.Tensor: args, aten.div.Tensor: args[:1]}.get(target, ())  # type: ignore[arg-type]
     for side in sides:
         whole = isinstance(value(side), torch.Tensor) and value(side).dim() == dims
         if whole and all(map(same_size, value(side).shape, value(node).shape)):
             inner = _elsewhere(side, number, turned)  # type: ignore[arg-type]
             if inner is not None:
-                return Chosen(inner.indices)
+                return dataclasses.replace(inner, gates=None)
     return None
 
 
@@ -126,8 +127,8 @@ def _of_mask(mask: Mask) -> Chosen | None:
     """The choices that `mask` [.., E] marks."""
     if not mask.by_token or mask.expert is not None or len(mask.dims) != len(mask.tokens) + 1:
         return None
-    indices = mask.indices if mask.choice is None else _column(mask)
-    return None if indices is None else Chosen(indices)
+    column = None if mask.choice is None else _column(mask)
+    return Chosen(mask.indices, column=mask.choice) if column is None else Chosen(column)
 
 
 def _filled_elsewhere(node: Node, number: float) -> Mask | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -31,13 +32,12 @@ from megacpp_compile.matchers.moe.factors import (
     over,
     seen_as,
 )
-from megacpp_compile.matchers.moe.gate_matrix import Chosen
 from megacpp_compile.matchers.moe.gemms import Gemm, adds_up
 from megacpp_compile.matchers.moe.index_reads import SUMS_OF_ROWS
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import is_nonnegative, number_of_scores
-from megacpp_compile.matchers.moe.stacked_gemms import StackedGemms, copies_of
+from megacpp_compile.matchers.moe.stacked_gemms import StackedGemms, copies_of, is_biased_product, product_of
 from megacpp_compile.matchers.moe.summed_gates import over_choices
 
 aten = torch.ops.aten
@@ -45,10 +45,11 @@ _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.mm.de
 
 
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
-    """Every gated sum over experts or choices."""
-    for node in view.graph.nodes:
-        if node.target in (*_SUMS, *SUMS_OF_ROWS) and (found := _check(view, node)) is not None:
-            yield found
+    """Every gated sum over experts or choices, and what is nearly one and no part of another."""
+    sums = (node for node in view.graph.nodes if node.target in (*_SUMS, *SUMS_OF_ROWS))
+    found = [one for node in sums if (one := _check(view, node)) is not None]
+    inside = set[Node]().union(*(one.inside for one in found if isinstance(one, RoutedExperts)))
+    yield from (one for one in found if isinstance(one, RoutedExperts) or one.node not in inside)
 
 
 def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
@@ -62,24 +63,23 @@ def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
         return None
     tokens, (out,) = tuple(a for d in known[:-1] for a in d), known[-1]
     parts = factors(summed, inner, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
-    chosen: Chosen | MatchFailure | None = None
+    scales = [p for p in parts if p.axes <= set(tokens)]
+    of = Axes(tokens, (), base)
     if (summed_too := over_choices(node, parts, tokens, out)) is not None:
-        parts, expert, chosen = summed_too
-        matrix = Factor(node, (*((t,) for t in tokens), (expert,)), node)  # that the sum over choices would make
-        parts = [*parts, matrix]
+        tokens = tokens if summed_too.each is None else (*tokens, summed_too.each)
+        matrix = Factor(node, (*((t,) for t in tokens), (summed_too.experts,)), node)  # that the sum would make
+        parts = [*summed_too.other, matrix]
+        of = Axes(tokens, (), base, summed_too.chosen, summed_too.each)
     one = [p for p in parts if p.axes == set(tokens)]
     several = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
     outs = [p for p in parts if out in p.axes]
-    of = Axes(tokens, (), base, chosen)
     found = _weighted(view, node, of, parts, one or several, outs, out)  # one or several choices of a token
-    scales = [p for p in parts if p.axes <= set(tokens)]
     own = [_scale(p, dims) for p in scales]
     if found is None and scales and len(several) == 1 and None not in own:
         rest = [p for p in parts if p not in scales]
+        of = dataclasses.replace(of, scales=tuple(own))  # type: ignore[arg-type]
         found = _weighted(view, node, of, rest, several, outs, out)
-        if isinstance(found, RoutedExperts):
-            return bounded(view, dataclasses.replace(found, scales=tuple(own)))  # type: ignore[arg-type]
-    return found or outputs.otherwise_weighted(view, node, outs)
+    return found or outputs.otherwise_weighted(view, node, outs, of)
 
 
 def _scale(factor: Factor, dims: Dims) -> tuple[Node, tuple[int, ...]] | None:
@@ -186,7 +186,7 @@ def _from_down(
         return MatchFailure(match_gemm.ids, "range", reason)
     layer = RoutedExperts(
         node, expert.x, match_gemm.ids, gates[0], (expert,), base=axes.base, choices=axes.choices,
-        scaled_input=scaled_input,
+        scaled_input=scaled_input, scales=axes.scales,
     )  # fmt: skip
     return bounded(view, layer)
 
@@ -206,13 +206,18 @@ def _biased(
     view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose outputs `inner` are the sum of a GEMM and a bias."""
-    if inner.target is not aten.add.Tensor or not of_tensors(inner) or inner.kwargs:
-        return None
-    for side, other in (inner.args, inner.args[::-1]):
+    sums: list[tuple[Any, Any]] = []
+    if is_biased_product(inner):
+        sums = [(inner, inner.args[0])]
+    elif inner.target is aten.add.Tensor and of_tensors(inner) and not inner.kwargs:
+        sums = [inner.args, inner.args[::-1]]  # type: ignore[list-item]
+    for side, other in sums:
         own, shape = value(side).shape, value(inner).shape
         if len(own) != len(shape) or not all(map(same_size, own, shape)):
             continue
-        parts = factors(side, dims, lambda below: out in below and below.issuperset(axes.routes))  # type: ignore[arg-type]
+        parts = product_of(side, dims) or factors(
+            side, dims, lambda below: out in below and below.issuperset(axes.routes)
+        )
         weights = [p for p in parts if out in p.axes]
         if len(parts) == 2 and len(weights) == 1:
             (hidden,) = (p for p in parts if p is not weights[0])

@@ -11,9 +11,10 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
-from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.no_expert import changed_before, one_projection_of_rows
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices
-from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, of_slots
+from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, gates_of_numbers, of_slots
 from megacpp_compile.matchers.moe.row_updates import RowUpdate
 from megacpp_compile.matchers.moe.rows import (
     by_slot,
@@ -30,7 +31,9 @@ from megacpp_compile.matchers.moe.weighted_parts import weighted_part
 
 aten = torch.ops.aten
 NO_GATE = "no-gate"  # the tag of a failure: nothing is weighted
-_NEAR = 24  # nodes to look at
+_MAY_COME_TWICE = (
+    "a token's rows are written, not added to, and may come twice: no `topk` in this graph is seen to choose experts"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +72,7 @@ def iterations_of(chain: list[RowUpdate], gated: bool = True) -> list[Iteration]
         if iteration.x is not first.x:
             return MatchFailure(update.node, "inputs", "experts read different inputs")
         if update.once and "s" in other.dims and not distinct_choices(mask.indices):
-            return MatchFailure(update.node, "twice", "a token's rows are written, not added to, and may come twice")
+            return MatchFailure(update.node, "twice", _MAY_COME_TWICE)
     return iterations
 
 
@@ -108,6 +111,9 @@ def _iteration(update: RowUpdate, gated: bool = True) -> Iteration | MatchFailur
 def _weighted(node: Node, update: RowUpdate) -> tuple[Node, list[Gates]] | None:
     """(what is weighted, the gates) of a product of rows and their gates; (node, no gates) where it is no product, None
     where it is one of something else."""
+    if update.gate is not None and node is strip_row_views(update.added):
+        gates = gates_of_numbers(update.gate, update.token)
+        return (node, gates) if gates else None
     if node.target is not aten.mul.Tensor or not of_tensors(node):
         return node, []
     for a, b in (node.args, node.args[::-1]):
@@ -123,9 +129,9 @@ def _read(update: RowUpdate, out: Node, gates: list[Gates], gated: bool = True) 
     if expert is None and gates and read_at(rows) is not None:
         return _of_rows(update, None, rows, gates)
     if expert is None:
-        return MatchFailure(out, "no-expert", _changed_before(out))
+        return MatchFailure(out, "no-expert", changed_before(out))
     if isinstance(expert, MatchFailure):
-        return expert
+        return one_projection_of_rows(rows, update.token) or expert
     rows, scaled_input = strip_row_views(expert.x), gated and not gates
     if scaled_input:
         if (weighted := weighted_part(rows)) is not None:
@@ -140,22 +146,6 @@ def _read(update: RowUpdate, out: Node, gates: list[Gates], gated: bool = True) 
         if not gates:
             return MatchFailure(out, NO_GATE, "neither what an expert reads nor what it adds is multiplied by a gate")
     return _of_rows(update, expert, rows, gates, scaled_input)
-
-
-def _changed_before(out: Node) -> str:
-    """Why `out`, which is weighted, is no expert's output: what its last GEMM goes through, if there is one."""
-    between, gemms = [out], 0
-    for node in between:
-        if isinstance(match_linear_gemm(strip_row_views(node)), Gemm):
-            gemms += 1
-        elif node.op == "call_function" and len(between) < _NEAR:
-            between += [n for n in node.all_input_nodes if n not in between]
-    changes = [n for n in sorted(between) if n.op == "call_function" and strip_row_views(n) is n]
-    own = [n for n in changes if not match_linear_gemm(n)]
-    named = dict.fromkeys(str(n.target).removeprefix("aten.").split(".")[0] for n in own)
-    if gemms != 1:
-        return "what is weighted is no expert's output"
-    return f"an expert's output goes through {', '.join(named)} before it is weighted: only a bias may be added there"
 
 
 def _of_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megacpp_compile.matchers.moe.nearby import computed_from
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, scores_of
 from megacpp_compile.matchers.moe.row_gates import Gates
-from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_updates
+from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, joined, row_updates
 from megacpp_compile.matchers.moe.rows import has_choices
 
 aten = torch.ops.aten
@@ -32,18 +32,20 @@ _PICKED = (aten.index_add.default, *SCATTERS)
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     """Every loop over experts whose rows are weighted in it, then sums over nearly the rows of an expert."""
     updates = row_updates(view)
-    for chain in chains(updates):
+    at_once = {node: chain for node in view.graph.nodes if (chain := joined(node))}
+    for chain in (*chains(updates), *at_once.values()):
         found = match_chain(view, chain)
         if isinstance(found, RoutedExperts) or not (_unweighted(chain) or found.tag == NO_GATE):
             yield found
-    yield from _changed(view, updates)
+    yield from _changed(view, {*updates, *at_once})
 
 
 def ungated(view: GraphView, found: Sequence[RoutedExperts | MatchFailure]) -> Iterator[RoutedExperts | MatchFailure]:
     """Every loop that adds or writes outputs as they are, and is in no layer that is `found`: the gates are 1, or the
     gate of a token's one choice multiplies the sum."""
     layers = [one for one in found if isinstance(one, RoutedExperts)]
-    for chain in chains(row_updates(view)):
+    at_once = (chain for node in view.graph.nodes if (chain := joined(node)))
+    for chain in (*chains(row_updates(view)), *at_once):
         end = chain[-1].node
         if any(end in one.inside for one in layers):
             continue
@@ -58,7 +60,7 @@ def _unweighted(chain: list[RowUpdate]) -> bool:
     return all(update.overwrites and strip_row_views(update.added).target is not aten.mul.Tensor for update in chain)
 
 
-def _changed(view: GraphView, updates: dict[Node, RowUpdate]) -> Iterator[MatchFailure]:
+def _changed(view: GraphView, updates: Container[Node]) -> Iterator[MatchFailure]:
     """Sums over what is nearly the rows of an expert, one failure a loop."""
     reported = set[Node]()
     for node in view.graph.nodes:

@@ -3,6 +3,8 @@ every choice that is written to its place."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -14,9 +16,11 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense
 from megacpp_compile.matchers.moe.experts import Expert
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, is_one, longer_dims, seen_as
+from megacpp_compile.matchers.moe.gate_matrix import Chosen
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.moe.routing import number_of_scores
+from megacpp_compile.matchers.moe.routing import number_of_scores, scores_of
+from megacpp_compile.matchers.moe.slot_rows import once_a_choice
 from megacpp_compile.matchers.moe.written_outputs import Written, written_to
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
@@ -44,6 +48,8 @@ def _of_all(
 ) -> RoutedExperts | MatchFailure | None:
     """The layer that weights the stack `inner` of all experts' outputs by a matrix."""
     stacked = _stacked(inner)
+    if stacked is not None and axes.each is not None and dims[stacked[1]] == (axes.each,):
+        return _once_a_choice(view, node, axes, stacked[0], dims[: stacked[1]] + dims[stacked[1] + 1 :], gate, out)
     place = dims.index(axes.routes) if axes.routes in dims else -1
     if stacked is None or place != stacked[1] or longer_dims(dims[:place] + dims[place + 1 :]) not in map(
         longer_dims, axes.rows((out,))
@@ -55,15 +61,59 @@ def _of_all(
     return by_matrix(view, node, axes, gate, found[0], found[1])
 
 
-def otherwise_weighted(view: GraphView, node: Node, outs: list[Factor]) -> MatchFailure | None:
+_OTHER_ROWS = (
+    "experts read other rows for each of a token's choices: give them each choice's row as a token with one choice, "
+    "and add a token's results up behind them"
+)
+
+
+def _once_a_choice(
+    view: GraphView, node: Node, axes: Axes, stacks: list[Node], dims: Dims, gate: Factor, out: Axis
+) -> RoutedExperts | MatchFailure | None:
+    """The layer of which `stacks`, over `dims`, hold all experts' outputs once for each of a token's choices."""
+    one = dataclasses.replace(axes, tokens=axes.tokens[:-1], each=None)
+    found: list[tuple[Node, list[Expert]]] = []
+    for stack in stacks:
+        for inner, inner_dims in beneath(Factor(stack, dims, stack)):
+            stacked = _stacked(inner)
+            place = inner_dims.index(axes.routes) if axes.routes in inner_dims else -1
+            rows = longer_dims(inner_dims[:place] + inner_dims[place + 1 :])
+            if stacked is not None and place == stacked[1] and rows in map(longer_dims, one.rows((out,))):
+                layer = dense.all_experts(stacked[0])
+                if not isinstance(layer, tuple):
+                    return layer
+                found.append(layer)
+                break
+    if len(found) != len(stacks):
+        return None
+    x, experts = found[0]
+    if any(other is not x for other, _ in found):
+        return MatchFailure(node, "rows", _OTHER_ROWS)
+    if any([_form(e) for e in others] != [_form(e) for e in experts] for _, others in found):
+        return MatchFailure(node, "experts-differ", "other experts serve a token's other choices")
+    return by_matrix(view, node, one, gate, x, experts)
+
+
+def _form(expert: Expert) -> tuple[Any, ...]:
+    return expert.activation, expert.layout, expert.parameters
+
+
+def otherwise_weighted(view: GraphView, node: Node, outs: list[Factor], axes: Axes) -> MatchFailure | None:
     """That the sum `node` has all experts' outputs among its factors `outs`, as many as there are scores to choose by,
-    and something else for weights than gates."""
-    for inner in (inner for part in outs for inner, _ in beneath(part)):
-        stacked = _stacked(inner)
-        if stacked is not None and len(stacked[0]) in {number_of_scores(n) for n in view.graph.nodes}:
-            if isinstance(dense.all_experts(stacked[0]), tuple):
-                reason = "experts' outputs are multiplied by other numbers than one gate for each token and expert"
-                return MatchFailure(node, "gates", reason)
+    and something else for weights than gates; or has choices and their gates, and none that is known to be experts'."""
+    if isinstance(axes.chosen, Chosen) and axes.each is not None and scores_of(axes.chosen.indices) is not None:
+        reason = "what gates and one-hots of choices weight are no experts' outputs in a form that is known"
+        return MatchFailure(node, "no-expert", reason)
+    counts = {number_of_scores(n) for n in view.graph.nodes}
+    stacks = [stacked[0] for part in outs for inner, _ in beneath(part) if (stacked := _stacked(inner)) is not None]
+    stacks += [stacked[0] for parts in stacks for p in parts if (stacked := _stacked(p)) is not None]
+    for parts in (parts for parts in stacks if len(parts) in counts):
+        found = dense.all_experts(parts)
+        if isinstance(found, MatchFailure):
+            return found
+        if found is not None:
+            reason = "experts' outputs are multiplied by other numbers than one gate for each token and expert"
+            return MatchFailure(node, "gates", reason)
     return None
 
 
@@ -107,7 +157,9 @@ def _chosen_of_all(
     gates = seen_as(gate, *axes.slots())
     if gates is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    layer = RoutedExperts(node, found[0], ids, gates[0], tuple(found[1]), base=axes.base, choices=axes.choices)
+    layer = RoutedExperts(
+        node, found[0], ids, gates[0], tuple(found[1]), base=axes.base, choices=axes.choices, scales=axes.scales
+    )
     return bounded(view, layer)
 
 
@@ -135,13 +187,26 @@ def by_matrix(
     if isinstance(axes.chosen, MatchFailure):
         return axes.chosen
     if axes.chosen is not None:
-        return dense.by_choices(view, node, axes.chosen, x, experts, axes.base)
+        tokens = x if axes.each is None else _of_tokens(x, axes)
+        if tokens is None:
+            return MatchFailure(x, "rows", _OTHER_ROWS)
+        return dense.by_choices(view, node, axes.chosen, tokens, experts, axes.base, axes.scales)
     matrix = seen_as(gate, axes.slots()[0])
     turned = matrix is None or value(matrix[0]).dim() == 2 and bool(axes.routes) and is_one(value(matrix[0]).shape[-1])
     matrix = matrix or seen_as(gate, (axes.routes, axes.tokens))
     if matrix is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the tokens")
-    return dense.by_matrix(view, node, matrix[0], x, experts, axes.base, scaled_input, turned)
+    return dense.by_matrix(view, node, matrix[0], x, experts, axes.base, scaled_input, turned, axes.scales)
+
+
+def _of_tokens(x: Node, axes: Axes) -> Node | None:
+    """The tokens of which `x` has one row for each choice."""
+    inner, (*tokens, each) = (Axis(value(x).shape[-1]),), axes.tokens
+    one = dataclasses.replace(axes, tokens=tuple(tokens))
+    for dims in axes.rows(inner):
+        if len(dims) == value(x).dim() and (seen := seen_as(Factor(x, dims, x), *one.rows(inner))) is not None:
+            return seen[0]
+    return once_a_choice(x, math.prod(t.size for t in tokens), each.size) if value(x).dim() == 2 else None
 
 
 def _of_written(
@@ -157,5 +222,7 @@ def _of_written(
     if x is None or gates is None or axes.choices is None:
         return None
     experts = tuple(found.experts)
-    layer = RoutedExperts(node, x[0], found.choices, gates[0], experts, found.first, axes.base, axes.choices)
+    layer = RoutedExperts(
+        node, x[0], found.choices, gates[0], experts, found.first, axes.base, axes.choices, scales=axes.scales
+    )
     return bounded(view, layer)

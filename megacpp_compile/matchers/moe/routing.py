@@ -115,12 +115,15 @@ def match_mask(node: Node) -> Mask | None:
         a, b = args[1:3] if target is aten.transpose.int else (0, n - 1)
         dims_list[a], dims_list[b] = dims_list[b], dims_list[a]  # type: ignore[index]
         return dataclasses.replace(inner, dims=tuple(dims_list))
-    if target is aten.select.int and inner.expert is None:
+    if target is aten.select.int:
         dim, index = args[1] % n, args[2]  # type: ignore[operator]
         total = value(args[0]).shape[dim]
-        if inner.dims[dim] == "e" and isinstance(index, int) and isinstance(total, int):
-            rest = inner.dims[:dim] + inner.dims[dim + 1 :]
-            return dataclasses.replace(inner, dims=rest, expert=index % total)
+        rest = inner.dims[:dim] + inner.dims[dim + 1 :]
+        if isinstance(index, int) and isinstance(total, int):
+            if inner.dims[dim] == "e" and inner.expert is None:
+                return dataclasses.replace(inner, dims=rest, expert=index % total)
+            if inner.dims[dim] == "s" and inner.above is None and inner.order is None:
+                return dataclasses.replace(inner, dims=rest, choice=index % total)
     return None
 
 

@@ -36,8 +36,11 @@ Gates = tuple[Node, bool]  # [.., k], one for each choice, or with True a matrix
 
 def gates_of(node: Node, mask: Mask) -> list[Gates]:
     """What `node`, a number [R, 1] for each of the rows of `mask`, is read from; some spellings fit both kinds."""
-    if value(node).dim() != 2 or not same_size(value(node).shape[-1], 1):
-        return []
+    return gates_of_numbers(node, mask) if value(node).dim() == 2 and same_size(value(node).shape[-1], 1) else []
+
+
+def gates_of_numbers(node: Node, mask: Mask) -> list[Gates]:
+    """`gates_of` for `node`, a number [R, 1] or [R] for each of the rows of `mask`."""
     if mask.any and (own := match_chosen_gate(node, lambda n: unread(n, mask))) is not None:
         return [(own[1], False)] if own[0] is mask.indices and own[2] == mask.expert else []
     while node.target in _COLUMNS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch.fx import Node
 
@@ -35,6 +37,21 @@ def copies_of(factor: Factor) -> tuple[Node, Node, Dims] | None:
     return None
 
 
+def is_biased_product(node: Node) -> bool:
+    """Whether `node` is a batched product that something is added to in one op."""
+    return node.target is aten.baddbmm.default and len(node.args) == 3 and not node.kwargs
+
+
+def product_of(node: Node, dims: Dims) -> list[Factor]:
+    """The two that `is_biased_product` multiplies, with a new axis for what they are summed over; none of another."""
+    if not is_biased_product(node):
+        return []
+    a, b = node.args[1:]
+    inner = (Axis(value(a).shape[-1]),)
+    left, right = (*dims[:-1], inner), (*dims[:-2], inner, dims[-1])
+    return [Factor(a, broadcast(a, left), node), Factor(b, broadcast(b, right), node)]  # type: ignore[arg-type]
+
+
 class StackedGemms:
     """Matches GEMMs of rows with the weights of all experts, or with those of each row's own expert.
 
@@ -52,6 +69,9 @@ class StackedGemms:
         self.gate: Factor | None = None
 
     def __call__(self, node: Node) -> Gemm | MatchFailure | None:
+        if is_biased_product(node):
+            gemm, bias = self._gemm(node), self._added(node.args[0], node)  # type: ignore[arg-type]
+            return None if gemm is None or bias is None else dataclasses.replace(gemm, bias=bias)
         return with_bias(node, self._gemm, self._added)
 
     def _dims(self, node: Node, channels: Axis) -> Dims | None:
@@ -86,7 +106,7 @@ class StackedGemms:
         if dims is None:
             return None
         mixed = {*self.axes.both, channels}
-        parts = factors(node, dims, lambda axes: axes >= mixed)
+        parts = product_of(node, dims) or factors(node, dims, lambda axes: axes >= mixed)
         weights = [p for p in parts if channels in p.axes]
         if len(parts) != 2 or len(weights) != 1:
             return None

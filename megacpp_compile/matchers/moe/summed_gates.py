@@ -1,9 +1,12 @@
 """Matches sums over experts that are sums over choices, too: `einsum("tk,tke,ted->td", gates, one_hots, outs)`.
 
 The sum over k of gates and one-hots would be a matrix of gates; where it is part of the other, the graph has none.
+Experts may have run once for each choice (`"tk,tke,tked->td"`).
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from torch.fx import Node
 
@@ -14,24 +17,35 @@ from megacpp_compile.matchers.moe.gate_matrix import Chosen, before_casts
 from megacpp_compile.matchers.moe.routing import match_mask
 
 
-def over_choices(
-    node: Node, parts: list[Factor], tokens: tuple[Axis, ...], out: Axis
-) -> tuple[list[Factor], Axis, Chosen | MatchFailure] | None:
-    """(the factors `parts` of the sum `node` without one-hots and their gates, the axis of experts, the choices) where
-    some of them are summed over choices, which nothing with channels `out` has."""
-    wide = set[Axis]().union(*(p.axes for p in parts if out in p.axes))
+@dataclasses.dataclass(frozen=True)
+class OverChoices:
+    """A sum over choices and experts: its `other` factors, without one-hots and their gates; the axis `experts`; the
+    choices, or why these cannot be read; and the axis of choices, `each`, where experts run once for each."""
+
+    other: list[Factor]
+    experts: Axis
+    chosen: Chosen | MatchFailure
+    each: Axis | None = None
+
+
+def over_choices(node: Node, parts: list[Factor], tokens: tuple[Axis, ...], out: Axis) -> OverChoices | None:
+    """The sum `node` of the product of `parts` as one over choices, too, where some of them are no experts'."""
     for hot in parts:
         extra = hot.axes - set(tokens)
-        choices, experts = extra - wide, extra & wide
-        if out in hot.axes or len(choices) != 1 or len(experts) != 1 or hot.axes != {*tokens, *extra}:
+        if out in hot.axes or len(extra) != 2 or hot.axes != {*tokens, *extra}:
             continue
-        (choice,), (expert,) = choices, experts
-        split = factors(hot.node, hot.dims, lambda axes, own=hot.axes: axes == own)  # type: ignore[misc]
-        beside = [p for p in parts if p is not hot and choice in p.axes]
-        if any(p.axes - hot.axes for p in beside):
-            continue
-        own, rest = [*split, *beside], [p for p in parts if p is not hot and p not in beside]
-        return rest, expert, _chosen(node, own, tokens, choice, expert)
+        wide = set[Axis]().union(*(p.axes for p in parts if p.axes - hot.axes))
+        for choice in extra:
+            (expert,) = extra - {choice}
+            beside = [p for p in parts if p is not hot and choice in p.axes and p.axes <= hot.axes]
+            if expert not in wide:
+                continue
+            split = factors(hot.node, hot.dims, lambda axes, own=hot.axes: axes == own)  # type: ignore[misc]
+            chosen = _chosen(node, [*split, *beside], tokens, choice, expert)
+            if choice in wide and isinstance(chosen, MatchFailure):
+                continue  # some other sum over what has three dimensions more
+            other = [p for p in parts if p is not hot and p not in beside]
+            return OverChoices(other, expert, chosen, choice if choice in wide else None)
     return None
 
 

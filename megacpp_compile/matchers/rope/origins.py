@@ -7,6 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import HigherOrderOperator
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import (
     COMPOSITE_PERMUTATIONS,
@@ -27,9 +28,20 @@ _SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 
 
 def from_projection(part: Part) -> bool:
-    """Whether a head's lanes come straight from a linear (or from outside the graph)."""
+    """Whether a head's lanes come straight from a linear (or from outside the graph), or between ranks from one."""
     node = _origin(part.source.node)
+    while (sent := _sent(node)) is not None:
+        node = _origin(sent)
     return node.op == "placeholder" or is_projection(node) or node.target in semantic_ops()
+
+
+def _sent(node: Node) -> Node | None:
+    """What an autograd function or a collective is called with, as where ranks gather or sum what they share."""
+    collective = str(getattr(node.target, "namespace", "")) == "_c10d_functional"
+    if not collective and not isinstance(node.target, HigherOrderOperator):
+        return None
+    given = [a for a in node.all_input_nodes if isinstance(value(a), torch.Tensor)]
+    return given[0] if len(given) == 1 else None
 
 
 def _origin(node: Node) -> Node:

@@ -210,6 +210,7 @@ class Trial:
         factors = [run.factor for run in runs]
         if any(abs(a - c) > TOLERANCE * abs(a) for a, c in (scales, factors)):
             return None
+        r.fix()
         leaf = {name: Leaf(m, tuple(tuple(d) for d in r.of(m))) for name, m in roles.items()}
         o, *finals = (Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in (self.root, *self.exports))
         rate_leaf = None if self.rate is None else Leaf(self.rate, tuple(tuple(d) for d in r.of(self.rate)))

@@ -145,6 +145,7 @@ class _LinearRoles(Roles):
                     return None
         if abs(scales[0] - scales[1]) > TOLERANCE * abs(scales[0]):
             return None
+        r.fix()
         made = {k: Leaf(m, tuple(tuple(d) for d in r.of(m))) for k, m in {**roles, "g": self.dt}.items()}
         o_leaf, *finals = (Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in (self.root, *self.exports))
         return LinearAttention(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.numbers import is_number, number_of
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh
 from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.tensor_ops import RuleTable
@@ -16,7 +18,8 @@ from megacpp_compile.matchers.ssd.tensor_ops import RuleTable
 
 class Resized:
     """The subgraph of `nodes` (in graph order) between `leaves`, with axes inferred, ready to be run. apart: loops that
-    run one after another take no dimension apart that is the same, however alike its pieces.
+    run one after another take no dimension apart that is the same, however alike its pieces. Numbers that a model
+    computes with, which `dynamic=True` makes inputs, are run as they are; what is found on them has to `fix` them.
 
     Raises `NoAxes` where a node's dimensions can't be followed.
     """
@@ -27,12 +30,20 @@ class Resized:
     ) -> None:  # fmt: skip
         self.rules, self.axes, self.nodes, self.leaves = rules, axes or Axes(), nodes, leaves
         self.dims: dict[Node, Any] = {n: [fresh(s) for s in value(n).shape] for n in leaves}
+        given = {a for n in nodes for a in n.all_input_nodes}
+        self.numbers = {a: value(a).node.hint for a in given if isinstance(value(a), torch.SymFloat) and is_number(a)}
+        self.dims |= {a: [] for a in self.numbers}
         for n in nodes:
             try:
                 self.dims[n] = rules[n.target][0](self, n)
             except KeyError as e:
                 raise NoAxes(f"{n.name} computes with a size") from e
         self.axes.close(nodes if apart else None)
+
+    def fix(self) -> None:
+        """Have the frame compiled again for other numbers."""
+        for number in self.numbers:
+            number_of(number)
 
     def of(self, node: Node) -> list[Dim]:
         return [flat(d) for d in self.dims[node]]
@@ -50,7 +61,7 @@ class Resized:
 
     def run(self, operands: dict[Node, Tensor], wanted: Sequence[Node]) -> list[Tensor]:
         """Values of `wanted` for `operands`, float64 tensors of the leaves' small shapes."""
-        values: dict[Node, Any] = dict(operands)
+        values: dict[Node, Any] = {**operands, **self.numbers}
         last = {a: n for n in self.nodes for a in n.all_input_nodes}
         for n in self.nodes:
             try:  # what lends only its shape has no value

@@ -167,6 +167,7 @@ class Roles:
                     failed = NoScan(self.root, "documents", reason, 6)
             if failed is not None:
                 return failed
+        r.fix()
         made = {k: Leaf(m, tuple(tuple(d) for d in r.of(m))) for k, m in nodes.items()}
         y_leaf, *finals = (Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in (self.root, *self.exports))
         documents = [Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in self.documents]

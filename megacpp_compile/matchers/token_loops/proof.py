@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import long_dimensions, value
+from megacpp_compile.fx.edit import called, long_dimensions, value
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes
 from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.resize import Resized, agree
@@ -141,6 +141,7 @@ def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
     if not step.roles:
         reason = "a step has a scan's operands and is not Mamba-2's: S' = exp(dt A) S + dt x B^T, y = S' C + D x"
         return NoLoop(loop.output, DIFFERS, reason) if step.tried else None
+    step.r.fix()
     output, entering, *operands = (
         Leaf(n, tuple(tuple(d) for d in step.r.of(n))) for n in (loop.output, loop.entering, *step.roles.values())
     )
@@ -157,7 +158,8 @@ def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | NoLoop | N
     if value(loop.entering).dim() < 2 or len(step.leaves) > MOST_OPERANDS:
         return None
     if step.strange is not None:
-        refused = NoLoop(step.strange, "op", "what becomes of the state is more than sums and products")
+        reason = f"what becomes of the state is more than sums and products ({called(step.strange).split('.')[0]})"
+        refused = NoLoop(step.strange, "op", reason)
         return refused if step.outer else None
     leaves = [loop.entering, *step.leaves, *step.again]
     resized = Resized(RULES, sorted(step.inside - set(leaves)), leaves, Axes(LONGEST))
@@ -262,6 +264,7 @@ class _Roles:
 
     def _made(self, roles: dict[str, Node], delta: bool, decay: bool, scale: float, rate: float) -> TokenLoop:
         b, h, k, v = self._dims(roles)
+        self.r.fix()
         return TokenLoop(
             self.loop, {name: self._leaf(n) for name, n in roles.items()}, delta, decay, scale,
             self._leaf(self.loop.output), self._leaf(self.loop.entering), b, h, k, v,

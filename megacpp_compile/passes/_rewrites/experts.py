@@ -63,7 +63,7 @@ def _rewrite(view: GraphView, build: Builder, layer: RoutedExperts) -> tuple[Nod
         y = reshaped(build, y, value(old).shape)
     for scale, dims in layer.scales:
         sizes = [n if d in dims else 1 for d, n in enumerate(value(old).shape)]
-        y = build(aten.mul.Tensor, y, reshaped(build, scale, sizes))
+        y = build.cast(build(aten.mul.Tensor, y, reshaped(build, scale, sizes)), value(old).dtype)
     if layer.base is not None:
         y = build(aten.add.Tensor, layer.base, y)
     _drop_size_checks(layer.inside)
@@ -177,6 +177,9 @@ def _biases(build: Builder, biases: list[Weight | None], dtype: torch.dtype) -> 
     if not given:
         return None
     tensors = _weights(build, given, dtype, _in_one(given))
+    if given[0].every and value(tensors[0]).dim() > 2:  # with dimensions of one, by which it meets rows
+        wide = [n for n in value(tensors[0]).shape if not isinstance(n, int) or n != 1]
+        return reshaped(build, tensors[0], wide if len(wide) == 2 else [-1, value(tensors[0]).shape[-1]])
     return tensors[0] if value(tensors[0]).dim() == 2 else build(aten.stack.default, tensors)
 
 

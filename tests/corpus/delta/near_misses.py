@@ -195,21 +195,30 @@ def values_a_token_late(q, k, v, g, beta, state, size, scale, norm):
     return torch.stack(out, 1), state
 
 
-def values_of_another_chunk(q, k, v, g, beta, state, size, scale, norm):
-    """The first chunk has the values of the last. As many chunks as blocks of one: their numbers tell nothing."""
-    q, k = (repeated(norm(x), v.shape[2]) for x in (q * scale, k))
-    q, k, v, g, beta = (chunked(x.transpose(1, 2), size) for x in (q, k, v, g, beta[..., None]))
-    total = g.cumsum(-1)
-    decay = (total[..., None] - total[..., None, :]).tril().exp().tril()
-    solved = by_blocks((beta * k @ k.mT * decay).tril(-1))
-    state, out, chunks = zeros_for(k, v) if state is None else state, [], k.shape[2]
-    for i in range(chunks):
-        entered, last = total[:, :, i, :, None].exp(), total[:, :, i, -1:, None]
-        new = solved[:, :, i] @ (beta[:, :, i] * (v[:, :, chunks - 1 - i] - entered * k[:, :, i] @ state))
-        out.append(entered * q[:, :, i] @ state + (q[:, :, i] @ k[:, :, i].mT * decay[:, :, i]) @ new)
-        left = (last - total[:, :, i, :, None]).exp()
-        state = last.exp() * state + (k[:, :, i] * left).mT @ new
-    return torch.cat(out, 2).transpose(1, 2), state
+def all_solved_at_once(values=lambda i, chunks: i, changed=lambda state: state):
+    """Chunks in a loop behind one solve for all of them. values: of which chunk a chunk has them; changed: what becomes
+    of the state from chunk to chunk."""
+
+    def near(q, k, v, g, beta, state, size, scale, norm):
+        q, k = (repeated(norm(x), v.shape[2]) for x in (q * scale, k))
+        q, k, v, g, beta = (chunked(x.transpose(1, 2), size) for x in (q, k, v, g, beta[..., None]))
+        total = g.cumsum(-1)
+        decay = (total[..., None] - total[..., None, :]).tril().exp().tril()
+        solved = by_blocks((beta * k @ k.mT * decay).tril(-1))
+        state, out, chunks = zeros_for(k, v) if state is None else state, [], k.shape[2]
+        for i in range(chunks):
+            entered, last = total[:, :, i, :, None].exp(), total[:, :, i, -1:, None]
+            new = solved[:, :, i] @ (beta[:, :, i] * (v[:, :, values(i, chunks)] - entered * k[:, :, i] @ state))
+            out.append(entered * q[:, :, i] @ state + (q[:, :, i] @ k[:, :, i].mT * decay[:, :, i]) @ new)
+            left = (last - total[:, :, i, :, None]).exp()
+            state = changed(last.exp() * state + (k[:, :, i] * left).mT @ new)
+        return torch.cat(out, 2).transpose(1, 2), state
+
+    return near
+
+
+# The first chunk has the values of the last. As many chunks as blocks of one: their numbers tell nothing.
+values_of_another_chunk = all_solved_at_once(values=lambda i, chunks: chunks - 1 - i)
 
 
 def band(q, k, v, g, beta, state, size, scale, norm):
@@ -232,6 +241,8 @@ NEAR_DELTA_RULES = {
     "with_its_diagonal": partial(padded_into_zeros, inverse=with_its_diagonal),
     **{fault: chunk_after_chunk_with(fault) for fault in FAULTS},
     "values_of_another_chunk": values_of_another_chunk,
+    "state_clamped": all_solved_at_once(changed=lambda state: state.clamp(-0.2, 0.2)),
+    "state_squashed": all_solved_at_once(changed=torch.tanh),
     "read_before_the_update": by_token_with(read_before_the_update),
     "decayed_after_the_correction": by_token_with(decayed_after_the_correction),
     "all_forgotten": by_token_with(all_forgotten),

@@ -1,0 +1,46 @@
+"""Why what is weighted is no expert's output."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.routing import Mask
+from megacpp_compile.matchers.moe.rows import picked, read_at
+
+_NEAR = 24  # nodes to look at
+_ONE_PROJECTION = "an expert is one projection of its rows: the op computes two with an activation between them"
+
+
+def one_projection_of_all(outs: list[Node]) -> MatchFailure | None:
+    """That `outs` are projections of what all of them read, and nothing more."""
+    gemms = [match_linear_gemm(strip_row_views(out)) for out in outs]
+    read = {strip_row_views(gemm.x) for gemm in gemms if isinstance(gemm, Gemm)}
+    if len(outs) == 1 or len(read) != 1 or not all(isinstance(gemm, Gemm) for gemm in gemms):
+        return None
+    return MatchFailure(outs[0], "projections", _ONE_PROJECTION)
+
+
+def one_projection_of_rows(out: Node, mask: Mask) -> MatchFailure | None:
+    """That `out` is a projection of the rows of `mask`, and nothing more."""
+    gemm = match_linear_gemm(out)
+    read = read_at(strip_row_views(gemm.x)) if isinstance(gemm, Gemm) else None
+    alone = read is not None and picked(read[1]) == mask
+    return MatchFailure(out, "projections", _ONE_PROJECTION) if alone else None
+
+
+def changed_before(out: Node) -> str:
+    """Why `out`, which is weighted, is no expert's output: what its last GEMM goes through, if there is one."""
+    between, gemms = [out], 0
+    for node in between:
+        if isinstance(match_linear_gemm(strip_row_views(node)), Gemm):
+            gemms += 1
+        elif node.op == "call_function" and len(between) < _NEAR:
+            between += [n for n in node.all_input_nodes if n not in between]
+    changes = [n for n in sorted(between) if n.op == "call_function" and strip_row_views(n) is n]
+    own = [n for n in changes if not match_linear_gemm(n)]
+    named = dict.fromkeys(str(n.target).removeprefix("aten.").split(".")[0] for n in own)
+    if gemms != 1:
+        return "what is weighted is no expert's output"
+    return f"an expert's output goes through {', '.join(named)} before it is weighted: only a bias may be added there"
