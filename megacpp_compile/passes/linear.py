@@ -8,9 +8,9 @@ After, under "fp8_current":
         and of linears that share x, where some are too narrow to gain alone (MLA's two down-projections):
         `y0, y1 = megacpp.fp8_linear(x, [w0, w1], x8, sx, w8, sw, [], "e4m3", dtype)`
 After, under "fp8_delayed", the same with
-        `x8, x8t, sx, seen = megacpp.fp8_quantize_delayed(x, largest, "e4m3", turned, alone)`, where `largest` is 0,
-        that of a first step; the compiled frame has the history in its place (`backends/delayed_scaling.py`). Where x
-        lies in memory, one kernel casts it in both orientations, and backward keeps that which it multiplies
+        `x8, x8t, sx, seen = megacpp.fp8_quantize_delayed(x, largest, "e4m3", turned)`, where `largest` is 0, that of a
+        first step; the compiled frame has the history in its place (`backends/delayed_scaling.py`). One kernel casts x
+        in both orientations, and backward keeps the one that it multiplies
 After, under "fp8_block":
         `x8, sx = megacpp.fp8_quantize_tiles(x, 1)`, `w8, sw = megacpp.fp8_quantize_tiles(w, 128)`;
         `y = megacpp.fp8_block_linear(x, w, x8, sx, w8, sw, b, dtype)`
@@ -47,7 +47,7 @@ from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
-from megacpp_compile.passes._rewrites.delayed_scaling import lies_in_memory, no_past, parameter_of
+from megacpp_compile.passes._rewrites.delayed_scaling import no_past, parameter_of
 from megacpp_compile.passes._rule import Match
 
 name = "linear"
@@ -212,11 +212,10 @@ def _rewrite(
         return new, [new]
     biases = [linear.b for linear in linears if linear.b is not None]
     if recipe == "fp8_delayed":
-        one, alone = ops.fp8_quantize_delayed.default, lies_in_memory(first.x)
-        turned = alone and any(view.needs_grad(linear.w) for linear in linears)
-        x8, *columns, x_scale = parts(payload(x, one, FORWARD, turned, alone), *([0, 1, 2] if turned else [0, 2]))
+        one, turned = ops.fp8_quantize_delayed.default, any(view.needs_grad(linear.w) for linear in linears)
+        x8, *columns, x_scale = parts(payload(x, one, FORWARD, turned), *([0, 1, 2] if turned else [0, 2]))
         w = weights[0] if len(weights) == 1 else build(aten.cat.default, weights)
-        quantised = [x8, x_scale, *parts(payload(w, one, FORWARD, False, True), 0, 2)]
+        quantised = [x8, x_scale, *parts(payload(w, one, FORWARD, False), 0, 2)]
         past = [None, None, *columns] if turned else []
     else:
         one, past = ops.fp8_quantize.default, []

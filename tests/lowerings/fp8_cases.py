@@ -127,13 +127,12 @@ PASTS = {
     "known_in_e5m2": {"past": 3.0, "format": "e5m2"},
     "turned": {"past": 3.0, "outer": (2, 40), "turned": True},
     "turned_none": {"past": 0.0, "outer": (144,), "k": 336, "turned": True},
-    "made_and_turned": {"past": 3.0, "outer": (32,), "turned": True, "alone": False},
     "zero": {"past": 0.0, "factor": 0},
 }
 
 
-def with_past(rand, dtype, past, outer=(3, 16), k=48, factor=1, format="e4m3", turned=False, alone=True):
-    return rand(*outer, k, dtype=dtype) * factor, torch.tensor([past, 7.0]), format, turned, alone
+def with_past(rand, dtype, past, outer=(3, 16), k=48, factor=1, format="e4m3", turned=False):
+    return rand(*outer, k, dtype=dtype) * factor, torch.tensor([past, 7.0]), format, turned
 
 
 for label, options in PASTS.items():

@@ -58,7 +58,7 @@ def _quantised(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tu
         return x, format
     past = torch.tensor([0.0 if kind.flags["per"] == "row" else 3.0], device=x.device)
     if kind.op == "fp8_quantize_delayed":
-        return x, past, format, kind.flags["bias"], kind.flags["per"] != "block"
+        return x, past, format, kind.flags["bias"]
     n, main, quantise = kind.widths["n"], kind.dtypes["main"], reference_of("fp8_quantize")
     weight = make.normal(main)(n, kind.widths["k"])
     (x8, x_scale), (w8, w_scale) = (quantise(t, "e4m3") for t in (x, weight))

@@ -26,8 +26,6 @@ def float8(monkeypatch):
 
 
 class Two(nn.Module):
-    """One linear reads an input, which lies in memory, the other what Inductor makes."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -43,19 +41,19 @@ def x():
 
 
 def test_graph():
-    """The pass's graph has no past: it is that of a first step. What lies in memory is turned, too."""
+    """The pass's graph has no past: it is that of a first step. Inputs of trained weights are turned, too."""
     frames = check(Two(), x(), CONFIG, tolerance=FLOAT8)
     assert frames.counts[NAME] == 2
     expecttest.assert_expected_inline(render(frames.graph), """\
 new_zeros: f32[1] = new_zeros(x, [1], dtype=float32)
 detach: bf16[2, 16, 32] = detach(x)
-fp8_quantize_delayed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach, new_zeros, e4m3, True, True)
+fp8_quantize_delayed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach, new_zeros, e4m3, True)
 getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_delayed[0]
 getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_delayed[1]
 getitem_2: f32[] = fp8_quantize_delayed[2]
 new_zeros_1: f32[1] = new_zeros(up_weight, [1], dtype=float32)
 detach_1: bf16[48, 32] = detach(up_weight)
-fp8_quantize_delayed_1: (float8_e4m3fn[48, 32], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_1, new_zeros_1, e4m3, False, True)
+fp8_quantize_delayed_1: (float8_e4m3fn[48, 32], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_1, new_zeros_1, e4m3, False)
 getitem_3: float8_e4m3fn[48, 32] = fp8_quantize_delayed_1[0]
 getitem_4: f32[] = fp8_quantize_delayed_1[2]
 fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_weight], getitem, getitem_2, getitem_3, getitem_4, [], e4m3, bfloat16, None, None, getitem_1)
@@ -63,17 +61,18 @@ getitem_5: bf16[2, 16, 48] = fp8_linear[0]
 gelu: bf16[2, 16, 48] = gelu(getitem_5)
 new_zeros_2: f32[1] = new_zeros(gelu, [1], dtype=float32)
 detach_2: bf16[2, 16, 48] = detach(gelu)
-fp8_quantize_delayed_2: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_2, new_zeros_2, e4m3, False, False)
+fp8_quantize_delayed_2: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[48, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_2, new_zeros_2, e4m3, True)
 getitem_6: float8_e4m3fn[2, 16, 48] = fp8_quantize_delayed_2[0]
-getitem_7: f32[] = fp8_quantize_delayed_2[2]
+getitem_7: float8_e4m3fn[48, 32] = fp8_quantize_delayed_2[1]
+getitem_8: f32[] = fp8_quantize_delayed_2[2]
 new_zeros_3: f32[1] = new_zeros(down_weight, [1], dtype=float32)
 detach_3: bf16[32, 48] = detach(down_weight)
-fp8_quantize_delayed_3: (float8_e4m3fn[32, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_3, new_zeros_3, e4m3, False, True)
-getitem_8: float8_e4m3fn[32, 48] = fp8_quantize_delayed_3[0]
-getitem_9: f32[] = fp8_quantize_delayed_3[2]
-fp8_linear_1: (bf16[2, 16, 32]) = megacpp.fp8_linear(gelu, [down_weight], getitem_6, getitem_7, getitem_8, getitem_9, [down_bias], e4m3, bfloat16)
-getitem_10: bf16[2, 16, 32] = fp8_linear_1[0]
-return [getitem_10]""")
+fp8_quantize_delayed_3: (float8_e4m3fn[32, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_3, new_zeros_3, e4m3, False)
+getitem_9: float8_e4m3fn[32, 48] = fp8_quantize_delayed_3[0]
+getitem_10: f32[] = fp8_quantize_delayed_3[2]
+fp8_linear_1: (bf16[2, 16, 32]) = megacpp.fp8_linear(gelu, [down_weight], getitem_6, getitem_8, getitem_9, getitem_10, [down_bias], e4m3, bfloat16, None, None, getitem_7)
+getitem_11: bf16[2, 16, 32] = fp8_linear_1[0]
+return [getitem_11]""")
 
 
 def test_graph_with_its_past():
@@ -93,69 +92,43 @@ select_3: f32[4] = select.int(getitem_1, 0, 3)
 select_4: f32[4] = select.int(getitem_1, 0, 4)
 select_5: f32[4] = select.int(getitem_1, 0, 5)
 detach: bf16[2, 16, 32] = detach(x)
-fp8_quantize_delayed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach, select, e4m3, True, True)
+fp8_quantize_delayed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach, select, e4m3, True)
 getitem_2: float8_e4m3fn[2, 16, 32] = fp8_quantize_delayed[0]
 getitem_3: float8_e4m3fn[32, 32] = fp8_quantize_delayed[1]
 getitem_4: f32[] = fp8_quantize_delayed[2]
 detach_1: bf16[48, 32] = detach(up_weight)
-fp8_quantize_delayed_1: (float8_e4m3fn[48, 32], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_1, select_1, e4m3, False, True)
+fp8_quantize_delayed_1: (float8_e4m3fn[48, 32], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_1, select_1, e4m3, False)
 getitem_5: float8_e4m3fn[48, 32] = fp8_quantize_delayed_1[0]
 getitem_6: f32[] = fp8_quantize_delayed_1[2]
 fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_weight], getitem_2, getitem_4, getitem_5, getitem_6, [], e4m3, bfloat16, select_4, maxima_2, getitem_3)
 getitem_7: bf16[2, 16, 48] = fp8_linear[0]
 gelu: bf16[2, 16, 48] = gelu(getitem_7)
 detach_2: bf16[2, 16, 48] = detach(gelu)
-fp8_quantize_delayed_2: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_2, select_2, e4m3, False, False)
+fp8_quantize_delayed_2: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[48, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_2, select_2, e4m3, True)
 getitem_8: float8_e4m3fn[2, 16, 48] = fp8_quantize_delayed_2[0]
-getitem_9: f32[] = fp8_quantize_delayed_2[2]
+getitem_9: float8_e4m3fn[48, 32] = fp8_quantize_delayed_2[1]
+getitem_10: f32[] = fp8_quantize_delayed_2[2]
 detach_3: bf16[32, 48] = detach(down_weight)
-fp8_quantize_delayed_3: (float8_e4m3fn[32, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_3, select_3, e4m3, False, True)
-getitem_10: float8_e4m3fn[32, 48] = fp8_quantize_delayed_3[0]
-getitem_11: f32[] = fp8_quantize_delayed_3[2]
-fp8_linear_1: (bf16[2, 16, 32]) = megacpp.fp8_linear(gelu, [down_weight], getitem_8, getitem_9, getitem_10, getitem_11, [down_bias], e4m3, bfloat16, select_5, maxima_3)
-getitem_12: bf16[2, 16, 32] = fp8_linear_1[0]
-getitem_13: f32[] = fp8_quantize_delayed[3]
-getitem_14: f32[] = fp8_quantize_delayed_1[3]
-getitem_15: f32[] = fp8_quantize_delayed_2[3]
-getitem_16: f32[] = fp8_quantize_delayed_3[3]
-stack: f32[4] = stack([getitem_13, getitem_14, getitem_15, getitem_16])
+fp8_quantize_delayed_3: (float8_e4m3fn[32, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_3, select_3, e4m3, False)
+getitem_11: float8_e4m3fn[32, 48] = fp8_quantize_delayed_3[0]
+getitem_12: f32[] = fp8_quantize_delayed_3[2]
+fp8_linear_1: (bf16[2, 16, 32]) = megacpp.fp8_linear(gelu, [down_weight], getitem_8, getitem_10, getitem_11, getitem_12, [down_bias], e4m3, bfloat16, select_5, maxima_3, getitem_9)
+getitem_13: bf16[2, 16, 32] = fp8_linear_1[0]
+getitem_14: f32[] = fp8_quantize_delayed[3]
+getitem_15: f32[] = fp8_quantize_delayed_1[3]
+getitem_16: f32[] = fp8_quantize_delayed_2[3]
+getitem_17: f32[] = fp8_quantize_delayed_3[3]
+stack: f32[4] = stack([getitem_14, getitem_15, getitem_16, getitem_17])
 copy_: f32[4] = copy_(maxima_1, stack)
 copy__1: f32[16, 6] = copy_(maxima_0, getitem)
-return [getitem_12]""")
-
-
-@pytest.mark.parametrize("made", ["input", "attention", "linear", "norm", "product"])
-def test_who_casts(made):
-    """A kernel of its own what no kernel of Inductor's makes; the others cast as they go."""
-
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.norm = nn.RMSNorm(32, dtype=torch.bfloat16)
-            self.first, self.proj = (nn.Linear(32, 32, bias=False, dtype=torch.bfloat16) for _ in range(2))
-
-        def forward(self, x):
-            heads = x.view(2, 16, 2, 16).transpose(1, 2)
-            of = {
-                "input": lambda: x, "linear": lambda: self.first(x), "norm": lambda: self.norm(x),
-                "product": lambda: x * x.sigmoid(),
-                "attention": lambda: F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(2, 16, 32),
-            }  # fmt: skip
-            return self.proj(of[made]())
-
-    graph = run(Module(), x(), CONFIG).graph
-    casts = [n for n in graph.graph.nodes if n.target is torch.ops.megacpp.fp8_quantize_delayed.default]
-    turned, alone = casts[-2].args[3:]  # the last is of proj's weight, which always lies in memory
-    assert (turned, alone) == ((made not in ("norm", "product"),) * 2)
-    assert casts[-1].args[3:] == (False, True)
+return [getitem_13]""")
 
 
 def test_a_frozen_weight_needs_nothing_turned():
     model = Two()
     model.up.weight.requires_grad_(False)
     casts = [n for n in run(model, x(), CONFIG).graph.graph.nodes if "fp8_quantize_delayed" in str(n.target)]
-    assert [n.args[3] for n in casts] == [False] * 4
+    assert [n.args[3] for n in casts] == [False, False, True, False]  # of up's x and weight, of down's
 
 
 def test_current_and_delayed_readers_of_one_tensor():

@@ -2,13 +2,11 @@
 
     fp8_quantize(x, format)     payload, x's shape in float8, and scale_inv [], float32: x = payload * scale_inv.
                                 format "e4m3" or "e5m2"; the scale comes from the values x has now ("current scaling")
-    fp8_quantize_delayed(x, largest, format, turned, alone)
+    fp8_quantize_delayed(x, largest, format, turned)
                                 the same by "delayed scaling", and the cast is one pass: the scale leaves room for twice
                                 `largest[0]`, the largest magnitude that x's past held; where that is 0, as it is before
-                                there is a past, it comes from a sample of x. Returns the payload, with
-                                `turned` also that as [k, rows] (else empty), the scale, and the largest magnitude of x
-                                now []. alone: x lies in memory, so that a kernel of its own casts it; else what makes
-                                it may cast it, too
+                                there is a past, it comes from a sample of x. Returns the payload, with `turned` also
+                                that as [k, rows] (else empty), the scale, and the largest magnitude of x now []
     push_maxima(history, latest, grads)
                                 history [h, n] with a row more, `latest` [m] and `grads` (n - m of []), and its oldest
                                 row less; and the largest of each column, over and over [n, ALIGNED], so that a kernel
@@ -65,14 +63,14 @@ def _(x, format):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("megacpp::fp8_quantize_delayed", mutates_args=())
 def fp8_quantize_delayed(
-    x: Tensor, largest: Tensor, format: str, turned: bool, alone: bool
+    x: Tensor, largest: Tensor, format: str, turned: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with no_autocast(x):
-        return reference.fp8_quantize_delayed(x, largest, format, turned, alone)
+        return reference.fp8_quantize_delayed(x, largest, format, turned)
 
 
 @fp8_quantize_delayed.register_fake
-def _(x, largest, format, turned, alone):  # type: ignore[no-untyped-def]
+def _(x, largest, format, turned):  # type: ignore[no-untyped-def]
     number, dtype = x.new_empty((), dtype=torch.float32), DTYPES[format]
     columns = x.new_empty((x.shape[-1], x.numel() // x.shape[-1]) if turned else (0,), dtype=dtype)
     return x.new_empty(x.shape, dtype=dtype), columns, number, torch.empty_like(number)

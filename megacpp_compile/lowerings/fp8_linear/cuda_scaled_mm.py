@@ -42,10 +42,10 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 
 def fp8_quantize_delayed(
-    x: Tensor, largest: Tensor, format: str, turned: bool, alone: bool
+    x: Tensor, largest: Tensor, format: str, turned: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not alone or format != "e4m3":
-        return reference.fp8_quantize_delayed(x, largest, format, turned, alone)
+    if format != "e4m3":
+        return reference.fp8_quantize_delayed(x, largest, format, turned)
     from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
 
     payload, columns, scale, seen = delayed_cast(x.flatten(0, -2), largest, turned)

@@ -26,7 +26,7 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def fp8_quantize_delayed(
-    x: Tensor, largest: Tensor, format: str, turned: bool, alone: bool
+    x: Tensor, largest: Tensor, format: str, turned: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide, dtype = x.to(torch.float32), DTYPES[format]
     scale = delayed_scale(wide, largest[0], dtype)
@@ -81,7 +81,7 @@ def fp8_linear_backward(
     if largest is None:
         (g8, g_scale_inv), seen = fp8_quantize(grad, grad_format), largest_of(grad.to(torch.float32))
     else:
-        g8, _, g_scale_inv, seen = fp8_quantize_delayed(grad, largest, grad_format, False, True)
+        g8, _, g_scale_inv, seen = fp8_quantize_delayed(grad, largest, grad_format, False)
     w8 = torch.cat([rounded_by(w.to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights])
     dx = _gemm(g8, g_scale_inv, w8, w_scale_inv, x_dtype)
     rows = x8.t() if turned else x8.flatten(0, -2)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Set
 
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import Builder, value
-from megacpp_compile.lowerings._traits import traits_of
-from megacpp_compile.matchers.linear import match_linear
 
 aten = torch.ops.aten
 
@@ -19,20 +15,6 @@ aten = torch.ops.aten
 def no_past(build: Builder, like: Node) -> Node:
     """The largest magnitudes of no tensor, 0."""
     return build(aten.new_zeros.default, like, [1], dtype=torch.float32)
-
-
-def lies_in_memory(x: Node) -> bool:
-    """Whether `x` is an input of the frame or made by a kernel that casts nothing, as an attention's core, so that a
-    cast has to read it in any case. What Inductor makes, it casts as it goes. An attention's heads, put side by side,
-    are a copy in this graph, and lie so behind the kernels that serve it."""
-    made = memory_of(x)
-    while made.target is aten.clone.default:
-        made = memory_of(made.args[0])
-    if made.op != "call_function":
-        return True
-    parts = made.args[0] if made.target is operator.getitem else made
-    of = traits_of(parts)
-    return of.gemm or of.core or of.kernel not in ("pointwise", "reduction") or match_linear(made) is not None
 
 
 def is_delayed(linear: Node) -> bool:
