@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megacpp_compile import PrecisionPlan, explain, pipeline
+from megacpp_compile import PrecisionPlan, analysis, explain
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.passes import linear
@@ -90,7 +90,7 @@ def test_a_frame_that_is_left_alone(monkeypatch, stage, error):
     def no(*_):
         raise error
 
-    monkeypatch.setattr(pipeline, stage, no)
+    monkeypatch.setattr(analysis, stage, no)
     frames = run(Model(), x(), Config(precision=PLAN), captured=False)
     found = {r["fqn"]: r for a in frames.analyses for r in a.frame.precision}
     assert {r["effective"] for r in found.values()} == {"as written"}
