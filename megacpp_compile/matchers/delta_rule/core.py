@@ -119,9 +119,10 @@ def changed_state(cores: Cores, core: Set[Node]) -> Node | None:
     return next((n for n in changes if n.target not in _SCALES), changes[0] if changes else None)
 
 
-def _changes(cores: Cores, node: Node) -> list[Node]:
+def _changes(cores: Cores, node: Node, views: Set[object] = _VIEWS) -> list[Node]:
     """The changes of a core's result, number by number, of which `node` is the last, in graph order; none where `node`
-    is made of anything else of its shape. A result may be multiplied with what is made of it, as in GELU."""
+    is made of anything else of its shape. A result may be multiplied with what is made of it, as in GELU. views: ops to
+    look through that make another shape."""
     made, pending, changes = set[Node](), {node}, list[Node]()
     while pending:
         pending.remove(node := max(pending))
@@ -129,7 +130,7 @@ def _changes(cores: Cores, node: Node) -> list[Node]:
             made.add(cores.root(node))
             continue
         constants = cores.algebra.constants
-        same = (a for a in tensors(node) if node.target in _VIEWS or _shape(a) == _shape(node))
+        same = (a for a in tensors(node) if node.target in views or _shape(a) == _shape(node))
         alike = {a for a in same if a not in constants}
         if node.op != "call_function" or node.target in PRODUCTS or not alike or len(changes) == _MOST_CHANGES:
             return []
@@ -168,8 +169,8 @@ def in_corrected_cores(graph: Graph) -> set[Node]:
 
 
 def _changed_in(cores: Cores, entering: Node, nodes: Set[Node]) -> bool:
-    """Whether `entering` is a result of `nodes`, changed number by number."""
-    changes = _changes(cores, entering) if nodes and entering not in cores.depth else []
+    """Whether `entering` is a result of `nodes`, changed number by number; behind a view, it may be another layer's."""
+    changes = _changes(cores, entering, frozenset()) if nodes and entering not in cores.depth else []
     return any(a in nodes for n in changes for a in tensors(n))
 
 
