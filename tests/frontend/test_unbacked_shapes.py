@@ -128,6 +128,79 @@ def skipping_empty_groups(m, x, indices, gates):
     return y
 
 
+def rows_as_numbers(m, x, indices, gates):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        rows = token.tolist()
+        out[rows] += expert(x[rows]) * gates[token, choice, None]
+    return out
+
+
+def rows_as_numbers_where_there_are_any(m, x, indices, gates):
+    out = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        picked = (indices == e).any(-1)
+        if len(rows := picked.nonzero().flatten().tolist()) > 0:
+            weight = (gates * (indices == e)).sum(-1)[rows, None]
+            out[rows] += m.experts[e](x[rows]) * weight
+    return out
+
+
+def one_row_at_a_time(m, x, indices, gates):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        for t in (indices == e).any(-1).nonzero().flatten().tolist():
+            out[t] += expert(x[t]) * (gates[t] * (indices[t] == e)).sum()
+    return out
+
+
+def rows_as_tensors(m, x, indices, gates):
+    """What the advice for rows that are read as numbers says."""
+    out = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        rows, choice = torch.where(indices == e)
+        out[rows] += m.experts[e](x[rows]) * gates[rows, choice, None]
+    return out
+
+
+@pytest.mark.parametrize(
+    "body", [rows_as_numbers, rows_as_numbers_where_there_are_any, one_row_at_a_time], ids=lambda p: p.__name__
+)
+def test_rows_that_are_read_as_numbers_are_advised_to_stay_tensors(body, eager_backend):
+    report = compiled(MoE(body, experts=2), tokens())
+    (miss,) = [m for m in report.misses if m.pass_name == "moe"]
+    assert (miss.tag, report.counts["moe"]) == ("graph-break", 0)
+    assert "`rows, choice = torch.where(indices == e)`" in miss.reason and "which rows an expert has" in miss.reason
+    assert compiled(MoE(rows_as_tensors, experts=2), tokens()).counts["moe"] == 1
+
+
+def experts_as_numbers(m, x, indices, gates):
+    out = torch.zeros_like(x)
+    for e in torch.unique(indices).tolist():
+        token, choice = torch.where(indices == e)
+        out[token] += m.experts[e](x[token]) * gates[token, choice, None]
+    return out
+
+
+def experts_as_numbers_in_a_loop_of_groups(m, x, indices, gates):
+    out = torch.zeros_like(x)
+    for part in range(2):
+        hit = torch.unique(indices)
+        for e in hit.tolist():
+            token, choice = torch.where(indices == e)
+            out[token] += m.experts[e](x[token]) * gates[token, choice, None] * part
+    return out
+
+
+@pytest.mark.parametrize("body", [experts_as_numbers, experts_as_numbers_in_a_loop_of_groups], ids=lambda p: p.__name__)
+def test_experts_that_are_read_as_numbers_have_another_advice(body, eager_backend):
+    report = compiled(MoE(body, experts=2), tokens(), options={"expert_loops": False})
+    reasons = [m.reason for m in report.misses if m.tag == "graph-break"]
+    assert any("which experts have tokens" in reason and "for e in hit:" in reason for reason in reasons)
+    assert not any("which rows" in reason for reason in reasons)
+
+
 def with_tanh():
     return Expert(activation=torch.tanh)
 

@@ -42,6 +42,7 @@ TAGS = {
     "corrected_by_the_query": "roles",
     "weight_on_the_value_alone": "roles",
     "state_clamped": "op",
+    "state_gated_by_itself": "op",
     "state_squashed": "op",
 }
 SILENT = {name: NEAR_DELTA_RULES[name] for name in ("squashed", "state_normed")}
@@ -160,7 +161,9 @@ def test_refuses(name):
     assert_refused_in_a_graph(NAME, TAGS.get(name, "differs"), *near(NEAR_DELTA_RULES[name]))
 
 
-@pytest.mark.parametrize(("name", "op"), [("state_clamped", "clamp"), ("state_squashed", "tanh")])
+@pytest.mark.parametrize(
+    ("name", "op"), [("state_clamped", "clamp"), ("state_squashed", "tanh"), ("state_gated_by_itself", "gelu")]
+)
 def test_names_what_changes_a_state(name, op):
     (miss,) = passed(*near(NEAR_DELTA_RULES[name])).misses
     assert (miss.pass_name, miss.tag) == (NAME, "op") and f"goes through {op} " in miss.reason

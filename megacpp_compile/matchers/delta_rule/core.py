@@ -16,7 +16,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import FOLDS, PERMUTATIONS, RESHAPES
 from megacpp_compile.matchers.delta_rule.rules import POWERS, ROOTS, RULES, SCATTERS, SOLVES, WHEN
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
 
 aten = torch.ops.aten
 PRODUCTS = CONTRACTIONS | {aten.baddbmm.default}
@@ -24,6 +24,8 @@ SUMS = {aten.cumsum.default}
 OUTER = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}
 # A norm, or a gate, of what comes out: no part of it.
 ENDS = ROOTS | POWERS | {aten.linalg_vector_norm.default, aten.reciprocal.default}
+_SCALES = OUTER | {aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+_VIEWS = VIEWS | REPEATS | {aten.select.int}
 _MOST_CHANGES = 4  # of a state, between two steps
 LEAST_DEPTH = 3  # products in a row that a delta rule has, and attention without a softmax has not
 
@@ -57,7 +59,7 @@ class Cores:
         """Each core's nodes in graph order."""
         cores: dict[Node, list[Node]] = {}
         for n in self.depth:
-            cores.setdefault(self._root(n), []).append(n)
+            cores.setdefault(self.root(n), []).append(n)
         for nodes in cores.values():
             if max(self.depth[n] for n in nodes) >= LEAST_DEPTH:
                 yield nodes
@@ -96,9 +98,9 @@ class Cores:
         return all(isinstance(a, Node) and a not in self.algebra.constants for a in product.args)
 
     def _join(self, a: Node, b: Node) -> None:
-        self._parent[self._root(a)] = self._root(b)
+        self._parent[self.root(a)] = self.root(b)
 
-    def _root(self, n: Node) -> Node:
+    def root(self, n: Node) -> Node:
         while (above := self._parent.get(n, n)) is not n:
             self._parent[n] = self._parent.get(above, above)
             n = above
@@ -107,37 +109,43 @@ class Cores:
 
 def changed_state(cores: Cores, core: Set[Node]) -> Node | None:
     """What is no part of a core and makes of a result of one, number by number, what enters another, one of both being
-    `core`: a state that each step clamps, say. What a layer makes of another's result goes through projections."""
+    `core`: a state that each step clamps, say. Of several changes the first that is no product. What a layer makes of
+    another's result goes through projections."""
     entering = {a: None for n in sorted(core) for a in tensors(n) if a not in core}
     leaving = {u: None for n in sorted(core) for u in n.users if u not in cores.depth and value(n).shape == _shape(u)}
     read = (_ends_in_a_core(cores, u) for u in leaving)
-    made = (_begins_in_a_core(cores, a) for a in (*entering, *(end for end in read if end is not None)))
-    return next((n for n in made if n is not None), None)
+    made = (_changes(cores, a) for a in (*entering, *(end for end in read if end is not None)))
+    changes = next((found for found in made if found), [])
+    return next((n for n in changes if n.target not in _SCALES), changes[0] if changes else None)
 
 
-def _begins_in_a_core(cores: Cores, node: Node) -> Node | None:
-    """The first change of a core's result, number by number, of which `node` is the last."""
-    first = None
-    for _ in range(_MOST_CHANGES):
+def _changes(cores: Cores, node: Node, views: Set[object] = _VIEWS) -> list[Node]:
+    """The changes of a core's result, number by number, of which `node` is the last, in graph order; none where `node`
+    is made of anything else of its shape. A result may be multiplied with what is made of it, as in GELU. views: ops to
+    look through that make another shape."""
+    made, pending, changes = set[Node](), {node}, list[Node]()
+    while pending:
+        pending.remove(node := max(pending))
         if node in cores.depth:
-            return first
-        if node.op != "call_function" or node.target in PRODUCTS:
-            return None
+            made.add(cores.root(node))
+            continue
         constants = cores.algebra.constants
-        alike = [a for a in tensors(node) if _shape(a) == _shape(node) and a not in constants]
-        if len(alike) != 1:
-            return None
-        first = first if cores.algebra.passes_on(node) else node
-        (node,) = alike
-    return None
+        same = (a for a in tensors(node) if node.target in views or _shape(a) == _shape(node))
+        alike = {a for a in same if a not in constants}
+        if node.op != "call_function" or node.target in PRODUCTS or not alike or len(changes) == _MOST_CHANGES:
+            return []
+        if not cores.algebra.passes_on(node):
+            changes.append(node)
+        pending |= alike
+    return changes[::-1] if len(made) == 1 else []
 
 
 def _ends_in_a_core(cores: Cores, node: Node) -> Node | None:
     """The last change of a core's result, number by number, of which `node` is the first, if a core reads it."""
-    for _ in range(_MOST_CHANGES):
+    for _ in range(2 * _MOST_CHANGES):
         if any(u in cores.depth for u in node.users):
             return node
-        alike = [u for u in node.users if _shape(u) == _shape(node)]
+        alike = [u for u in node.users if _shape(u) == _shape(node) or u.target in _VIEWS]
         if len(alike) != 1:
             return None
         (node,) = alike
@@ -161,9 +169,9 @@ def in_corrected_cores(graph: Graph) -> set[Node]:
 
 
 def _changed_in(cores: Cores, entering: Node, nodes: Set[Node]) -> bool:
-    """Whether `entering` is a result of `nodes`, changed number by number."""
-    first = _begins_in_a_core(cores, entering) if nodes and entering not in cores.depth else None
-    return first is not None and any(a in nodes for a in tensors(first))
+    """Whether `entering` is a result of `nodes`, changed number by number; behind a view, it may be another layer's."""
+    changes = _changes(cores, entering, frozenset()) if nodes and entering not in cores.depth else []
+    return any(a in nodes for n in changes for a in tensors(n))
 
 
 def corrects(nodes: list[Node]) -> Node | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from .chunked import chunk_after_chunk, inverse_in_halves, padded_into_zeros
 from .parts import by_blocks, by_doubling, by_solving, causal, chunked, expanded, repeated, zeros_for
@@ -242,6 +243,9 @@ NEAR_DELTA_RULES = {
     **{fault: chunk_after_chunk_with(fault) for fault in FAULTS},
     "values_of_another_chunk": values_of_another_chunk,
     "state_clamped": all_solved_at_once(changed=lambda state: state.clamp(-0.2, 0.2)),
+    "state_gated_by_itself": all_solved_at_once(
+        changed=lambda s: (s / 2) * F.gelu(2 * s / (s.norm(dim=-1, keepdim=True) + 1e-6), approximate="tanh")
+    ),
     "state_squashed": all_solved_at_once(changed=torch.tanh),
     "read_before_the_update": by_token_with(read_before_the_update),
     "decayed_after_the_correction": by_token_with(decayed_after_the_correction),
