@@ -25,7 +25,7 @@ def test_short_run(request):
     # GEMMs in float8 are cuBLASLt's, which no interpreter runs, and the scan's kernels take few sizes. What is in Gluon
     # takes no sizes that are drawn, nor an interpreter, and has tests of its own; and what takes a group of ranks, none
     # of which is drawn, has its own too.
-    some = ("ssd_scan", "linear_fp8_weight", *(() if CUDA else ("fp8_",)))
+    some = ("ssd_scan", "linear_fp8_weight", *(() if CUDA else ("fp8_", "push_maxima")))
     elsewhere = "cuda_gluon", "cuda_triton_ranks"
     idle: set[str] = set()
     for turn in range(5):
