@@ -119,7 +119,7 @@ FP8 = sorted(name for folder, name in semantic_ops().values() if "fp8" in folder
 @pytest.mark.parametrize("name", FP8)
 def test_ops_in_fp8_by_themselves(xla, rand, name):
     """No plan wants them on a TPU. Who calls one gets the reference's numbers, of tensors that are float8 in the
-    program."""
+    program; but for maxima, which never are."""
     op = getattr(torch.ops.megacpp, name).default
     for label, make in list(CASES[name].items())[:6]:
         args = make(rand, torch.float32)
@@ -127,7 +127,7 @@ def test_ops_in_fp8_by_themselves(xla, rand, name):
         assert (choice.requested, choice.effective, choice.reason) == ("reference", "reference", "")
         got = tree_leaves(op(*moved(args, xla)))
         text = program(got)
-        assert "f8e" in text and "<=" not in text and "f64" not in text, label
+        assert ("f8e" in text) == (name != "push_maxima") and "<=" not in text and "f64" not in text, label
         for g, w in zip(got, tree_leaves(reference_of(name)(*args)), strict=True):
             assert g.dtype == w.dtype and g.shape == w.shape, label
             # Payloads are the same but where another order of a sum crosses a tie.

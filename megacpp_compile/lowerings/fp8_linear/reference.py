@@ -37,8 +37,7 @@ def fp8_quantize_delayed(
 
 def push_maxima(history: Tensor, latest: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
     newest = torch.cat([latest, torch.stack(grads)]) if grads else latest
-    newest = torch.where(newest.isfinite(), newest, 0.0)
-    pushed = torch.cat([newest[None], history[:-1]])
+    pushed = torch.cat([newest.nan_to_num(0, 0, 0)[None], history[:-1]])
     return pushed, pushed.amax(0)[:, None].expand(-1, ALIGNED).contiguous()
 
 
