@@ -30,8 +30,8 @@ def quantised(linear: Node, argument: int) -> Node:
 
 
 def parameter_of(weight: Node, weights: Set[Node]) -> Node | None:
-    """The input of the frame, one of `weights`, that `weight` is a view or a cast of; None where it is computed of
-    more."""
+    """The input of the frame, one of `weights`, that `weight` is made of alone, with as many elements, as a view or a
+    cast of it; None where it is computed of more."""
     node = weight
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
