@@ -22,9 +22,9 @@ Refused: rows or features that are no multiple of 16 (of 128 under "fp8_block");
 without float8 GEMMs. A linear that the plan leaves in bfloat16 is no near miss, unless the gate by shape did so: its
 prediction is the reason. One that the gate refuses alone joins the GEMM of another that reads the same tensor, as all
 casts of that are made anyway. Those that gain alone join where putting their gradients side by side moves less than the
-sum of x's gradients, as with queries, keys and values of few heads; gate and up stay two. Where
-nothing is trained, and where a weight is computed in the frame, "fp8_delayed" is "fp8_current": there are no steps to
-remember, or nothing to remember them by.
+sum of x's gradients, as with queries, keys and values of few heads; gate and up stay two. Where nothing is trained, and
+where a weight is computed in the frame, "fp8_delayed" is "fp8_current": there are no steps to remember, or nothing to
+remember them by.
 """
 
 from __future__ import annotations
@@ -211,16 +211,13 @@ def _rewrite(
         new = build(ops.fp8_block_linear.default, x, weights[0], *quantised, first.b, dtype)
         return new, [new]
     biases = [linear.b for linear in linears if linear.b is not None]
-    if recipe == "fp8_delayed":
-        one, turned = ops.fp8_quantize_delayed.default, any(view.needs_grad(linear.w) for linear in linears)
-        x8, *columns, x_scale = parts(payload(x, one, FORWARD, turned), *([0, 1, 2] if turned else [0, 2]))
-        w = weights[0] if len(weights) == 1 else build(aten.cat.default, weights)
-        quantised = [x8, x_scale, *parts(payload(w, one, FORWARD, False), 0, 2)]
-        past = [None, None, *columns] if turned else []
-    else:
-        one, past = ops.fp8_quantize.default, []
-        quantised = parts(payload(x, one, FORWARD), 0, 1)
-        w = weights[0] if len(weights) == 1 else build(aten.cat.default, weights)
-        quantised += parts(payload(w, one, FORWARD), 0, 1)
+    delayed = recipe == "fp8_delayed"
+    one = ops.fp8_quantize_delayed.default if delayed else ops.fp8_quantize.default
+    turned = delayed and any(view.needs_grad(linear.w) for linear in linears)
+    of_x, of_w, scale = ([turned], [False], 2) if delayed else ([], [], 1)
+    x8, *columns, x_scale = parts(payload(x, one, FORWARD, *of_x), *([0, 1, scale] if turned else [0, scale]))
+    w = weights[0] if len(weights) == 1 else build(aten.cat.default, weights)
+    quantised = [x8, x_scale, *parts(payload(w, one, FORWARD, *of_w), 0, scale)]
+    past = [None, None, *columns] if turned else []
     new = build(ops.fp8_linear.default, x, weights, *quantised, biases, GRADIENT, dtype, *past)
     return new, [build.item(new, i) for i in range(len(linears))]

@@ -41,9 +41,13 @@ def scale_of(x: Tensor, dtype: torch.dtype, whole: bool = False) -> Tensor:
     """The scale of `round_to_fp8`; never subnormal, even if all of x is."""
     if x.numel() == 0:
         return x.new_ones(() if whole else (*x.shape[:-1], 1))
+    return scale_from(largest_of(x) if whole else x.abs().amax(-1, keepdim=True), dtype)
+
+
+def largest_of(x: Tensor) -> Tensor:
+    """The largest magnitude of `x` [], 0 where it is empty."""
     # Every dimension by name: an `amax` of none leaves its operand as it is on XLA (torch_xla 2.9).
-    largest = x.abs().amax(tuple(range(x.dim()))) if whole else x.abs().amax(-1, keepdim=True)
-    return scale_from(largest, dtype)
+    return x.abs().amax(tuple(range(x.dim()))) if x.numel() else x.new_zeros(())
 
 
 def scale_from(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,8 +95,3 @@ def rounded_by_past(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`rounded_by` for a scale that x itself does not bound: finite numbers are saturated, infinite ones become NaN, so
     that an overflow is seen behind it."""
     return rounded_by(x + (x - x), scale, dtype)
-
-
-def largest_of(x: Tensor) -> Tensor:
-    """The largest magnitude of `x` [], 0 where it is empty."""
-    return x.abs().amax(tuple(range(x.dim()))) if x.numel() else x.new_zeros(())

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.fp8 import MARGIN, ROOM, SAMPLE
-from megacpp_compile.lowerings._kernels.triton_launch import Kernel, interpreted
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel, interpreted, last_dim_contiguous
 from megacpp_compile.lowerings._kernels.triton_quantise import FLOAT8, scale_from, word_of
 
 # Rows and channels of a tile.
@@ -79,7 +79,7 @@ _cast = Kernel(fp8_delayed_cast, [TILE], key=("channels", "TURNED"))
 def delayed_cast(x: Tensor, largest: Tensor, turned: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(payload [r, c], the same transposed [c, r] if `turned`, scale [], largest magnitude []) of x [r, c] by
     `largest[0]`, that of its past. r is a multiple of 4. Not differentiable."""
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = last_dim_contiguous(x)
     rows, channels = x.shape
     across, tall = -(-channels // TILE["CB"]), TILE["RB"]
     out = torch.empty((rows, channels), dtype=FLOAT8, device=x.device)

@@ -32,7 +32,7 @@ _PICKED = (aten.index_add.default, *SCATTERS)
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     """Every loop over experts whose rows are weighted in it, then sums over nearly the rows of an expert."""
     updates = row_updates(view)
-    at_once = {node: chain for node in view.graph.nodes if (chain := joined(node))}
+    at_once = _at_once(view)
     for chain in (*chains(updates), *at_once.values()):
         found = match_chain(view, chain)
         if isinstance(found, RoutedExperts) or not (_unweighted(chain) or found.tag == NO_GATE):
@@ -44,8 +44,7 @@ def ungated(view: GraphView, found: Sequence[RoutedExperts | MatchFailure]) -> I
     """Every loop that adds or writes outputs as they are, and is in no layer that is `found`: the gates are 1, or the
     gate of a token's one choice multiplies the sum."""
     layers = [one for one in found if isinstance(one, RoutedExperts)]
-    at_once = (chain for node in view.graph.nodes if (chain := joined(node)))
-    for chain in (*chains(row_updates(view)), *at_once):
+    for chain in (*chains(row_updates(view)), *_at_once(view).values()):
         end = chain[-1].node
         if any(end in one.inside for one in layers):
             continue
@@ -53,6 +52,11 @@ def ungated(view: GraphView, found: Sequence[RoutedExperts | MatchFailure]) -> I
         if isinstance(gated, MatchFailure) and (_unweighted(chain) or gated.tag == NO_GATE):
             layer = match_chain(view, chain, gated=False)
             yield layer if isinstance(layer, RoutedExperts) else dataclasses.replace(layer, node=end)
+
+
+def _at_once(view: GraphView) -> dict[Node, list[RowUpdate]]:
+    """The updates that all experts' rows, joined, make at once, by the node that does."""
+    return {node: chain for node in view.graph.nodes if (chain := joined(node))}
 
 
 def _unweighted(chain: list[RowUpdate]) -> bool:

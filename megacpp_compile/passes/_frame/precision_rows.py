@@ -80,9 +80,9 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
         if ask.kind == "stacked" and node._erased:
             continue  # the layer of experts has a row of its own
         if node in outcome.replaced and outcome.replaced[node].pass_name == "linear":
-            row.effective, row.reason = row.requested, ""
-            if row.requested == "fp8_delayed" and not is_delayed(op_of[id(outcome.replaced[node])]):
-                row.effective, row.reason = "fp8_current", outcome.replaced[node].note
+            site, row.effective = outcome.replaced[node], row.requested
+            if row.requested == "fp8_delayed" and not is_delayed(op_of[id(site)]):
+                row.effective, row.reason = "fp8_current", site.note
         elif _op_name(node) == _FP8_WEIGHT:
             row.effective, row.reason = "fp8 weight", "the weight is fp8 already"
         elif row.requested != "bf16":
