@@ -63,15 +63,16 @@ def train(row: str, a: argparse.Namespace, stack: contextlib.ExitStack) -> dict[
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     torch.manual_seed(0)
-    torch.set_default_device(a.device)
     sizes = QUICK if a.quick else SIZES
     tokens = 128 if a.quick else a.tokens
-    model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, use_cache=False)).to(
-        torch.float32 if row == "float32" else torch.bfloat16
-    )
+    with torch.device(a.device):  # not as the process's default: Dynamo would take every call through its mode
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, use_cache=False)).to(
+            torch.float32 if row == "float32" else torch.bfloat16
+        )
     optimizer = torch.optim.AdamW(model.parameters(), 3e-4, fused=True)
     draw = torch.Generator(device=a.device).manual_seed(1)
-    text = torch.randint(-3, 4, (a.steps, a.batch, tokens // a.batch), generator=draw).cumsum(-1) % sizes["vocab_size"]
+    size = a.steps, a.batch, tokens // a.batch
+    text = torch.randint(-3, 4, size, generator=draw, device=a.device).cumsum(-1) % sizes["vocab_size"]
     call: Any = model
     report: Any = None
     if row == "inductor":

@@ -7,6 +7,7 @@ To take another one: a row here, its name under `TYPE_CHECKING` in the module of
 from __future__ import annotations
 
 import collections
+import contextlib
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ class _NoInstance:
 
 _ROWS = (
     # --- fakes
+    Symbol("fakes.disable_fake_tensor_cache", "torch._subclasses.fake_tensor.disable_fake_tensor_cache",
+           "tracing sizes that no two tensors share", "they are looked up among shapes seen before, in vain",
+           instead=lambda: contextlib.nullcontext),
     Symbol("fakes.FakeTensor", "torch._subclasses.FakeTensor", "tensors without data", ALONE),
     Symbol("fakes.FakeTensorMode", "torch._subclasses.FakeTensorMode", "computing shapes alone", ALONE),
     Symbol("fakes.is_fake", "torch._subclasses.fake_tensor.is_fake", "telling tensors without data", ALONE),

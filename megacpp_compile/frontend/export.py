@@ -10,16 +10,17 @@ The outputs are as many, by construction. Functionalisation marks every input th
 recorded, an op that is recorded whole and writes unsaid (`instance_norm`) counts up the version of what it is given, as
 no functional op does, and tokens would be inputs that nobody counted: all are looked at, and a frame that is otherwise
 than it seemed is exported again, in two runs. So is one that fails, as its error is to be that of the usual way. Guards
-on symbolic sizes are those of the recorded run, which meets all that the first would; where it finds that a symbol is a
-number or another symbol, the frame is recorded once more, for the graph to say so from its beginning on. What is known
-at run time only has new symbols in each run, and is left to torch; no tensor has a class of its own; and so is what
-shares memory, where any is written to, as torch then asks for gradients, too.
+on symbolic sizes are those of the recorded run, which meets all that the first would; where it finds that an input's
+symbol is a number or another symbol, the frame is recorded once more, for the graph to say so from its beginning on.
+What is known at run time only, as how many tokens an expert has, gets its symbols in the run that is recorded. No
+tensor has a class of its own; and what shares memory, where any is written to, is left to torch, which then asks for
+gradients, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from megacpp_compile._torch import modes
 from megacpp_compile._torch._registry import present
 from megacpp_compile._torch.dispatch import FunctionalTensor, is_traceable_wrapper_subclass, proxy_mode
-from megacpp_compile._torch.fakes import FakeTensor
+from megacpp_compile._torch.fakes import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from megacpp_compile._torch.functorch import (
     aot_export_module,
     has_changed_metadata,
@@ -41,21 +42,40 @@ from megacpp_compile._torch.functorch import (
 from megacpp_compile.frontend.hidden_writes import storage_id, storage_of, written_tensors
 from megacpp_compile.fx.edit import dynamo_value
 
+# One value in so many that has a size known at run time only is many.
+MANY = 4
 # What an input must not be, written to or not.
 _REFUSED = (has_changed_metadata, has_changed_storage, has_resized_storage)
 
 
 def export(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any]:
     """(ATen graph, signature) of Dynamo's graph `gm`, which is left as it is; raises what torch's tracing raises."""
-    if _may_run_once(gm, fakes):
-        with modes.restored(), contextlib.suppress(Exception):  # whatever it is, the usual way raises it
-            known = _numbers_known(fakes)
-            exported = _export_once(gm, fakes)
-            if exported is not None and known != _numbers_known(fakes):
+    with _without_lookups(gm, fakes):
+        if _may_run_once(gm, fakes):
+            with modes.restored(), contextlib.suppress(Exception):  # whatever it is, the usual way raises it
+                known = _numbers_known(fakes)
                 exported = _export_once(gm, fakes)
-            if exported is not None:
-                return exported
-    return _export(gm, fakes)
+                if exported is not None and known != _numbers_known(fakes):
+                    exported = _export_once(gm, fakes)
+                if exported is not None:
+                    return exported
+        return _export(gm, fakes)
+
+
+@contextlib.contextmanager
+def _without_lookups(gm: GraphModule, fakes: Sequence[Any]) -> Iterator[None]:
+    """Fake tensors without torch's cache of results where many sizes are known at run time only: each expert's rows are
+    a number of their own, so that nothing is found there, and all of it is entered."""
+    unbacked = sum(_is_unbacked(dynamo_value(n)) for n in gm.graph.nodes)
+    with contextlib.ExitStack() as stack:
+        if unbacked > len(gm.graph.nodes) // MANY:
+            for mode in _modes(fakes):
+                stack.enter_context(disable_fake_tensor_cache(mode))
+        yield
+
+
+def _modes(fakes: Sequence[Any]) -> list[FakeTensorMode]:
+    return list({id(x.fake_mode): x.fake_mode for x in fakes if isinstance(x, FakeTensor)}.values())
 
 
 def _export_once(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any] | None:
@@ -69,10 +89,10 @@ def _export_once(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, An
 
 
 def _numbers_known(fakes: Sequence[Any]) -> list[Any]:
-    """What is known of the frame's symbols: another symbol, or a number, that each is."""
-    modes_ = {id(x.fake_mode): x.fake_mode for x in fakes if isinstance(x, FakeTensor)}
-    envs = (mode.shape_env for mode in modes_.values())
-    return [dict(env.replacements) for env in envs if env is not None]
+    """What is known of the symbols of the frame's inputs: another symbol, or a number, that each is."""
+    envs = (mode.shape_env for mode in _modes(fakes))
+    known = (env.replacements.items() for env in envs if env is not None)
+    return [{old: new for old, new in each if not free_unbacked_symbols(old)} for each in known]
 
 
 def _export(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any]:
@@ -106,7 +126,7 @@ def _may_run_once(gm: GraphModule, fakes: Sequence[Any]) -> bool:
     values = [*fakes, *(dynamo_value(n) for n in gm.graph.nodes)]
     if not present(FunctionalTensor, proxy_mode, is_written_to, *_REFUSED):
         return False
-    if any(map(_has_class, values)) or any(map(_is_unbacked, values)) or any(map(_is_number, _returned(gm.graph))):
+    if any(map(_has_class, values)) or any(map(_is_number, _returned(gm.graph))):
         return False
     memory = [m for x in (*fakes, *gm.buffers()) if (m := storage_id(x)) is not None]
     return len(set(memory)) == len(memory) or not _writes(gm.graph).intersection(map(storage_of, _given(gm.graph)))

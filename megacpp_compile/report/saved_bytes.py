@@ -28,13 +28,13 @@ def saved_bytes(module: GraphModule, order: Sequence[Node], mode: FakeTensorMode
             values = [with_numbers(v, lambda n: n.node.hint) for v in values]
         args = [_leaf(v) for v in values]
     kept: dict[Any, int] = {}
-    unknown: list[torch.Tensor] = []
     own = {_storage(a) for a in args if isinstance(a, torch.Tensor)}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         if (key := _storage(t)) not in own:
-            size = _bytes(t)
-            unknown.append(t) if size is None else kept.update({key: max(kept.get(key, 0), size)})
+            if (size := _bytes(t)) is None:
+                raise _SizeUnknown  # and the rest, such as all other experts' rows, makes no difference
+            kept[key] = max(kept.get(key, 0), size)
         alive.append(t)
         return t
 
@@ -44,9 +44,15 @@ def saved_bytes(module: GraphModule, order: Sequence[Node], mode: FakeTensorMode
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     # Without Python's own decompositions torch 2.9 asks for symbolic sizes as numbers, which they are from then on.
     with unnamed, mode, enable_python_dispatcher(), torch.enable_grad(), hooks:
-        result = module(*args)
-    del result
-    return None if unknown else sum(kept.values())
+        try:
+            module(*args)
+        except _SizeUnknown:
+            return None
+    return sum(kept.values())
+
+
+class _SizeUnknown(Exception):
+    """A tensor that is saved has a size known at run time only."""
 
 
 def _numbers(fake: Any) -> list[Any]:

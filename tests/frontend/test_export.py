@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -194,7 +195,7 @@ def captured_with_symbols(function, look=lambda x: None):
     found = {}
 
     def backend(gm, inputs):
-        (node,) = gm.graph.find_nodes(op="call_function", target=torch.cos)
+        node, *_ = gm.graph.find_nodes(op="call_function", target=torch.cos)
         node.target = call = counted(lambda x: (look(x), torch.cos(x))[1])
         found["traced"], found["runs"] = capture(gm, inputs).gm, call
         node.target = torch.cos
@@ -227,8 +228,48 @@ def test_a_symbol_that_is_found_to_be_a_number_while_it_is_recorded(monkeypatch)
     assert runs == usually == 2 and render(traced) == render(twice) and "f32[5, " in render(traced)
 
 
-def test_two_runs_where_a_number_is_returned_or_known_at_run_time_only():
-    for function in (lambda x: (torch.cos(x), x.shape[0] + 1), lambda x: torch.cos(x)[x[:, 0] > 0].sum()):
-        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-            _, runs = captured_with_symbols(function)
-        assert runs == 2
+def test_two_runs_where_a_number_is_returned():
+    _, runs = captured_with_symbols(lambda x: (torch.cos(x), x.shape[0] + 1))
+    assert runs == 2
+
+
+def rows_of_experts(x):
+    y = torch.zeros_like(x)
+    for e in range(3):
+        (rows,) = torch.where(x[:, 0] > e)
+        y = y.index_add(0, rows, torch.cos(x[rows]) * e)
+    return y
+
+
+def number_of_a_tensor(x):
+    count = (x > 0).sum().item()
+    torch._check(count >= 0)
+    return torch.cos(x), x.new_ones(count + 1)
+
+
+@pytest.mark.parametrize("of", [rows_of_experts, number_of_a_tensor, lambda x: torch.cos(x)[x[:, 0] > 0]])
+def test_one_run_where_sizes_are_known_at_run_time_only(monkeypatch, of):
+    """In the graph of two runs they have other names, those of the second."""
+
+    def names(gm):
+        found = {}
+        return re.sub(r"\b(u|zuf)\d+", lambda name: found.setdefault(name[0], f"u{len(found)}"), render(gm))
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        traced, runs = captured_with_symbols(of)
+        assert runs == 1
+        monkeypatch.setattr(export, "_may_run_once", lambda *_: False)
+        twice, runs = captured_with_symbols(of)
+    assert runs == 2 and names(traced) == names(twice) and "u0" in names(traced)
+
+
+def test_nothing_is_looked_up_where_sizes_are_known_at_run_time_only(monkeypatch):
+    """Torch's cache of results would be asked for each, and grow by it."""
+    asked = []
+    made = export.aot_export_module
+    looks = lambda fakes: [mode.cache_enabled for mode in export._modes(fakes)]  # noqa: E731
+    monkeypatch.setattr(export, "aot_export_module", lambda gm, fakes, **k: asked.append(looks(fakes)) or made(gm, fakes, **k))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        captured_with_symbols(rows_of_experts)
+        captured_with_symbols(of_rows)
+    assert asked == [[False], [True]]
