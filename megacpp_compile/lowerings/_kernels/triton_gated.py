@@ -109,7 +109,7 @@ def grouped_interleaved(x, weights, table, ends, take, bias, hidden, out, rows, 
             w = weights + group.to(tl.int64) * ws_e
         a = x + row * xs + k[None, :]
         b = w + n[None, :] * wn + k[:, None] * wk
-        acc = add_gemm(acc, a, b, n, wk, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
+        acc = add_gemm(acc, a, b, n, wk, K, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
         if bias is not None:
             acc += tl.load(bias + group * N + n, mask=n < N, other=0).to(ACC)[None, :]
     inside = (m < stop)[:, None]

@@ -76,7 +76,7 @@ def gated_gradients(x, weights, table, ends, take, x_scale, h_gate, h_up, gates,
             w = weights + group.to(tl.int64) * ws_e
         a = x + row * xs + k[None, :]
         b = w + n[None, :] * wn + k[:, None] * wk
-        acc = add_gemm(acc, a, b, n, wk, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
+        acc = add_gemm(acc, a, b, n, wk, K, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
         if x_scale is not None:
             acc *= tl.load(x_scale + (at_row if take is None else tl.load(take + at_row)))[:, None]
     until = tl.where(group < E, stop, 0)

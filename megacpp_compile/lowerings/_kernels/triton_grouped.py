@@ -41,11 +41,15 @@ def tile_of(ends, rows, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexp
 
 
 @triton.jit
-def add_gemm(acc, a, b, n, wk, N: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+def add_gemm(acc, a, b, n, wk, depth, N: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
              INTERPRETED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """`acc` plus the GEMM of a tile's rows at `a` and channels `n` of a weight at `b`, over all of K."""
+    """`acc` plus the GEMM of a tile's rows at `a` and channels `n` of a weight at `b`, over all of K; depth is K.
+
+    A GPU's assembler unrolls a loop whose rounds it knows to be some 20, which takes it 4 to 6 seconds. A GEMM over
+    1408 channels is 6 % faster for it, two in one loop are not: their `depth` is a number it does not know.
+    """
     k = tl.arange(0, BK)
-    for at in range(0, K, BK):
+    for at in range(0, depth, BK):
         if K % BK == 0:
             left = tl.load(a)
         else:
@@ -66,7 +70,7 @@ def add_gemm(acc, a, b, n, wk, N: tl.constexpr, K: tl.constexpr, ACC: tl.constex
 
 @triton.jit
 def grouped_rows(x, x2, weights, weights2, table, ends, take, x_scale, w_scale, bias, out, rows, xs, xs2, ws_e, wn, wk,
-                 N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr,
+                 depth, N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr,
                  SECOND: tl.constexpr, TAKE: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr,
                  PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
@@ -94,7 +98,7 @@ def grouped_rows(x, x2, weights, weights2, table, ends, take, x_scale, w_scale, 
                 w = (weights if part == 0 else weights2) + group.to(tl.int64) * ws_e
             a = source + row * stride + k[None, :]
             b = w + n[None, :] * wn + k[:, None] * wk
-            acc = add_gemm(acc, a, b, n, wk, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
+            acc = add_gemm(acc, a, b, n, wk, depth if SECOND else K, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
         if x_scale is not None:
             acc *= tl.load(x_scale + (tl.load(take + at_row) if TAKE else at_row))[:, None]
         if w_scale is not None:
@@ -222,7 +226,8 @@ def rows(
     grouped_rows[programs(total, offsets.shape[0], n, blocks)](
         x=x, x2=xs[-1], weights=operands[0], weights2=operands[-1], take=offsets if take is None else take,
         x_scale=scales[0], w_scale=scales[1], bias=None if bias is None else bias.contiguous(), out=out, rows=total,
-        xs=x.stride(0), xs2=xs[-1].stride(0), SECOND=len(xs) == 2, TAKE=take is not None, **arguments, **blocks,
+        xs=x.stride(0), xs2=xs[-1].stride(0), depth=operands[0].shape[-1], SECOND=len(xs) == 2, TAKE=take is not None,
+        **arguments, **blocks,
     )  # fmt: skip
     return out
 
