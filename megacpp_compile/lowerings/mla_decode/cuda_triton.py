@@ -139,12 +139,11 @@ def results(q: Tensor, d_v: int, splits: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Results of parts [b, t, h, splits, d_v] and [b, t, h, splits] into out and lse. Few queries are spread over the
-    device by channels."""
+    """Results of parts [b, t, h, splits, d_v] and [b, t, h, splits] into out and lse. Many parts are read side by side,
+    few channels of each: one after the other, each would wait for memory."""
     queries, (splits, d_v) = lse.numel(), part_out.shape[3:]
-    width = power_of_2(d_v)
-    across = min(width, 256 if isinstance(queries, int) and queries >= 128 else 64)
-    block = {"BV": across, "BS": min(max(1, 2048 // across), power_of_2(splits)), "num_warps": 4}
+    across, warps = (32, 4) if splits >= 32 else (128, 2)
+    block = {"BV": min(power_of_2(d_v), across), "BS": min(power_of_2(splits), 128), "num_warps": warps}
     _combine(
         lambda meta: (queries, triton.cdiv(d_v, meta["BV"])), block,
         part_out=part_out, part_lse=part_lse, out=out, lse=lse, splits=splits, V=d_v, SP=power_of_2(splits),
