@@ -200,6 +200,10 @@ _ROWS = (
            "checkpoints around blocks in eager", RAISES),
     Symbol("modules.fsdp_wrapped", "torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE", "names behind FSDP",
            "torch's usual name for it serves", instead=lambda: "_fsdp_wrapped_module"),
+    Symbol("", "torch.distributed.fsdp.FSDPModule._get_fsdp_state", "naming what FSDP2 gathers",
+           "the state of delayed scaling has no names under FSDP2"),
+    Symbol("", "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.unsharded_param",
+           "naming what FSDP2 gathers", "the state of delayed scaling has no names under FSDP2"),
     # --- functorch
     Symbol("functorch.config", "torch._functorch.config", "AOTAutograd's settings", RAISES),
     Symbol("functorch.aot_export_module", "torch._functorch.aot_autograd.aot_export_module", "tracing a frame", ALONE),
