@@ -111,11 +111,15 @@ def _check(view: GraphView, plan: PrecisionPlan, linear: Linear) -> Wanted | Mat
     if missing := _no_device_for(recipe)(x.device):
         return MatchFailure(node, "device", missing)
     gate = decision.reason.removeprefix("gate: ")
+    note = _without_past(view, linear) if recipe == "fp8_delayed" else ""
+    if note:  # whose casts cost more than those that the plan was asked about
+        recipe = "fp8_current"
+        gate = fp8_gain.refusal(recipe, shape) if plan.gate and shape is not None else ""
+        gate = gate and f"{gate} ({note})"
     misfit = _misfit(value(node).dtype, recipe, k, n, rows)
     if misfit is not None:
         return MatchFailure(node, *(("gate", gate) if gate else misfit))
-    note = _without_past(view, linear) if recipe == "fp8_delayed" else ""
-    return Wanted(linear, "fp8_current" if note else recipe, shape, gate, note)
+    return Wanted(linear, recipe, shape, gate, note)
 
 
 def _without_past(view: GraphView, linear: Linear) -> str:

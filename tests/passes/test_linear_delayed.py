@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacpp_compile.backends.delayed_scaling import take_past
+from megacpp_compile.config import fp8_gain
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.passes import linear
@@ -129,6 +130,21 @@ def test_a_frozen_weight_needs_nothing_turned():
     model.up.weight.requires_grad_(False)
     casts = [n for n in run(model, x(), CONFIG).graph.graph.nodes if "fp8_quantize_delayed" in str(n.target)]
     assert [n.args[3] for n in casts] == [False, False, True, False]  # of up's x and weight, of down's
+
+
+def test_the_gate_asks_about_what_runs(monkeypatch):
+    """Casts of current scaling cost more: a linear that gains by delayed scaling alone is bf16 where that cannot serve."""
+    monkeypatch.setattr(fp8_gain, "gain", lambda recipe, shape: 1.2 if recipe == "fp8_delayed" else 1.05)
+    plan = PrecisionPlan(rules=(("*", "fp8_delayed"),))
+    frames = run(Two(), x(), Config(strict=True, precision=plan))
+    assert frames.counts[NAME] == 2
+    with torch.no_grad():
+        frames = run(Two(), x(), Config(strict=True, precision=plan))
+    assert frames.counts[NAME] == 0
+    want = "predicted gain 1.05, below 1.10 (fp8_current: nothing is trained here)"
+    assert [miss.reason.partition(": ")[2] for miss in frames.misses] == [want] * 2
+    rows = [row for analysis in frames.analyses for row in analysis.frame.precision]
+    assert {(row["requested"], row["effective"]) for row in rows} == {("fp8_delayed", "bf16")}
 
 
 def test_current_and_delayed_readers_of_one_tensor():
