@@ -238,6 +238,9 @@ _ROWS = (
            "a backward that may run twice", "retain_graph=True is an error of torch's"),
     Symbol("", "torch._functorch.config.activation_memory_budget", "telling a second policy", "no other is seen"),
     Symbol("", "torch._functorch.config.enable_autograd_cache", "estimating what a compiled model saves", RAISES),
+    # --- Triton's kernels in a graph
+    Symbol("", "torch._higher_order_ops.triton_kernel_wrap.identify_accessed_tensors", "reading a kernel once",
+           "it is read for every call, which takes longer", seen="2.13-2.13"),
     # --- inductor
     Symbol("inductor.config", "torch._inductor.config", "Inductor's settings", ALONE),
     Symbol("inductor.compile_fx", "torch._inductor.compile_fx.compile_fx", "code for a graph",
