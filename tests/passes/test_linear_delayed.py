@@ -12,6 +12,7 @@ from megacpp_compile.backends.delayed_scaling import take_past
 from megacpp_compile.config import fp8_gain
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import PrecisionPlan
+from megacpp_compile.matchers.rope import frozen_tables
 from megacpp_compile.passes import linear
 from tests.frames import check, render, run
 
@@ -130,6 +131,21 @@ def test_a_frozen_weight_needs_nothing_turned():
     model.up.weight.requires_grad_(False)
     casts = [n for n in run(model, x(), CONFIG).graph.graph.nodes if "fp8_quantize_delayed" in str(n.target)]
     assert [n.args[3] for n in casts] == [False, False, True, False]  # of up's x and weight, of down's
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
+def test_weights_of_linears_in_float8_are_asked_no_more_whether_they_are_tables(monkeypatch, recipe):
+    """Which walks all that is computed from them: with every weight in float8, the graph once for each cast."""
+    asked, answer = [], frozen_tables._used_as_table
+    monkeypatch.setattr(frozen_tables, "_used_as_table", lambda node, acts: (asked.append(node), answer(node, acts))[1])
+    plan = PrecisionPlan(rules=(("*", recipe),), gate=False)
+    frames = run(Two(), x(), Config(strict=True, precision=plan))
+    assert frames.counts[NAME] == 2
+    asked.clear()
+    graph = frames.graph.graph
+    weights = {n.name: n for n in graph.find_nodes(op="placeholder") if "weight" in n.name or "bias" in n.name}
+    assert frozen_tables.frozen_tables(graph, frozenset(weights.values()), frozenset()) == frozenset()
+    assert set(asked) == {weights[name] for name in weights if "bias" in name}
 
 
 def test_the_gate_asks_about_what_runs(monkeypatch):
