@@ -67,9 +67,15 @@ NAMES = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down"
 KEYS = {f"{name}:{kind}" for name in NAMES for kind in "xwg"}
 
 
+OPTIONS = {"precision": PrecisionPlan(rules=(("*", "fp8_delayed"),), gate=False)}
+
+
 def compiled(model):
-    options = {"precision": PrecisionPlan(rules=(("*", "fp8_delayed"),), gate=False)}
-    return torch.compile(model, backend="megacpp", options=options)
+    return torch.compile(model, backend="megacpp", options=OPTIONS)
+
+
+def by_blocks(model):
+    return megacpp_compile.compile(model, options=OPTIONS)
 
 
 def with_checkpoints(model):
@@ -99,6 +105,8 @@ WRAPPED = {
     "checkpoints": lambda model: (with_checkpoints(model), compiled(model)),
     "fsdp2": lambda model: (sharded(model), compiled(model)),
     "whole fsdp2": lambda model: (fully_shard(model), compiled(model)),
+    "by blocks": lambda model: (model, by_blocks(model)),
+    "fsdp2 by blocks": lambda model: (sharded(model), by_blocks(model)),
     "parametrised": lambda model: (parametrised(model), compiled(model)),
 }
 PAIRS = [("plain", other) for other in WRAPPED]
