@@ -34,7 +34,8 @@ def float8(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def group():
+def group(monkeypatch):
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)  # as small as others are asked to be
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     torch._dynamo.reset()
@@ -101,6 +102,9 @@ WRAPPED = {
     "plain": lambda model: (model, compiled(model)),
     "compiled": lambda model: (run := compiled(model), run),
     "ddp": lambda model: (ddp := nn.parallel.DistributedDataParallel(model), compiled(ddp)),
+    "ddp in buckets": lambda model: (
+        ddp := nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001), compiled(ddp)
+    ),
     "compiled ddp": lambda model: (run := compiled(nn.parallel.DistributedDataParallel(model)), run),
     "checkpoints": lambda model: (with_checkpoints(model), compiled(model)),
     "fsdp2": lambda model: (sharded(model), compiled(model)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megacpp_compile.precision import maxima, scaling_state
 from tests.sharding import delayed
 from tests.thinned import case_of
 
@@ -69,6 +70,16 @@ def test_gathered_weights_have_one_scale_and_inputs_one_a_rank(seen, case):
     same = {key: torch.equal(one["state"][key], other["state"][key]) for key in KEYS}
     assert all(same[key] for key in KEYS if key.endswith(":w"))
     assert not any(same[key] for key in KEYS if key.endswith("up.weight:x"))
+
+
+@pytest.mark.parametrize("case", sorted(delayed.CASES))
+def test_the_maximum_over_ranks_is_a_state_of_the_whole(seen, case):
+    one, other = (rank["state"] for rank in ranks(seen, case))
+    merged = {key: torch.maximum(one[key], other[key]) for key in KEYS}
+    for name in NAMES:
+        assert merged[f"{name}:w"][0] == torch.tensor(seen[case][0]["largest"][name]).bfloat16()
+    scaling_state.load_scaling_state(model := delayed.Model(), merged)
+    assert all(len(maxima.LOADED[weight]) == 3 for weight in model.parameters())
 
 
 @pytest.mark.parametrize("case", sorted(delayed.CASES))
