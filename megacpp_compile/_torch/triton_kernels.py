@@ -7,6 +7,7 @@ to float8 by one kernel took three seconds of a compilation.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,17 +25,40 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool, sympy.Expr)
 
 @contextlib.contextmanager
 def kernels_read_once() -> Iterator[None]:
-    """What is compiled inside, in this thread, has a kernel read once for all its calls with arguments of the same
-    types, sizes and constants; without effect on a torch that reads kernels elsewhere."""
-    module = find(_WHERE)
-    before = {name: getattr(module, name) for name in _READERS if hasattr(module, name)}
-    for name, read in before.items():
-        setattr(module, name, _remembering(read))
+    """What is compiled inside has a kernel read once for all its calls with arguments of the same types, sizes and
+    constants; without effect on a torch that reads kernels elsewhere. From the first to enter to the last to leave, in
+    whichever threads."""
+    with _lock:
+        _replaced.enter()
     try:
         yield
     finally:
-        for name, read in before.items():
-            setattr(module, name, read)
+        with _lock:
+            _replaced.leave()
+
+
+class _Replaced:
+    """How many are inside, and torch's own functions while any is."""
+
+    def __init__(self) -> None:
+        self.inside, self.before = 0, dict[str, Any]()
+
+    def enter(self) -> None:
+        module = find(_WHERE)
+        if self.inside == 0:
+            self.before = {name: getattr(module, name) for name in _READERS if hasattr(module, name)}
+            for name, read in self.before.items():
+                setattr(module, name, _remembering(read))
+        self.inside += 1
+
+    def leave(self) -> None:
+        self.inside -= 1
+        if self.inside == 0:
+            for name, read in self.before.items():
+                setattr(find(_WHERE), name, read)
+
+
+_lock, _replaced = threading.Lock(), _Replaced()
 
 
 def _remembering(read: Callable[..., Any]) -> Callable[..., Any]:

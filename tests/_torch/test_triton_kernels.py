@@ -84,6 +84,18 @@ def test_an_error_leaves_torch_as_it_was(asked):
     assert getattr(wrap, NAME) is before
 
 
+def test_threads_that_leave_in_the_order_they_entered(asked):
+    before = getattr(wrap, NAME)
+    one, other = kernels_read_once(), kernels_read_once()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    read = getattr(wrap, NAME)
+    assert read(kernel, {"rows": 1}, {}) is read(kernel, {"rows": 1}, {}) and read is not before
+    other.__exit__(None, None, None)
+    assert getattr(wrap, NAME) is before
+
+
 def test_inductor_asks_by_that_name():
     """When it makes a call of a kernel, not when it is imported."""
     from torch._inductor import ir
