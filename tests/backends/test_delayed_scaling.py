@@ -354,7 +354,7 @@ def test_a_weight_that_is_made_anew_for_every_call_has_current_scaling(rand, lea
     model, flat = Flat(), nn.Parameter(rand(DIM * DIM, dtype=torch.bfloat16))
     weight = flat.view(DIM, DIM)
     report, rows = precision_of(model, batch(rand)[0], weight.detach().requires_grad_() if leaf else weight)
-    why = "fp8_current: its weight is no parameter, but made anew for every call, so it has no past"
+    why = "fp8_current: its weight is no parameter, and may be another tensor in every call, so it has no past"
     assert sorted(reason for _, reason in rows.values()) == ["", why], report
     assert set(megacpp_compile.scaling_state(model)) == {f"proj.weight:{kind}" for kind in "xwg"}
 

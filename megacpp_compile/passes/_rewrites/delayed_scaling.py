@@ -57,7 +57,7 @@ def no_parameter(weight: Node) -> str:
     origin = _origin(weight)
     if origin.op != "placeholder":
         return "its weight is computed here"
-    return "" if origin.meta.get(PARAMETER) else "its weight is no parameter, but made anew for every call"
+    return "" if origin.meta.get(PARAMETER) else "its weight is no parameter, and may be another tensor in every call"
 
 
 def _origin(weight: Node) -> Node:
