@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from megacpp_compile.nn.expert_capacity import equal_split
     from megacpp_compile.nn.sparse_mla import sparse_mla
     from megacpp_compile.precision.layer_spec import NativeLayerSpec, te_layer_spec
-    from megacpp_compile.precision.maxima import load_scaling_state, scaling_state
     from megacpp_compile.precision.replace import replace_linears
+    from megacpp_compile.precision.scaling_state import load_scaling_state, scaling_state
     from megacpp_compile.regional.compile import compile
     from megacpp_compile.report.collector import record
     from megacpp_compile.report.report import Report
@@ -69,7 +69,7 @@ _HOME = {
     "disable_fa4": "nn.attention.switch", "enable": "enable", "enable_fa4": "nn.attention.switch",
     "equal_split": "nn.expert_capacity", "estimate": "memory.estimate", "explain": "explainer", "fit": "memory.fit",
     "last_attention": "nn.attention", "latent_attention": "decode.absorbed", "observed_attention": "nn.attention",
-    "load_scaling_state": "precision.maxima", "scaling_state": "precision.maxima",
+    "load_scaling_state": "precision.scaling_state", "scaling_state": "precision.scaling_state",
     "record": "report.collector", "replace_linears": "precision.replace", "sparse_mla": "nn.sparse_mla",
     "te_layer_spec": "precision.layer_spec", "use_latent_cache": "decode.transformers_cache",
     "uses_dense_fa4": "nn.attention.switch",

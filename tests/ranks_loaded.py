@@ -9,7 +9,7 @@ import torch.distributed.tensor.parallel
 from torch import nn
 
 from tests.conftest import kernels_left_out, quick_compilers
-from tests.sharding import heads, ranks  # noqa: F401
+from tests.sharding import delayed, heads, ranks  # noqa: F401
 
 
 def _compile_a_frame() -> None:

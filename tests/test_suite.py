@@ -11,7 +11,7 @@ import torch
 
 from tests import conftest, seeds, thinned
 from tests.repeat import failed_in, table
-from tests.sharding import heads, ranks, test_dtensors, test_heads
+from tests.sharding import delayed, heads, ranks, test_delayed_scaling, test_dtensors, test_heads
 
 DRAWS = """
 import pytest, torch
@@ -135,10 +135,12 @@ def test_what_is_thinned_is_there():
 
 
 @pytest.mark.parametrize(
-    ("tests", "cases"), [(test_dtensors, ranks.CASES), (test_heads, heads.CASES)], ids=["dtensors", "heads"]
+    ("tests", "cases"),
+    [(test_dtensors, ranks.CASES), (test_heads, heads.CASES), (test_delayed_scaling, delayed.CASES)],
+    ids=["dtensors", "heads", "delayed"],
 )
 def test_rare_cases_are_left_out_and_no_test_reads_them_otherwise(monkeypatch, tests, cases):
-    assert len(thinned.RARE) == 2
+    assert len(thinned.RARE) == 3
     file = Path(tests.__file__).relative_to(Path(thinned.__file__).parent).as_posix()
     rare = thinned.RARE[file]
     assert set(rare) <= cases.keys() and not set(rare) & set(tests.READ)

@@ -193,6 +193,7 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
         "precision/test_hugging_face.py": ("test_gradients",),
         "precision/test_norms.py": ("test_who_reads_a_norm",),
         "precision/test_replace.py": ("test_outputs_and_gradients",),
+        "precision/test_scaling_state.py": ("test_saved_under_one_wrapping_and_loaded_under_another",),
         "precision/test_sentinel.py": ("test_a_compiled_model_raises_no_alarm",),
         "regional/test_loss_region.py": ("test_fires",),
         "remat/test_auto.py": ("test_a_choice_of_latents_by_the_user_stands",),
@@ -327,6 +328,7 @@ RARE: dict[str, tuple[str, ...]] = {
         "tensor_parallel_no_grad", "tensor_parallel_dynamic", "checkpointed", "gathered_gain", "dtensor_out", "local_experts",
         "on_dtensors_sequence", "frozen_region", "decoding",
     ),
+    "sharding/test_delayed_scaling.py": ("fsdp2_mixed", "fsdp2_tensor_parallel", "by_hand"),
     "sharding/test_heads.py": ("bias", "scaled", "shifted", "words_second"),
 }  # fmt: skip
 

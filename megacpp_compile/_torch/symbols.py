@@ -204,6 +204,10 @@ _ROWS = (
            "checkpoints around blocks in eager", RAISES),
     Symbol("modules.fsdp_wrapped", "torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE", "names behind FSDP",
            "torch's usual name for it serves", instead=lambda: "_fsdp_wrapped_module"),
+    Symbol("", "torch.distributed.fsdp.FSDPModule._get_fsdp_state", "naming what FSDP2 gathers",
+           "the state of delayed scaling has no names under FSDP2"),
+    Symbol("", "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.unsharded_param",
+           "naming what FSDP2 gathers", "the state of delayed scaling has no names under FSDP2"),
     # --- functorch
     Symbol("functorch.config", "torch._functorch.config", "AOTAutograd's settings", RAISES),
     Symbol("functorch.aot_export_module", "torch._functorch.aot_autograd.aot_export_module", "tracing a frame", ALONE),
@@ -238,6 +242,9 @@ _ROWS = (
            "a backward that may run twice", "retain_graph=True is an error of torch's"),
     Symbol("", "torch._functorch.config.activation_memory_budget", "telling a second policy", "no other is seen"),
     Symbol("", "torch._functorch.config.enable_autograd_cache", "estimating what a compiled model saves", RAISES),
+    # --- Triton's kernels in a graph
+    Symbol("", "torch._higher_order_ops.triton_kernel_wrap.identify_accessed_tensors", "reading a kernel once",
+           "it is read for every call, which takes longer", seen="2.13-2.13"),
     # --- inductor
     Symbol("inductor.config", "torch._inductor.config", "Inductor's settings", ALONE),
     Symbol("inductor.compile_fx", "torch._inductor.compile_fx.compile_fx", "code for a graph",

@@ -12,7 +12,7 @@ backward, and whatever recomputes a cast in it, has the scales of its forward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,12 +51,12 @@ def take_past(gm: GraphModule, captured: Captured | None) -> Past:
     nothing where nothing in it has delayed scaling. captured: None where no pass saw the frame."""
     if captured is None:
         return Past((), [])
-    graph, weights, mode, ops = gm.graph, captured.weights, captured.fake_mode, torch.ops.megacpp
+    graph, mode, ops = gm.graph, captured.fake_mode, torch.ops.megacpp
     linears = [n for n in graph.nodes if n.target is ops.fp8_linear.default and is_delayed(n)]
     if not linears:
         return Past((), [])
     inputs = graph.find_nodes(op="placeholder")
-    forward, backward = _columns(linears, inputs, weights)
+    forward, backward = _columns(linears, inputs)
     order = [*forward.values(), *backward.values()]
     device = value(linears[0])[0].device
     with mode, torch.no_grad():
@@ -84,9 +84,7 @@ def take_past(gm: GraphModule, captured: Captured | None) -> Past:
     return Past(tuple(order), fakes)
 
 
-def _columns(
-    linears: Sequence[Node], inputs: Sequence[Node], weights: Set[Node]
-) -> tuple[dict[Node, Column], dict[Node, Column]]:
+def _columns(linears: Sequence[Node], inputs: Sequence[Node]) -> tuple[dict[Node, Column], dict[Node, Column]]:
     """Columns of what is cast in forward, by its op, and of gradients, by their linear's op. A tensor that several
     linears read is the first one's."""
     forward: dict[Node, Column] = {}
@@ -98,7 +96,7 @@ def _columns(
         return Column(inputs.index(weight), kind, turn)
 
     for linear in linears:
-        weight = parameter_of(linear.args[1][0], weights)  # type: ignore[index, arg-type]
+        weight = parameter_of(linear.args[1][0])  # type: ignore[index, arg-type]
         assert weight is not None, "the pass has seen that it is an input"
         for kind, argument in (("x", 2), ("w", 4)):
             if (cast := quantised(linear, argument)) not in forward:

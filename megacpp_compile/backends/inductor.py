@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from megacpp_compile._torch.functorch import backward_with_forward, keep_saved_tensors
 from megacpp_compile._torch.inductor import config as inductor_config
+from megacpp_compile._torch.triton_kernels import kernels_read_once
 from megacpp_compile.backends import cuda_graphs, static_launch
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
@@ -96,7 +97,7 @@ def _compile(
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
     if own := inner.get("inner_compile", usual and usual.default):
         inner = {"inner_compile": functools.partial(_keeping_saved_tensors, own)}
-    with backward_with_forward():
+    with backward_with_forward(), kernels_read_once():
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
 
 

@@ -58,7 +58,8 @@ class PrecisionPlan:
     - "fp8_current": one scale a tensor, from the values it has now; Hopper's default;
     - "fp8_block": scales by blocks (128 x 128 of a weight, 1 x 128 of an activation);
     - "fp8_delayed": one scale a tensor, from the maxima of past steps, so that a cast is one pass. A number that is
-      beyond them is saturated; `scaling_state` carries them over a restart;
+      beyond them is saturated; `scaling_state` carries them over a restart. In compiled graphs, routed experts and
+      linears that have no past take "fp8_current", as the report says;
     - "nvfp4": 4 bits, with a scale in e4m3 for 16 elements; in modules only, by Transformer Engine 2.8 and newer on
       devices of compute capability 10 and newer. The gate predicts nothing for it.
 

@@ -35,6 +35,9 @@ from megacpp_compile.frontend.unsaid_aliases import without_writes_to_unsaid_ali
 from megacpp_compile.frontend.written_constants import without_writes_to_constants
 from megacpp_compile.report.records import MissedFusion
 
+# In the metadata of a placeholder that is a parameter of a module, the same tensor in every call.
+PARAMETER = "megacpp_parameter"
+
 
 @dataclasses.dataclass
 class Captured:
@@ -133,6 +136,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
             trained.add(new)
         if isinstance(value, torch.nn.Parameter):
             weights.add(new)
+            new.meta[PARAMETER] = True
     exported.meta.update(gm.meta)
     _inherit_sources(gm, exported)
     exported.recompile()

@@ -23,8 +23,8 @@ without float8 GEMMs. A linear that the plan leaves in bfloat16 is no near miss,
 prediction is the reason. One that the gate refuses alone joins the GEMM of another that reads the same tensor, as all
 casts of that are made anyway. Those that gain alone join where putting their gradients side by side moves less than the
 sum of x's gradients, as with queries, keys and values of few heads; gate and up stay two. Where nothing is trained, and
-where a weight is computed in the frame, "fp8_delayed" is "fp8_current": there are no steps to remember, or nothing to
-remember them by.
+where a weight is no parameter, or computed of one and not only moved (`_rewrites/delayed_scaling.py`), "fp8_delayed" is
+"fp8_current": there are no steps to remember, or nothing to remember them by.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
-from megacpp_compile.passes._rewrites.delayed_scaling import no_past, parameter_of
+from megacpp_compile.passes._rewrites.delayed_scaling import no_parameter, no_past
 from megacpp_compile.passes._rule import Match
 
 name = "linear"
@@ -111,20 +111,23 @@ def _check(view: GraphView, plan: PrecisionPlan, linear: Linear) -> Wanted | Mat
     if missing := _no_device_for(recipe)(x.device):
         return MatchFailure(node, "device", missing)
     gate = decision.reason.removeprefix("gate: ")
+    note = _without_past(view, linear) if recipe == "fp8_delayed" else ""
+    if note:  # whose casts cost more than those that the plan was asked about
+        recipe = "fp8_current"
+        gate = fp8_gain.refusal(recipe, shape) if plan.gate and shape is not None else ""
+        gate = gate and f"{gate} ({note})"
     misfit = _misfit(value(node).dtype, recipe, k, n, rows)
     if misfit is not None:
         return MatchFailure(node, *(("gate", gate) if gate else misfit))
-    note = _without_steps(view, linear) if recipe == "fp8_delayed" else ""
-    return Wanted(linear, "fp8_current" if note else recipe, shape, gate, note)
+    return Wanted(linear, recipe, shape, gate, note)
 
 
-def _without_steps(view: GraphView, linear: Linear) -> str:
+def _without_past(view: GraphView, linear: Linear) -> str:
     """Why there is no past that could scale the tensors of `linear`, "" where there is."""
     node = linear.node
     if not (torch.is_grad_enabled() and view.mode_states[node].grad and view.needs_grad(node)):
         return "fp8_current: nothing is trained here"
-    computed = parameter_of(linear.w, view.weights) is None
-    return "fp8_current: its weight is computed here, so it has no past" if computed else ""
+    return f"fp8_current: {why}, so it has no past" if (why := no_parameter(linear.w)) else ""
 
 
 def _misfit(dtype: torch.dtype, recipe: str, k: object, n: object, rows: object) -> tuple[str, str] | None:

@@ -1,22 +1,22 @@
 """What delayed scaling knows of the past: the largest magnitudes that a linear's tensors had in the last steps.
 
 A compiled frame that has linears under "fp8_delayed" is called with a `Maxima` behind its own inputs, and writes to it;
-one artifact may serve several blocks, so it belongs to the weights that a call brings, not to the code. `scaling_state`
-and `load_scaling_state` carry it over a restart.
+one artifact may serve several blocks, so it belongs to the weights that a call brings, not to the code.
+`scaling_state.py` carries it over a restart.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from megacpp_compile.errors import NotAModuleError, ScalingStateError
-from megacpp_compile.fx.module_names import canonical
+from megacpp_compile._torch.modules import gathered_parameter
 
 # Steps that count: each call of a frame that trains is one.
 HISTORY = 16
@@ -67,7 +67,9 @@ class Maxima:
 
 # Of each weight the frames it is an input of, the youngest last, and what was loaded for it before there was one.
 _FRAMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_LOADED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+LOADED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# The same for weights that FSDP2 has yet to gather for the first time, by its records of them.
+AWAITED: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
 
 
 def maxima_of(columns: Sequence[Column], inputs: Sequence[Any]) -> Maxima:
@@ -96,63 +98,20 @@ def maxima_of(columns: Sequence[Column], inputs: Sequence[Any]) -> Maxima:
 
 
 def _known(weight: Tensor, kind: str, turn: int) -> Tensor | None:
-    for maxima, i in reversed(list(_columns_of(weight))):
+    for maxima, i in reversed(list(columns_of(weight))):
         if maxima.owners[i][1:] == (kind, turn):
             return maxima.column(i)
-    loaded: Mapping[Any, Tensor] = _LOADED.get(weight, {})
-    return loaded.get((kind, turn))
+    awaited = (columns for record, columns in AWAITED.items() if gathered_parameter(record) is weight)
+    for loaded in (LOADED.get(weight, {}), *awaited):
+        if (kind, turn) in loaded:
+            found: Tensor = loaded[kind, turn]
+            return found
+    return None
 
 
-def _columns_of(weight: Tensor) -> Iterator[tuple[Maxima, int]]:
+def columns_of(weight: Tensor) -> Iterator[tuple[Maxima, int]]:
+    """(past, which column) of each tensor of a linear with that weight, of the youngest frame last."""
     for maxima in _FRAMES.get(weight, {}).values():
         for i, (owner, _, _) in enumerate(maxima.owners):
             if owner() is weight:
                 yield maxima, i
-
-
-def scaling_state(model: nn.Module) -> dict[str, Tensor]:
-    """What delayed scaling knows of the linears of `model`, to be saved beside its state dict.
-
-    Returns, by the weight's name and which of its linear's tensors it is ("layers.0.q_proj.weight:x", ":w", ":g"; from
-    the second linear with a weight on ":x.1"), the largest magnitudes of the last HISTORY + 1 steps, newest first,
-    float32 on CPU. Empty before the first step, and without delayed scaling. Raises NotAModuleError.
-    """
-    found: dict[str, Tensor] = {}
-    for name, weight in _parameters(model):
-        for maxima, i in _columns_of(weight):  # of frames with the same linear the youngest counts
-            _, kind, turn = maxima.owners[i]
-            found[f"{name}:{kind}" + (f".{turn}" if turn else "")] = maxima.column(i).cpu()
-    return found
-
-
-def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Have delayed scaling go on from what `scaling_state` returned, before or after the first step of `model`.
-
-    Linears that the state does not name begin anew. Raises NotAModuleError; ScalingStateError, and changes nothing,
-    for names that are no weight of the model and for tensors of another shape.
-    """
-    weights = dict(_parameters(model))
-    wrong, columns = [], []
-    for key, column in state.items():
-        name, _, which = key.rpartition(":")
-        kind, _, turn = which.partition(".")
-        if kind not in ("x", "w", "g") or not (turn or "0").isdecimal() or name not in weights:
-            wrong.append(f"{key}: no linear's weight here")
-        elif not isinstance(column, Tensor) or tuple(column.shape) != (HISTORY + 1,):
-            wrong.append(f"{key}: not a tensor of {HISTORY + 1} numbers")
-        else:
-            columns.append((weights[name], (kind, int(turn or 0)), column))
-    if wrong:
-        raise ScalingStateError(wrong)
-    for weight, of, column in columns:
-        _LOADED.setdefault(weight, {})[of] = column.detach().clone()
-        with torch.no_grad():
-            for maxima, i in _columns_of(weight):
-                if maxima.owners[i][1:] == of:
-                    maxima.fill(i, column)
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    if not isinstance(model, nn.Module):
-        raise NotAModuleError(model)
-    return ((canonical(name), weight) for name, weight in model.named_parameters())

@@ -9,11 +9,12 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo import eval_frame
 from torch._dynamo.backends import registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacpp_compile._torch import (
@@ -184,6 +185,24 @@ def test_wrappers_keep_what_they_wrap_under_these_names():
     assert getattr(torch.compile(inner), modules.COMPILED) is inner
     assert dict(checkpoint_wrapper(inner).named_children()) == {modules.checkpoint_wrapped: inner}
     assert f"self.{modules.fsdp_wrapped}" in inspect.getsource(FullyShardedDataParallel.module.fget)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo")
+def test_fsdp2_gathers_into_the_same_parameter_every_time():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        seen, inner = [], nn.Linear(4, 4, bias=False)
+        inner.register_forward_pre_hook(lambda module, args: seen.append(module.weight))
+        model = fully_shard(nn.Sequential(fully_shard(inner), nn.Linear(4, 4, bias=False)))
+        records = dict(modules.sharded_parameters(model))
+        assert list(map(id, records.values())) == [id(p) for p in reversed(list(model.parameters()))]
+        record = next(r for r, p in records.items() if p is inner.weight)
+        assert modules.gathered_parameter(record) is None
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+        assert all(weight is modules.gathered_parameter(record) for weight in seen) and len(seen) == 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ops():

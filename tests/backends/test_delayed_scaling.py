@@ -186,6 +186,7 @@ def test_a_state_that_does_not_fit():
     with pytest.raises(ScalingStateError) as caught:
         megacpp_compile.load_scaling_state(model, {**good, **wrong})
     assert all(name in str(caught.value) for name in wrong) and "blocks.0.up.weight:w" not in str(caught.value)
+    assert "the closest is blocks.0.up.weight" in str(caught.value)
     assert megacpp_compile.scaling_state(model) == {}
     for function in (megacpp_compile.scaling_state, lambda m: megacpp_compile.load_scaling_state(m, {})):
         with pytest.raises(NotAModuleError):
@@ -335,6 +336,27 @@ def test_a_weight_that_is_computed_has_current_scaling(rand):
     reasons = sorted(reason for _, reason in rows.values())
     assert reasons == ["", "fp8_current: its weight is computed here, so it has no past"], report
     assert set(megacpp_compile.scaling_state(model)) == {f"other.weight:{kind}" for kind in "xwg"}
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_weight_that_is_made_anew_for_every_call_has_current_scaling(rand, leaf):
+    """As FSDP's first version hands views of its flat parameter to a forward: no tensor of theirs was there before."""
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.proj = nn.Linear(DIM, DIM, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x, weight):
+            return self.proj(F.linear(x, weight))
+
+    model, flat = Flat(), nn.Parameter(rand(DIM * DIM, dtype=torch.bfloat16))
+    weight = flat.view(DIM, DIM)
+    report, rows = precision_of(model, batch(rand)[0], weight.detach().requires_grad_() if leaf else weight)
+    why = "fp8_current: its weight is no parameter, and may be another tensor in every call, so it has no past"
+    assert sorted(reason for _, reason in rows.values()) == ["", why], report
+    assert set(megacpp_compile.scaling_state(model)) == {f"proj.weight:{kind}" for kind in "xwg"}
 
 
 def test_float32_weights_under_autocast(rand):

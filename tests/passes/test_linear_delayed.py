@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacpp_compile.backends.delayed_scaling import take_past
+from megacpp_compile.config import fp8_gain
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import PrecisionPlan
+from megacpp_compile.matchers.rope import frozen_tables
 from megacpp_compile.passes import linear
 from tests.frames import check, render, run
 
@@ -129,6 +131,36 @@ def test_a_frozen_weight_needs_nothing_turned():
     model.up.weight.requires_grad_(False)
     casts = [n for n in run(model, x(), CONFIG).graph.graph.nodes if "fp8_quantize_delayed" in str(n.target)]
     assert [n.args[3] for n in casts] == [False, False, True, False]  # of up's x and weight, of down's
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
+def test_weights_of_linears_in_float8_are_asked_no_more_whether_they_are_tables(monkeypatch, recipe):
+    """Which walks all that is computed from them: with every weight in float8, the graph once for each cast."""
+    asked, answer = [], frozen_tables._used_as_table
+    monkeypatch.setattr(frozen_tables, "_used_as_table", lambda node, acts: (asked.append(node), answer(node, acts))[1])
+    plan = PrecisionPlan(rules=(("*", recipe),), gate=False)
+    frames = run(Two(), x(), Config(strict=True, precision=plan))
+    assert frames.counts[NAME] == 2
+    asked.clear()
+    graph = frames.graph.graph
+    weights = {n.name: n for n in graph.find_nodes(op="placeholder") if "weight" in n.name or "bias" in n.name}
+    assert frozen_tables.frozen_tables(graph, frozenset(weights.values()), frozenset()) == frozenset()
+    assert set(asked) == {weights[name] for name in weights if "bias" in name}
+
+
+def test_the_gate_asks_about_what_runs(monkeypatch):
+    """Casts of current scaling cost more: a linear that gains by delayed scaling alone is bf16 where that cannot serve."""
+    monkeypatch.setattr(fp8_gain, "gain", lambda recipe, shape: 1.2 if recipe == "fp8_delayed" else 1.05)
+    plan = PrecisionPlan(rules=(("*", "fp8_delayed"),))
+    frames = run(Two(), x(), Config(strict=True, precision=plan))
+    assert frames.counts[NAME] == 2
+    with torch.no_grad():
+        frames = run(Two(), x(), Config(strict=True, precision=plan))
+    assert frames.counts[NAME] == 0
+    want = "predicted gain 1.05, below 1.10 (fp8_current: nothing is trained here)"
+    assert [miss.reason.partition(": ")[2] for miss in frames.misses] == [want] * 2
+    rows = [row for analysis in frames.analyses for row in analysis.frame.precision]
+    assert {(row["requested"], row["effective"]) for row in rows} == {("fp8_delayed", "bf16")}
 
 
 def test_current_and_delayed_readers_of_one_tensor():

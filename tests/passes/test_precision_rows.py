@@ -176,6 +176,39 @@ def test_routed_experts_in_float8(monkeypatch, made, plan, reason):
     assert layer["effective"] == ({torch.float32: "fp32"}.get(given.dtype, "bf16") if reason else "fp8_current")
 
 
+def test_routed_experts_under_delayed_scaling_have_current_scaling(monkeypatch):
+    """And the report says so; where that has no kernel or a rule has a part in another recipe, they stay in bf16."""
+    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
+    given, found = torch.randn(12, DIM, dtype=torch.bfloat16), []
+    for made, plan in (
+        ({}, {"gate": False, "roles": {"experts": "fp8_delayed"}}),
+        ({}, {"gate": False, "rules": {"*": "fp8_delayed"}}),
+        ({}, {"roles": {"experts": "fp8_delayed"}}),
+        ({"across": True}, {"gate": False, "roles": {"experts": "fp8_delayed"}}),
+    ):
+        frames = run(Experts(**made), (given,), Config(precision=PrecisionPlan(**plan)))
+        (layer,) = (r for a in frames.analyses for r in a.frame.precision if r["kind"] == "experts" and not r["shape"])
+        (op,) = (n for n in frames.graph.graph.nodes if "megacpp.moe" in str(n.target))
+        assert layer["requested"] == "fp8_delayed"
+        found.append((layer["effective"], op.args[9:], layer["reason"].partition(":")[0]))
+        if layer["effective"] != "bf16":
+            assert layer["reason"] == "fp8_current: each token and row has a scale of its own, and none has a past"
+    current = "fp8_current", (True, "fp8_current"), "fp8_current"
+    assert found[:2] == [current] * 2
+    assert [row[:2] for row in found[2:]] == [("bf16", ())] * 2
+    assert found[2][2] == "gate" and found[3][2].startswith("a weight lies [in, out]")
+
+
+def test_a_rule_for_a_part_of_experts_under_delayed_scaling(monkeypatch):
+    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
+    module = experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16)
+    plan = PrecisionPlan({"*.1.down": "fp8_current", "*": "fp8_delayed"}, gate=False)
+    given = (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),)
+    (layer,) = (r for r in run(module, given, Config(precision=plan)).analyses[0].frame.precision
+                if r["kind"] == "experts" and not r["shape"])  # fmt: skip
+    assert layer["effective"] == "bf16" and "*.1.down has fp8_current for experts.1.down" in layer["reason"]
+
+
 class Stacked(nn.Module):
     """Experts whose weights are one tensor, in ways that are no layer of routed experts to the pass `moe`."""
 

@@ -78,17 +78,21 @@ def delayed_scale(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of float32 `x` [..., k] that `largest` [] gives, the largest magnitude of its past; where that is 0, as
     it is before there is one, the scale that a sample of x gives."""
     rows = x.flatten(0, -2)
-    if rows.numel():
-        within, across = (_step(size) for size in rows.shape)
-        sample = rows[: SAMPLE * within : within, : SAMPLE * across : across]
-    else:
-        sample = rows.new_zeros(1, 1)
+    sample = _sampled(_sampled(rows, 0), 1) if rows.numel() else rows.new_zeros(1, 1)
     return scale_from(torch.where(largest > 0, ROOM * largest, MARGIN * sample.abs().amax((0, 1))), dtype)
 
 
-def _step(size: int) -> int:
-    """From one number of a sample to the next. Of a symbolic size the first numbers are the sample."""
-    return max(1, size // SAMPLE) if isinstance(size, int) else 1
+def _sampled(x: Tensor, dim: int) -> Tensor:
+    """SAMPLE entries of x along a dimension, evenly spaced; all where there are fewer."""
+    size = x.shape[dim]
+    if isinstance(size, int):
+        step = max(1, size // SAMPLE)
+        return x[(slice(None),) * dim + (slice(0, SAMPLE * step, step),)]
+    # No slice has a symbolic step; the last entry stands for those behind it. Tensors are compared, not sizes, which
+    # would guard the frame.
+    step = torch.full((), size // SAMPLE, dtype=torch.int64, device=x.device).clamp(min=1)
+    places = torch.arange(SAMPLE, device=x.device) * step
+    return x.index_select(dim, places.clamp(max=size - 1))
 
 
 def rounded_by_past(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

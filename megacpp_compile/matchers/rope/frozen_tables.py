@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.view_chains import beyond_views
+from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.matchers.rope.lanes import is_one
 
@@ -22,7 +23,7 @@ _MEETS = {aten.mul.Tensor, aten.addcmul.default}
 _FUNCTIONS = {aten.cos.default, aten.sin.default}
 _ANGLES = _FUNCTIONS | {aten.polar.default}
 _MOST = 64  # nodes between frequencies and their cosines
-# A weight of two dimensions is a layer's, not a table, where one of these reads it.
+# A weight of two dimensions is a layer's, not a table, where one of these reads it, or an op of ours that multiplies.
 _CONTRACTIONS = {
     aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default,
     aten.baddbmm.default, aten.einsum.default, aten.convolution.default, aten.conv1d.default,
@@ -48,7 +49,11 @@ def frozen_tables(graph: fx.Graph, weights: frozenset[Node], trained: frozenset[
 
 def _is_layers(parameter: Node) -> bool:
     wide = sum(not is_one(n) for n in value(parameter).shape) > 1
-    return wide and any(user.target in _CONTRACTIONS for user in beyond_views(parameter))
+    return wide and any(_contracts(user) for user in beyond_views(parameter))
+
+
+def _contracts(node: Node) -> bool:
+    return node.op == "call_function" and (node.target in _CONTRACTIONS or traits_of(node).gemm)
 
 
 def _makes_angles(parameter: Node) -> bool:
@@ -76,7 +81,7 @@ def _used_as_table(parameter: Node, acts: set[Node]) -> bool | None:
                     return None
                 met = True
             elif user not in reached:
-                if wide and user.target in _CONTRACTIONS:
+                if wide and _contracts(user):
                     return None
                 returned |= user.op == "output"
                 turned |= user.target in _FUNCTIONS

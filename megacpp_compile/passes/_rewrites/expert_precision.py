@@ -1,7 +1,8 @@
 """Decides the precision of the GEMMs of routed experts, and says why it is not the one that the plan asks for.
 
 "fp8_current" needs kernels for grouped float8 GEMMs: on Hopper, for gated experts whose weights lie row by row.
-Elsewhere the GEMMs stay in bfloat16; `_frame.precision_rows` says so in the report.
+Elsewhere the GEMMs stay in bfloat16; `_frame.precision_rows` says so in the report. "fp8_delayed" is "fp8_current"
+here: a scale for each token and row is tighter than one a tensor, but a token is another in every step, without a past.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_grouped_float8
 
 RECIPE = "fp8_current"
+# Recipes that the layer takes -> why it has RECIPE in their place, "" for itself.
+TAKEN = {RECIPE: "", "fp8_delayed": f"{RECIPE}: each token and row has a scale of its own, and none has a past"}
 LAYOUTS = ("pair", "gate_up")
 # The key of the op node's meta under which the reason of `decide` stands.
 REASON = "megacpp_precision_reason"
@@ -44,7 +47,7 @@ def decide(plan: PrecisionPlan | None, fqn: str, parts: Iterable[str], gemms: Ge
     if plan is None or requested == "bf16":
         return "", ""
     reason = _part_refusal(plan, requested, parts) or _refusal(plan, requested, gemms)
-    return ("", reason) if reason else (RECIPE, "")
+    return ("", reason) if reason else (RECIPE, TAKEN[requested])
 
 
 def _part_refusal(plan: PrecisionPlan, requested: str, parts: Iterable[str]) -> str:
@@ -58,7 +61,7 @@ def _part_refusal(plan: PrecisionPlan, requested: str, parts: Iterable[str]) -> 
 
 def _refusal(plan: PrecisionPlan, requested: str, gemms: Gemms) -> str:
     """Why the op cannot compute in what is `requested`, or would not gain by it; "" where it can."""
-    if requested != RECIPE:
+    if requested not in TAKEN:
         return f"grouped GEMMs of experts have no {requested} op in the graph"
     x, down, layout = value(gemms.x), value(gemms.weights[-1][0]), gemms.layout
     if missing := no_grouped_float8(x.device):

@@ -1,0 +1,134 @@
+"""A Triton kernel is read once for all its calls that are alike, and what is read is what torch reads."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import sympy
+import torch
+
+from megacpp_compile._torch._registry import find
+from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.triton_kernels import kernels_read_once
+
+wrap = find("torch._higher_order_ops.triton_kernel_wrap")
+NAME = next(name for name in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(wrap, name))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What torch was asked of, each time with a new answer."""
+    calls = []
+
+    def read(kernel, kwargs, *more):
+        calls.append((kernel, kwargs, *more))
+        return [len(calls)]
+
+    monkeypatch.setattr(wrap, NAME, read)
+    return calls
+
+
+class Buffer:
+    """As Inductor has a tensor."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def get_dtype(self):
+        return self.dtype
+
+
+def kernel():
+    """Stands for one."""
+
+
+def test_calls_that_are_alike_are_asked_about_once(asked):
+    with FakeTensorMode():
+        x, y = torch.empty(4), torch.empty(8, 8)
+    before = getattr(wrap, NAME)
+    with kernels_read_once():
+        read = getattr(wrap, NAME)
+        first = read(kernel, {"x": x, "rows": 4, "stride": sympy.Symbol("s0"), "K": torch.float32}, {})
+        assert read(kernel, {"x": y, "rows": 4, "stride": sympy.Integer(7), "K": torch.float32}, {}) is first
+        assert read(kernel, {"x": Buffer(torch.float32), "rows": 4, "stride": sympy.Symbol("s1"), "K": torch.float32}, {}) is first
+    assert len(asked) == 1 and getattr(wrap, NAME) is before
+    with kernels_read_once():
+        assert getattr(wrap, NAME)(kernel, {"x": x, "rows": 4}, {}) != first  # nothing is kept from one to the next
+
+
+@pytest.mark.parametrize(
+    ("other", "descriptors"),
+    [
+        ({"rows": 8}, {}), ({"rows": 4.0}, {}), ({"rows": True}, {}), ({"x": Buffer(torch.bfloat16)}, {}),
+        ({"x": torch.ones(2)}, {}), ({"K": [1]}, {}), ({"more": None}, {}), ({}, {"x": "a descriptor"}),
+    ],
+)  # fmt: skip
+def test_what_makes_another_kernel_of_it_is_asked_about_anew(asked, other, descriptors):
+    """Each time where it is not known how torch takes it."""
+    given = {"x": Buffer(torch.float32), "rows": 1}
+    with kernels_read_once():
+        read = getattr(wrap, NAME)
+        read(kernel, given, {})
+        for _ in range(2):
+            read(kernel, given | other, descriptors)
+        assert len(asked) == (3 if descriptors or not isinstance(other.get("x", Buffer(0)), Buffer) or "K" in other else 2)
+        read(lambda: None, given, {})
+    assert len(asked) in (3, 4)
+
+
+def test_an_error_leaves_torch_as_it_was(asked):
+    before = getattr(wrap, NAME)
+    with pytest.raises(ZeroDivisionError), kernels_read_once():
+        raise ZeroDivisionError
+    assert getattr(wrap, NAME) is before
+
+
+def test_threads_that_leave_in_the_order_they_entered(asked):
+    before = getattr(wrap, NAME)
+    one, other = kernels_read_once(), kernels_read_once()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    read = getattr(wrap, NAME)
+    assert read(kernel, {"rows": 1}, {}) is read(kernel, {"rows": 1}, {}) and read is not before
+    other.__exit__(None, None, None)
+    assert getattr(wrap, NAME) is before
+
+
+def test_inductor_asks_by_that_name():
+    """When it makes a call of a kernel, not when it is imported."""
+    from torch._inductor import ir
+
+    assert NAME in inspect.getsource(ir.UserDefinedTritonKernel.__init__) and not hasattr(ir, NAME)
+
+
+def test_a_kernel_of_ours_is_read_as_torch_reads_it(monkeypatch):
+    """On a machine without a GPU, for one that Triton can make code for."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from megacpp_compile.lowerings._kernels.triton_delayed_cast import TILE, fp8_delayed_cast
+
+    if not isinstance(fp8_delayed_cast, triton.JITFunction):
+        pytest.skip("Triton's interpreter compiles nothing")
+
+    class Driver:
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+    def arguments(rows, turned):
+        with FakeTensorMode():
+            x, out, columns = (torch.empty(rows, 64, dtype=d) for d in (torch.bfloat16, *[torch.float8_e4m3fn] * 2))
+            numbers = {name: torch.empty(4) for name in ("largest", "scale", "seen")}
+        sizes = {"rows": rows, "channels": 64, "stride": 64, "across": 1, "RB": TILE["RB"], "CB": TILE["CB"]}
+        constants = {"MARGIN": 16.0, "SAMPLE": 32, "ROOM": 2.0, "TURNED": turned, "INTERPRETED": False}
+        return {"x": x, "out": out, "turned": columns, **numbers, **sizes, **constants}
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    cases = [(rows, turned) for turned in (0, 1) for rows in (64, 128, 64)]
+    want = [getattr(wrap, NAME)(fp8_delayed_cast, arguments(*case), {}) for case in cases]
+    with kernels_read_once():
+        got = [getattr(wrap, NAME)(fp8_delayed_cast, arguments(*case), {}) for case in cases]
+    assert got == want and got[0] is got[2] and got[3] is got[5] and got[0] is not got[1]
+    assert got[0] != got[3], "turned is written where it is asked for"
