@@ -24,6 +24,7 @@ _METHODS = ("Translator.__init__", "Translator.step", "SideEffects.check_allowed
             "MutationType.__init__", "TensorVariable.call_method")  # fmt: skip
 _LISTS = "torch._dynamo.variables.lists.CommonListMethodsVariable"
 _READS = ("item", "tolist")
+_MANY = 8
 _BORN = "_megacpp_born"
 _clock = itertools.count()
 
@@ -69,6 +70,8 @@ def install() -> bool:
     @functools.wraps(step)
     def watched_step(self: Any) -> Any:
         watcher = _watcher.get()
+        if watcher is not None:
+            _look_nothing_up(self.output)
         try:
             return step(self) if watcher is None else watcher.step(self, lambda: step(self))
         except skip as error:
@@ -105,6 +108,14 @@ def install() -> bool:
     translator.step, effects.check_allowed_side_effect = watched_step, watched_check
     mutation.__init__, translator.__init__, tensors.call_method = stamped_init, stamped_begin, watched_call
     return True
+
+
+def _look_nothing_up(frame: Any) -> None:
+    """Where many sizes of a frame are known at run time only, its values are made without torch's cache of shapes: each
+    expert's rows are a number of their own, so that nothing is found there. Backends get a mode of their own."""
+    mode, numbers = getattr(frame, "fake_mode", None), getattr(getattr(frame, "shape_env", None), "counter", {})
+    if getattr(mode, "cache_enabled", False) and numbers.get("create_unbacked_symbol", 0) >= _MANY:
+        mode.cache_enabled = False  # type: ignore[union-attr]
 
 
 def _watched_appends(call: Callable[..., Any]) -> Callable[..., Any]:

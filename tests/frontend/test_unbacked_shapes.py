@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import megacpp_compile
+from megacpp_compile._torch import translator
 from megacpp_compile.frontend import unbacked_shapes
 from tests.frames import largest_error, train
 from tests.passes.experts import DIM, Expert, MoE, Ungated, skipping_idle_experts, where_index_add
@@ -246,3 +247,18 @@ def test_other_backends_are_left_alone():
 
     torch.compile(MoE(where_index_add), backend=count)(tokens())
     assert not any(graphs)
+
+
+@pytest.mark.parametrize("experts", [4, 12])
+def test_no_shape_is_looked_up_while_a_loop_over_many_experts_is_traced(monkeypatch, no_kernels, experts):
+    """In torch's cache, in vain where every expert has a number of rows of its own."""
+    asked = []
+    ends = translator._look_nothing_up
+
+    def seen(frame):
+        ends(frame)
+        asked.append(frame.fake_mode.cache_enabled)
+
+    monkeypatch.setattr(translator, "_look_nothing_up", seen)
+    report = compiled(MoE(where_index_add, experts=experts), tokens())
+    assert report.counts["moe"] == 1 and asked[0] and asked[-1] is (experts < translator._MANY)
