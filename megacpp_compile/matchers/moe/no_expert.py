@@ -41,6 +41,9 @@ def changed_before(out: Node) -> str:
     changes = [n for n in sorted(between) if n.op == "call_function" and strip_row_views(n) is n]
     own = [n for n in changes if not match_linear_gemm(n)]
     named = dict.fromkeys(str(n.target).removeprefix("aten.").split(".")[0] for n in own)
-    if gemms != 1:
+    if not gemms:
         return "what is weighted is no expert's output"
+    if gemms > 1:
+        joined = f"what is weighted is made of several projections ({', '.join(named)})"
+        return f"{joined}: an expert's output is one, to which only a bias may be added"
     return f"an expert's output goes through {', '.join(named)} before it is weighted: only a bias may be added there"
