@@ -250,6 +250,8 @@ def advice(why: str, at: Any) -> str:
         return _ROWS
     if loop and "tolist()" in at.line and any(text in before + at.line for text in _FOUND) and "for " in at.line:
         return _LISTED
+    if sizes and "tolist()" in at.line and "unique(" in at.line:
+        return _LISTED
     if sizes and any(text in before + body for text in _EXCHANGES):
         return _SENT
     listed = sizes and "= " in at.line and "tolist()" in at.line  # to be cut by, not to be looped over
