@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.frames import check, run
 
+from . import experts, experts_at_once, experts_decoding
 from .contract import assert_dynamic, assert_fires, assert_half_precision, assert_refused
 from .experts import CHOICES, DIM, EXPERTS, HIDDEN, MoE
 from .experts_choice_by_choice import APART, NEAR, ROWS, SUMS, by_matmul, einsums, products_in_place, weighted_rows
@@ -32,6 +33,21 @@ def test_experts_of_rows(body):
     """Whatever becomes of them."""
     frames = assert_fires("moe", layer(body), tokens())
     assert not frames.misses
+
+
+@pytest.mark.parametrize(
+    "body", [experts.batched_with_gates_of_experts, experts_at_once.scaled_at_both_ends], ids=lambda f: f.__name__
+)
+def test_experts_of_rows_under_sums_without_gates(body):
+    """No gate for each choice multiplies what they make."""
+    assert not assert_fires("moe", layer(body), tokens()).misses
+
+
+@pytest.mark.parametrize("shape", [(2, 5, DIM), (1, 1, DIM)], ids=str)
+def test_rows_with_a_dimension_behind_their_channels(shape):
+    """Regression: what `bmm` reads was taken for rows of one channel, and the frame was lost, also with gates."""
+    for body in (experts_decoding.another_scale_for_the_channels, experts_decoding.a_gate_for_the_channels):
+        assert_fires("moe", layer(body, choices=1), (torch.randn(shape).requires_grad_(),))
 
 
 @pytest.mark.parametrize("body", APART, ids=lambda f: f.__name__)

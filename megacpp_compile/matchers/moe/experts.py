@@ -121,7 +121,8 @@ def _unmatched(inner: Node, match_gemm: MatchGemm) -> MatchFailure:
             reasons.setdefault("clamp", (node, "gate or up is clamped by what is no number on its side of zero"))
         elif cut is None and node.target not in CLAMPS:
             others[str(node.target).removeprefix("aten.").split(".")[0]] = None
-        below = map(strip_row_views, [cut[0]] if cut is not None else node.all_input_nodes)
+        below = [strip_row_views(n) for n in ([cut[0]] if cut is not None else node.all_input_nodes)]
+        gemms += sum(isinstance(match_gemm(n), Gemm) for n in below if not _computed(n))
         order += [n for n in below if n not in order and _computed(n)] if len(order) < _NEAR else []
     if not gemms and not reasons and len(order) < _NEAR:
         return MatchFailure(inner, "projections", ONE_PROJECTION)

@@ -55,10 +55,17 @@ def find(
     for node, stacks in gemms.items():
         if not stacks & covered:
             covered |= _nearby(node, gemms)
-            if around(node).isdisjoint(gemms.keys() - {node}):
+            if _reads_rows(node, stacks) and around(node).isdisjoint(gemms.keys() - {node}):
                 yield MatchFailure(node, "projections", ONE_PROJECTION)
             else:
                 yield MatchFailure(node, "unread", "weights of experts are multiplied here, in no form that is known")
+
+
+def _reads_rows(node: Node, stacks: set[Node]) -> bool:
+    """Whether the GEMM `node` multiplies anything that has a dimension of one expert's weight, out of `stacks`."""
+    own = [n for w in node.all_input_nodes if w in stacks for n in value(w).shape[-2:]]
+    rows = (n for a in node.all_input_nodes if a not in stacks for n in value(a).shape[-2:])
+    return any(same_size(n, size) for n in rows for size in own)
 
 
 def _behind(nodes: Iterable[Node]) -> set[Node]:
