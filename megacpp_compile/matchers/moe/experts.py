@@ -122,7 +122,8 @@ def _unmatched(inner: Node, match_gemm: MatchGemm) -> MatchFailure:
         elif cut is None and node.target not in CLAMPS:
             others[str(node.target).removeprefix("aten.").split(".")[0]] = None
         below = [strip_row_views(n) for n in ([cut[0]] if cut is not None else node.all_input_nodes)]
-        gemms += sum(isinstance(match_gemm(n), Gemm) for n in below if not _computed(n))
+        given = [n for n in below if isinstance(value(n), torch.Tensor) and not _computed(n)]
+        gemms += sum(isinstance(match_gemm(n), Gemm) for n in given)
         order += [n for n in below if n not in order and _computed(n)] if len(order) < _NEAR else []
     if not gemms and not reasons and len(order) < _NEAR:
         return MatchFailure(inner, "projections", ONE_PROJECTION)
