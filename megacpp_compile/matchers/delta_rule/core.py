@@ -16,7 +16,7 @@ from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import FOLDS, PERMUTATIONS, RESHAPES
 from megacpp_compile.matchers.delta_rule.rules import POWERS, ROOTS, RULES, SCATTERS, SOLVES, WHEN
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, LIKE, REPEATS, VIEWS
 
 aten = torch.ops.aten
 PRODUCTS = CONTRACTIONS | {aten.baddbmm.default}
@@ -25,6 +25,10 @@ OUTER = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}
 # A norm, or a gate, of what comes out: no part of it.
 ENDS = ROOTS | POWERS | {aten.linalg_vector_norm.default, aten.reciprocal.default}
 _SCALES = OUTER | {aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+_NORMS = {
+    aten.linalg_vector_norm.default, aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.std.correction,
+    aten.var.correction,
+}  # fmt: skip
 _VIEWS = VIEWS | REPEATS | {aten.select.int}
 _MOST_CHANGES = 4  # of a state, between two steps
 LEAST_DEPTH = 3  # products in a row that a delta rule has, and attention without a softmax has not
@@ -130,14 +134,24 @@ def _changes(cores: Cores, node: Node, views: Set[object] = _VIEWS) -> list[Node
             made.add(cores.root(node))
             continue
         constants = cores.algebra.constants
-        same = (a for a in tensors(node) if node.target in views or _alike(a, node))
-        alike = {a for a in same if a not in constants}
-        if node.op != "call_function" or node.target in PRODUCTS or not alike or len(changes) == _MOST_CHANGES:
+        through = node.target in views or node.target in _NORMS
+        alike = {a for a in tensors(node) if a not in constants and (through or _alike(a, node))}
+        if node.op != "call_function" or node.target in PRODUCTS | LIKE or not alike or len(changes) == _MOST_CHANGES:
             return []
         if not cores.algebra.passes_on(node):
-            changes.append(node)
+            changes.append(_norm_beside(node, alike) or node)
         pending |= alike
     return changes[::-1] if len(made) == 1 else []
+
+
+def _norm_beside(node: Node, alike: Set[Node]) -> Node | None:
+    """The norm, or another number made of it, by which `node` multiplies a state that is among `alike`."""
+    pending = [a for a in tensors(node) if node.target in _SCALES and a not in alike]
+    for n in pending:
+        if n.target in _NORMS:
+            return n
+        pending += tensors(n) if len(pending) < 2 * _MOST_CHANGES else []
+    return None
 
 
 def _ends_in_a_core(cores: Cores, node: Node) -> Node | None:
