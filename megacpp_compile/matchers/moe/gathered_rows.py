@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.gate_behind import gate_behind
 from megacpp_compile.matchers.moe.gathered_experts import NEGATIVE, GatheredExpert, expert_of
+from megacpp_compile.matchers.moe.index_reads import READS, indexed
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, around, bounded
 from megacpp_compile.matchers.moe.routing import is_nonnegative
 
@@ -27,6 +29,8 @@ _ENDS = (
 
 def find(view: GraphView, found: Sequence[RoutedExperts | MatchFailure]) -> Iterator[RoutedExperts | MatchFailure]:
     """Every such layer that is no part of one that is `found`, and what is nearly one with no failure near."""
+    if not any(map(_copies, view.graph.nodes)):
+        return  # which is quicker than to read every product and sum
     inside = set[Node]().union(*(one.inside for one in found if isinstance(one, RoutedExperts)))
     failed = {one.node for one in found if isinstance(one, MatchFailure)}
     for node in reversed(view.graph.nodes):
@@ -41,6 +45,12 @@ def find(view: GraphView, found: Sequence[RoutedExperts | MatchFailure]) -> Iter
             failed |= {node, layer.node}
             if not told:
                 yield layer
+
+
+def _copies(node: Node) -> bool:
+    """Whether `node` may be weights, one for each row."""
+    read = indexed(node) if node.target in READS else None
+    return read is not None and value(read[0]).dim() == 3 and value(node).is_floating_point()
 
 
 def without_theirs(
