@@ -108,6 +108,14 @@ def computed(translator: Any, op: Any, *args: Any) -> Any:
     return find(PATHS["wrap_fx_proxy"])(translator, proxy)
 
 
+def contains(translator: Any, holder: Any, element: Any) -> Any:
+    """What Dynamo holds for `element in holder`, a tensor; None where it breaks the graph at that."""
+    try:
+        return holder.call_method(translator, "__contains__", [element], {})
+    except find("torch._dynamo.exc.Unsupported"):
+        return None
+
+
 def known(variable: Any) -> torch.Tensor | None:
     """The value of a tensor of one entry that tracing may read."""
     found = tensor(variable)

@@ -184,6 +184,7 @@ _SUMS = ("index_add", "scatter_add", "index_put", "scatter_reduce", "] +=", "]+=
 _BODY = 25  # lines of a loop's body to look for one in
 # How the sizes of experts' groups are read as numbers. Of a frame in pieces names are all there is to go by.
 _READS = ("tolist()", ".item()")
+_LISTS = ("tolist()", "numpy()")
 _EXCHANGES = ("all_to_all", "alltoall")  # of rows, between the ranks of expert parallelism
 _FOUND = ("unique(", "nonzero(", "where(")  # how the experts that have tokens, or an expert's rows, are listed
 _FOR = re.compile(r"\s*for (.+?) in ")
@@ -245,10 +246,13 @@ def advice(why: str, at: Any) -> str:
         for lines in (range(-_BODY, 0), range(_BODY))
     )
     loop = any(text in body for text in _SUMS)
-    sizes = any(text in f"{why} {at.line}" for text in _READS) and "expert" in (before + body).lower()
+    experts = "expert" in (before + body).lower()
+    sizes = experts and any(text in f"{why} {at.line}" for text in _READS)
     if loop and "tolist()" in at.line and _finds_rows(before, body.partition("\n")[0]):
         return _ROWS
     if loop and "tolist()" in at.line and any(text in before + at.line for text in _FOUND) and "for " in at.line:
+        return _LISTED
+    if experts and "unique(" in at.line and any(text in at.line for text in _LISTS):
         return _LISTED
     if sizes and any(text in before + body for text in _EXCHANGES):
         return _SENT

@@ -20,7 +20,7 @@ FINDS = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
 
 def drop_certain_bounds(graph: fx.Graph) -> None:
     """Erase checks that there are no more and no fewer places that are not zero than there may be, no fewer counts than
-    were asked for, and no more distinct numbers than numbers."""
+    were asked for, no more distinct numbers than numbers, and no truth values but 0 and 1."""
     for check in graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
         bound = check.args[0]
         if isinstance(bound, Node) and _holds(bound):
@@ -46,15 +46,21 @@ def _holds(bound: Node) -> bool:
     if bound.target not in (operator.ge, operator.le) or len(bound.args) != 2:
         return False
     size, limit = bound.args[0], value(bound.args[1])
-    if not isinstance(size, Node) or size.target is not aten.sym_size.int or size.args[1] != 0:
+    if not isinstance(size, Node) or size.target not in (aten.sym_size.int, torch.sym_ite):
         return False
-    range_ = _range(size.args[0])
+    range_ = _truth(size) if size.target is torch.sym_ite else _range(size.args[0]) if size.args[1] == 0 else None
     if range_ is None:
         return False
     least, most = range_
     if bound.target is operator.ge:
         return statically_known_true(limit <= least)
     return most is not None and statically_known_true(limit >= most)
+
+
+def _truth(node: Node) -> tuple[Any, Any] | None:
+    """As `_range`, of a truth value as a number."""
+    numbers = node.args[1:]
+    return (min(numbers), max(numbers)) if all(isinstance(n, int) for n in numbers) else None  # type: ignore[type-var]
 
 
 def _range(node: Any) -> tuple[Any, Any] | None:

@@ -3,11 +3,14 @@
 The matcher flattens the sum, through casts and numbers. One term is the linear; every other one is a product of two
 linears whose rank is smaller than what goes in and what comes out. What `A` reads may be anything, such as x behind
 dropout.
+
+VeRA (arXiv:2310.11454) scales a path's channels, too, between its weights and behind them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -50,14 +53,15 @@ class Adapted:
     internal: frozenset[Node]
 
 
-def match_adapted(node: Node) -> Adapted | None:
-    """The linear that `node` computes, alone or with low-rank paths beside it, or None."""
+def match_adapted(node: Node, vectors: bool = False) -> Adapted | None:
+    """The linear that `node` computes, alone or with low-rank paths beside it, or None. vectors: paths may be
+    multiplied by a number for each channel as well, which are among their `numbers`."""
     linear = match_linear(node)
     if linear is not None:
         return Adapted(node, linear, (), frozenset())
     internal: set[Node] = set()
     terms: list[Linear | LowRank] = []
-    if uncast(node).target not in _SUMS or not _flatten(node, terms, internal, node):
+    if uncast(node).target not in _SUMS or not _flatten(node, terms, internal, node, vectors):
         return None
     bases = [t for t in terms if isinstance(t, Linear)]
     paths = tuple(t for t in terms if isinstance(t, LowRank))
@@ -74,37 +78,39 @@ def match_adapted(node: Node) -> Adapted | None:
     return Adapted(node, bases[0], paths, frozenset(internal - {node}))
 
 
-def _flatten(node: object, terms: list[Linear | LowRank], internal: set[Node], top: Node) -> bool:
+def _flatten(
+    node: object, terms: list[Linear | LowRank], internal: set[Node], top: Node, vectors: bool
+) -> bool:
     """Collect the terms of a sum; False where one of them is no linear, or is read by something else."""
     if not isinstance(node, Node) or node is not top and len(node.users) != 1:
         return False
     internal.add(node)
     if is_cast(node):
-        return _flatten(node.args[0], terms, internal, top)
+        return _flatten(node.args[0], terms, internal, top, vectors)
     if node.target in _SUMS:
         alpha = node.kwargs.get("alpha", 1)
         if node.target is aten.sub.Tensor:
             if isinstance(alpha, Node):
                 return False
             alpha = -alpha  # type: ignore[operator]
-        if not _flatten(node.args[0], terms, internal, top):
+        if not _flatten(node.args[0], terms, internal, top, vectors):
             return False
         before = len(terms)
-        if not _flatten(node.args[1], terms, internal, top):
+        if not _flatten(node.args[1], terms, internal, top, vectors):
             return False
         return alpha == 1 or _scale(terms, before, alpha)
-    if (factor := _factor(node)) is not None:
+    if (product := _factor(node, vectors)) is not None:
         before = len(terms)
-        return _flatten(node.args[0], terms, internal, top) and _scale(terms, before, factor)
+        return _flatten(product[0], terms, internal, top, vectors) and _scale(terms, before, product[1])
     up = match_linear(node)
     if up is None:
         return False
     rows: set[Node] = set()
     step, factors = up.x, list[object]()
-    while is_cast(step) or _factor(step) is not None:
+    while (below := _beneath(step, vectors)) is not None:
         rows.add(step)
-        factors += [] if is_cast(step) else [_factor(step)]
-        step = step.args[0]  # type: ignore[assignment]
+        step, factor = below
+        factors += [] if factor is None else [factor]
     down = match_linear(step)
     if down is None or not _narrow(down, up):
         terms.append(up)
@@ -119,14 +125,24 @@ def _flatten(node: object, terms: list[Linear | LowRank], internal: set[Node], t
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
-def _factor(node: Node) -> object | None:
-    """The number that `node` multiplies by, or None. One that it divides by has to be written in the graph."""
+def _beneath(node: Node, vectors: bool) -> tuple[Node, object] | None:
+    """What `node` multiplies and by what, see `_factor`, or what it is a cast of and None."""
+    return (node.args[0], None) if is_cast(node) else _factor(node, vectors)  # type: ignore[return-value]
+
+
+def _factor(node: Node, vectors: bool) -> tuple[Node, object] | None:
+    """(what `node` multiplies, the number or vector that it multiplies by), or None. A number that it divides by has to
+    be written in the graph."""
+    args: Any = node.args
     if node.target is aten.neg.default:
-        return -1.0
-    if node.target in (aten.mul.Tensor, aten.mul.Scalar) and not isinstance(value(node.args[1]), torch.Tensor):
-        return node.args[1]
-    by = node.args[1] if node.target in (aten.div.Tensor, aten.div.Scalar) and not node.kwargs else None
-    return 1.0 / by if isinstance(by, (int, float)) and by else None
+        return args[0], -1.0
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar):
+        if not isinstance(value(args[1]), torch.Tensor):
+            return args[0], args[1]
+        pairs = (args, args[::-1]) if vectors else ()
+        return next(((a, b) for a, b in pairs if value(b).dim() == 1 < value(a).dim()), None)
+    by = args[1] if node.target in (aten.div.Tensor, aten.div.Scalar) and not node.kwargs else None
+    return (args[0], 1.0 / by) if isinstance(by, (int, float)) and by else None
 
 
 def _narrow(down: Linear, up: Linear) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, silu_of
@@ -87,7 +87,7 @@ def _disagreement(terms: list[_Term], bias: Node | None, root: Node) -> str | No
     if len(numbers) != 1 or None in numbers or any(t.seq_idx not in (None, *numbers) for t in terms):
         return "not all taps are masked by the same documents"
     channels = value(first.x).shape[3 - first.time]
-    if not same_size(value(first.weight).shape[0], channels) or value(root).shape != value(first.x).shape:
+    if not same_size(value(first.weight).shape[0], channels) or not same_shape(root, first.x):
         return "the weight is not one column of taps for each channel"
     return "the bias does not lie along the channels" if bias is not None and first.time == 2 else None
 

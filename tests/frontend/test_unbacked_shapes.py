@@ -194,7 +194,33 @@ def experts_as_numbers_in_a_loop_of_groups(m, x, indices, gates):
     return out
 
 
-@pytest.mark.parametrize("body", [experts_as_numbers, experts_as_numbers_in_a_loop_of_groups], ids=lambda p: p.__name__)
+def run_expert(m, out, x, indices, gates, e):
+    token, choice = torch.where(indices == e)
+    out[token] += m.experts[e](x[token]) * gates[token, choice, None]
+
+
+def experts_among_numbers(m, x, indices, gates):
+    """What each adds stands elsewhere."""
+    out = torch.zeros_like(x)
+    active = torch.unique(indices).tolist()
+    for e in range(m.num_experts):
+        if e in active:
+            run_expert(m, out, x, indices, gates, e)
+    return out
+
+
+def experts_in_an_array(m, x, indices, gates):
+    out = torch.zeros_like(x)
+    for e in torch.unique(indices).cpu().numpy():
+        run_expert(m, out, x, indices, gates, int(e))
+    return out
+
+
+@pytest.mark.parametrize(
+    "body",
+    [experts_as_numbers, experts_as_numbers_in_a_loop_of_groups, experts_among_numbers, experts_in_an_array],
+    ids=lambda p: p.__name__,
+)
 def test_experts_that_are_read_as_numbers_have_another_advice(body, eager_backend):
     report = compiled(MoE(body, experts=2), tokens(), options={"expert_loops": False})
     reasons = [m.reason for m in report.misses if m.tag == "graph-break"]

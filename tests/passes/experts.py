@@ -460,7 +460,6 @@ NEAR_MISSES = {
 
 STACKED_NEAR_MISSES = {
     "indices": batched_by_other_choices,
-    "gates": batched_with_gates_of_experts,
     "range": batched_by_any_numbers,
     "bias": rows_added_to_outputs,
 }

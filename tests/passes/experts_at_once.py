@@ -580,7 +580,6 @@ def experts_merged_into_one(m, x, indices, gates):
 
 
 STACKED_NEAR_MISSES = {
-    "gates": scaled_at_both_ends,
     "unread": experts_merged_into_one,
     "dense-gates": einsum_of_every_expert,
     "bias": einsum_with_a_bias_of_all,

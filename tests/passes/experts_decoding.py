@@ -104,6 +104,14 @@ def another_scale_for_the_channels(m, x, indices, gates):
     return out.view(-1, 1, DIM).sum(1).view(x.shape)
 
 
+def a_gate_for_the_channels(m, x, indices, gates):
+    """The same with a gate."""
+    ids = indices.flatten()
+    hidden = _swiglu(torch.bmm(m.gate_up[ids], x.reshape(-1, DIM, 1)).squeeze(-1))
+    out = torch.bmm(m.down[ids], hidden.unsqueeze(-1)).squeeze(-1) * gates.reshape(-1, 1)
+    return out.view(-1, 1, DIM).sum(1).view(x.shape)
+
+
 def any_numbers(m, x, indices, gates):
     """Numbers that may be negative count from the end, as python's do."""
     return squeezed_bmm(m, x, indices - 1, gates)

@@ -140,3 +140,40 @@ def test_another_sum_is_no_path():
     assert miss.tag == "between" and "low-rank" not in miss.reason
     tags = run(MoE(where_index_add, lambda: Expert(TwoProducts, plain), experts=2), tokens()).tags("moe")
     assert tags and "low-rank" not in tags
+
+
+class Scaled(Beside):
+    """A path whose channels are scaled, between its weights and behind them, as VeRA trains it (arXiv:2310.11454)."""
+
+    def __init__(self, d, n):
+        super().__init__(d, n)
+        self.inner, self.outer = nn.Parameter(torch.rand(RANK)), nn.Parameter(torch.rand(n))
+
+    def forward(self, x):
+        return self.base(x) + self.outer * self.b(self.inner * self.a(x))
+
+
+def test_experts_with_scaled_paths_are_told():
+    """Regression: sizes that depend on data were compared by the matcher of delta rules, an internal error."""
+    module = MoE(where_index_add, lambda: Expert(Scaled, Scaled), experts=2)
+    assert_refused("moe", "low-rank", module, tokens())
+    assert not {miss.tag for miss in run(module, tokens()).misses} - {"low-rank"}
+
+
+class Rescaled(Beside):
+    """A sum whose channels are rescaled, as DoRA trains it (arXiv:2402.09353)."""
+
+    def __init__(self, d, n):
+        super().__init__(d, n)
+        self.magnitude = nn.Parameter(torch.rand(n))
+
+    def forward(self, x):
+        norm = (self.base.weight + 2.0 * self.b.weight @ self.a.weight).norm(dim=1).detach()
+        return super().forward(x) * (self.magnitude / norm)
+
+
+def test_experts_with_rescaled_sums_are_told():
+    module = MoE(where_index_add, lambda: Expert(plain, Rescaled), experts=2)
+    assert_refused("moe", "no-expert", module, tokens())
+    (miss,) = run(module, tokens()).misses
+    assert "made of several projections" in miss.reason and "mul" in miss.reason

@@ -44,6 +44,9 @@ TAGS = {
     "state_clamped": "op",
     "state_gated_by_itself": "op",
     "state_squashed": "op",
+    "state_of_unit_rows": "op",
+    "state_within_a_norm": "op",
+    "state_of_unit_mean": "op",
 }
 SILENT = {name: NEAR_DELTA_RULES[name] for name in ("squashed", "state_normed")}
 
@@ -162,9 +165,13 @@ def test_refuses(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "op"), [("state_clamped", "clamp"), ("state_squashed", "tanh"), ("state_gated_by_itself", "gelu")]
-)
+    ("name", "op"),
+    [("state_clamped", "clamp"), ("state_squashed", "tanh"), ("state_gated_by_itself", "linalg_vector_norm"),
+     ("state_of_unit_rows", "linalg_vector_norm"), ("state_within_a_norm", "linalg_vector_norm"),
+     ("state_of_unit_mean", "mean")],
+)  # fmt: skip
 def test_names_what_changes_a_state(name, op):
+    """The first of several changes that is no product: the norm in front of a gate."""
     (miss,) = passed(*near(NEAR_DELTA_RULES[name])).misses
     assert (miss.pass_name, miss.tag) == (NAME, "op") and f"goes through {op} " in miss.reason
 

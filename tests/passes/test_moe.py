@@ -150,11 +150,6 @@ def test_fires_on_one_choice_in_its_place(count):
     assert_fires(NAME, module, tokens(torch.float64, count))
 
 
-def test_refuses_one_choice_without_a_gate():
-    module = MoE(experts_decoding.another_scale_for_the_channels, stacked=True, choices=1)
-    assert_refused(NAME, "gates", module, sequences(2, 5, dtype=torch.float32))
-
-
 @pytest.mark.parametrize(
     ("tag", "body"), experts_decoding.NEAR_MISSES.items(), ids=lambda p: p if isinstance(p, str) else p.__name__
 )

@@ -23,7 +23,7 @@ from tests.corpus.scans import (
     segment_sums,
     to_heads,
 )
-from tests.frames import check, largest_error, render, run, train
+from tests.frames import Function, check, largest_error, passed, render, run, train
 
 from .contract import (
     assert_autocast,
@@ -319,6 +319,22 @@ def test_autocast_inside_the_frame():
 def test_refuses(near):
     form, tag = NEAR_SCANS[near]
     assert_refused_in_a_graph(NAME, tag, *block(form))
+
+
+def test_refuses_a_decay_of_rows_and_columns():
+    """Regression: an internal error. A momentum beside the state has such decays (fla's momentum delta rule)."""
+
+    def form(q, k, v, gates, others):
+        sums, own = gates.cumsum(-1), others.cumsum(-1)
+        first = torch.logcumsumexp(own - sums, -1)
+        before = torch.cat([torch.full_like(first[..., :1], -torch.inf), first[..., :-1]], -1)
+        share = 1 - (before[..., None, :] - first[..., None]).tril().exp()
+        decays = (sums[..., None] - own[..., None, :] + first[..., None]).exp().tril()
+        return (q @ k.mT * (decays * share)) @ v
+
+    gates = (F.logsigmoid(torch.randn(2, 2, 6)).requires_grad_() for _ in range(2))
+    outcome = passed(Function(form), (*(torch.randn(2, 2, 6, 4, requires_grad=True) for _ in range(3)), *gates))
+    assert {miss.tag for miss in outcome.misses} == {"roles"} and not outcome.sites
 
 
 def test_refuses_what_is_read_elsewhere():

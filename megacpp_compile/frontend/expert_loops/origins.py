@@ -18,6 +18,7 @@ _LISTS = ("nonzero", "where", "argwhere")
 _KEEPS = ("getitem", "select", "squeeze", "flatten", "view", "reshape", "ravel", "detach", "cpu", "to", "long", "int",
           "contiguous", "clone", "t")  # fmt: skip
 _SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere", "scatter", "scatter_add")
+_DISTINCT = {"sorted": True, "return_counts": True}
 _NONE = ("eq", "le", "lt", "logical_not", "not_", "__not__")
 _WRITES = ("scatter_", "scatter_add_")  # to a tensor whose later readers name it as it was made
 # What a mask of choices, and the counts of it, go through without becoming another one's.
@@ -36,9 +37,11 @@ def listed(node: Node, fake: torch.Tensor) -> int | None:
         if not node.args or not isinstance(node.args[0], Node):
             return None
         source, name = node.args[0], _name(node)
-        if name == "unique" and len(node.args) == 1 and node.kwargs in ({}, {"sorted": True}):
+        if name == "unique" and len(node.args) == 1 and node.kwargs.items() <= _DISTINCT.items():
             chosen_from = _scores(source)
             return chosen_from if 2 <= chosen_from <= MOST else None
+        if name == "getitem" and _name(source) == "unique" and node.args[1] != 0:
+            return None  # how often each comes
         if name in _LISTS and len(node.args) == 1:
             counts = source.meta.get("example_value")
             known = isinstance(counts, torch.Tensor) and counts.dim() == 1 and isinstance(counts.shape[0], int)

@@ -15,6 +15,7 @@ from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile.frontend.expert_loops import expert_numbers, origins
 from megacpp_compile.frontend.expert_loops.control_flow import meeting, skipped
 from megacpp_compile.frontend.expert_loops.grown_lists import GrownLists
+from megacpp_compile.frontend.expert_loops.negations import negate
 from megacpp_compile.frontend.expert_loops.regions import OpenRegion, OtherWay, Refused
 from megacpp_compile.frontend.expert_loops.short_counts import ShortCounts
 from megacpp_compile.fx import assumptions
@@ -97,7 +98,7 @@ class Loops:
         inst = translator.instructions[translator.instruction_pointer]
         try:
             with self._slicing(translator, inst):
-                goes_on = self._appending(translator, inst, proceed)
+                goes_on = negate(translator, inst) or self._appending(translator, inst, proceed)
         except Exception as error:
             if self._open and translation.is_failure(error):  # of what an expert without tokens would not have run
                 self.give_up()

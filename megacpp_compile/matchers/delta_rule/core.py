@@ -12,11 +12,11 @@ from collections.abc import Iterator, Set
 import torch
 from torch.fx import Graph, Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import FOLDS, PERMUTATIONS, RESHAPES
 from megacpp_compile.matchers.delta_rule.rules import POWERS, ROOTS, RULES, SCATTERS, SOLVES, WHEN
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, LIKE, REPEATS, VIEWS
 
 aten = torch.ops.aten
 PRODUCTS = CONTRACTIONS | {aten.baddbmm.default}
@@ -25,6 +25,10 @@ OUTER = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}
 # A norm, or a gate, of what comes out: no part of it.
 ENDS = ROOTS | POWERS | {aten.linalg_vector_norm.default, aten.reciprocal.default}
 _SCALES = OUTER | {aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+_NORMS = {
+    aten.linalg_vector_norm.default, aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.std.correction,
+    aten.var.correction,
+}  # fmt: skip
 _VIEWS = VIEWS | REPEATS | {aten.select.int}
 _MOST_CHANGES = 4  # of a state, between two steps
 LEAST_DEPTH = 3  # products in a row that a delta rule has, and attention without a softmax has not
@@ -88,7 +92,7 @@ class Cores:
         if n.target not in OUTER or len(inputs) != 2 or any(a in self.algebra.constants for a in inputs):
             return False
         made = value(n)
-        return isinstance(made, torch.Tensor) and all(value(a).shape != made.shape for a in inputs)
+        return isinstance(made, torch.Tensor) and not any(same_shape(a, n) for a in inputs)
 
     def _contracts(self, n: Node) -> bool:
         """Whether `n` sums up a product of activations over a dimension."""
@@ -112,7 +116,7 @@ def changed_state(cores: Cores, core: Set[Node]) -> Node | None:
     `core`: a state that each step clamps, say. Of several changes the first that is no product. What a layer makes of
     another's result goes through projections."""
     entering = {a: None for n in sorted(core) for a in tensors(n) if a not in core}
-    leaving = {u: None for n in sorted(core) for u in n.users if u not in cores.depth and value(n).shape == _shape(u)}
+    leaving = {u: None for n in sorted(core) for u in n.users if u not in cores.depth and _alike(n, u)}
     read = (_ends_in_a_core(cores, u) for u in leaving)
     made = (_changes(cores, a) for a in (*entering, *(end for end in read if end is not None)))
     changes = next((found for found in made if found), [])
@@ -130,14 +134,24 @@ def _changes(cores: Cores, node: Node, views: Set[object] = _VIEWS) -> list[Node
             made.add(cores.root(node))
             continue
         constants = cores.algebra.constants
-        same = (a for a in tensors(node) if node.target in views or _shape(a) == _shape(node))
-        alike = {a for a in same if a not in constants}
-        if node.op != "call_function" or node.target in PRODUCTS or not alike or len(changes) == _MOST_CHANGES:
+        through = node.target in views or node.target in _NORMS
+        alike = {a for a in tensors(node) if a not in constants and (through or _alike(a, node))}
+        if node.op != "call_function" or node.target in PRODUCTS | LIKE or not alike or len(changes) == _MOST_CHANGES:
             return []
         if not cores.algebra.passes_on(node):
-            changes.append(node)
+            changes.append(_norm_beside(node, alike) or node)
         pending |= alike
     return changes[::-1] if len(made) == 1 else []
+
+
+def _norm_beside(node: Node, alike: Set[Node]) -> Node | None:
+    """The norm, or another number made of it, by which `node` multiplies a state that is among `alike`."""
+    pending = [a for a in tensors(node) if node.target in _SCALES and a not in alike]
+    for n in pending:
+        if n.target in _NORMS:
+            return n
+        pending += tensors(n) if len(pending) < 2 * _MOST_CHANGES else []
+    return None
 
 
 def _ends_in_a_core(cores: Cores, node: Node) -> Node | None:
@@ -145,16 +159,16 @@ def _ends_in_a_core(cores: Cores, node: Node) -> Node | None:
     for _ in range(2 * _MOST_CHANGES):
         if any(u in cores.depth for u in node.users):
             return node
-        alike = [u for u in node.users if _shape(u) == _shape(node) or u.target in _VIEWS]
+        alike = [u for u in node.users if _alike(u, node) or u.target in _VIEWS]
         if len(alike) != 1:
             return None
         (node,) = alike
     return None
 
 
-def _shape(node: Node) -> object:
-    fake = value(node)
-    return fake.shape if isinstance(fake, torch.Tensor) else None
+def _alike(a: Node, b: Node) -> bool:
+    """Whether both are tensors of one shape."""
+    return all(isinstance(value(n), torch.Tensor) for n in (a, b)) and same_shape(a, b)
 
 
 def in_corrected_cores(graph: Graph) -> set[Node]:

@@ -96,7 +96,7 @@ def _kind(node: Node) -> str | None:
     if number_of(other) is not None:
         return "" if node.target in _FACTORS else "sum"
     if node.target in _SUMS:
-        adapted = match_adapted(node)
+        adapted = match_adapted(node, vectors=True)
         return "path" if adapted is not None and adapted.paths else "sum"
     fake = value(other)
     return "rows" if isinstance(fake, torch.Tensor) and fake.dim() > 0 and same_size(fake.shape[-1], 1) else "factor"

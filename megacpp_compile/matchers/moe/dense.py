@@ -19,6 +19,7 @@ from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe.choice_sums import by_choice
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
 from megacpp_compile.matchers.moe.factors import is_one
 from megacpp_compile.matchers.moe.gate_matrix import Chosen, match_chosen, match_chosen_gate, match_column
@@ -89,12 +90,15 @@ def _check(
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose sum is `node`, of `base` and `outputs`; None where the first of these is no expert's."""
     matrix = outputs[0].matrix
+    by_number = {one.expert: one for one in outputs}
     if match_expert(outputs[0].out, match_linear_gemm) is None:
-        return None  # some other weighted sum
+        alike = isinstance(matrix, Node) and all(one.matrix is matrix for one in outputs)
+        if not alike or len(by_number) < len(outputs):
+            return None  # some other weighted sum
+        return by_choice(view, node, matrix, {n: one.out for n, one in by_number.items()}, base)  # type: ignore[arg-type]
     for one in outputs:
         if one.matrix != matrix:
             return MatchFailure(one.node, "gates", "experts are weighted by different gates")
-    by_number = {one.expert: one for one in outputs}
     first = 0 if isinstance(matrix, Node) else min(by_number)
     gaps = sorted(by_number) != list(range(first, first + len(outputs)))
     if gaps or isinstance(matrix, Node) and not same_size(value(matrix).shape[-1], len(outputs)):

@@ -17,8 +17,10 @@ from megacpp_compile.lowerings._activation import Activation, Bound
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.activation import CLAMPS, bound_of, lane_cut, match_product, merged, shifted
 from megacpp_compile.matchers.moe.gemms import Gemm, MatchGemm, Weight, strip_row_views
+from megacpp_compile.matchers.moe.no_expert import ONE_PROJECTION
 
 aten = torch.ops.aten
+_NEAR = 24  # nodes to look at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +108,11 @@ def _operand(node: Node, match_gemm: MatchGemm) -> Operand | MatchFailure | None
 def _unmatched(inner: Node, match_gemm: MatchGemm) -> MatchFailure:
     """The failure that names everything between the first GEMMs and `inner`, which the last one reads."""
     reasons, others, order = dict[str, tuple[Node, str]](), dict[str, None](), [inner]
+    gemms = 0
     for node in order:
         found, cut = match_gemm(node), lane_cut(node)
         if isinstance(found, Gemm):
+            gemms += 1
             continue
         if isinstance(found, MatchFailure) and found.tag == "bias":
             reasons.setdefault("bias", (node, found.reason))
@@ -117,8 +121,12 @@ def _unmatched(inner: Node, match_gemm: MatchGemm) -> MatchFailure:
             reasons.setdefault("clamp", (node, "gate or up is clamped by what is no number on its side of zero"))
         elif cut is None and node.target not in CLAMPS:
             others[str(node.target).removeprefix("aten.").split(".")[0]] = None
-        below = map(strip_row_views, [cut[0]] if cut is not None else node.all_input_nodes)
-        order += [n for n in below if n not in order and _computed(n)] if len(order) < 24 else []
+        below = [strip_row_views(n) for n in ([cut[0]] if cut is not None else node.all_input_nodes)]
+        given = [n for n in below if isinstance(value(n), torch.Tensor) and not _computed(n)]
+        gemms += sum(isinstance(match_gemm(n), Gemm) for n in given)
+        order += [n for n in below if n not in order and _computed(n)] if len(order) < _NEAR else []
+    if not gemms and not reasons and len(order) < _NEAR:
+        return MatchFailure(inner, "projections", ONE_PROJECTION)
     if match_product(inner) is None:
         others_named = f" ({', '.join(others)})" if others else ""
         reasons["activation"] = inner, f"its activation is none that is known{others_named}"

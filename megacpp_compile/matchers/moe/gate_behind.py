@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
 from megacpp_compile.matchers.views import RESHAPES, is_cast
@@ -38,6 +38,6 @@ def _gate(product: Node, out: Node) -> Node | None:
     """The gate [.., 1] of every token that `out` is multiplied by."""
     gate = product.args[1] if product.args[0] is out else product.args[0]
     shape, own = value(gate).shape, value(out).shape
-    if gate is out or len(shape) != len(own) or not same_size(shape[-1], 1) or value(product).shape != own:
+    if gate is out or len(shape) != len(own) or not same_size(shape[-1], 1) or not same_shape(product, out):
         return None
     return strip_row_views(gate) if all(map(same_size, shape[:-1], own[:-1])) else None  # type: ignore[arg-type]

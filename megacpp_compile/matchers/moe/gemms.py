@@ -79,7 +79,7 @@ def with_bias(
     """The GEMM that `match_gemm` finds at `node`, or the sum of one and of biases, which `match_bias` finds in an
     operand of that sum."""
     found = match_gemm(node)
-    if found is None and (adapted := match_adapted(node)) is not None and adapted.paths:
+    if found is None and (adapted := match_adapted(node, vectors=True)) is not None and adapted.paths:
         return MatchFailure(node, "low-rank", _LOW_RANK)
     if found is not None or node.target is not aten.add.Tensor or node.kwargs or not of_tensors(node):
         return found

@@ -10,34 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import outputs
 from megacpp_compile.matchers.moe.counted_rows import added_to_every
-from megacpp_compile.matchers.moe.experts import expert_ending_in
-from megacpp_compile.matchers.moe.factors import (
-    Axis,
-    Dims,
-    Factor,
-    beneath,
-    broadcast,
-    factors,
-    longer_dims,
-    over,
-    seen_as,
-)
-from megacpp_compile.matchers.moe.gemms import Gemm, adds_up
+from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, factors, longer_dims, over, seen_as
+from megacpp_compile.matchers.moe.gathered_experts import NEGATIVE, GatheredExpert, biased_gemms, expert_behind
 from megacpp_compile.matchers.moe.index_reads import SUMS_OF_ROWS
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import is_nonnegative, number_of_scores
-from megacpp_compile.matchers.moe.stacked_gemms import StackedGemms, copies_of, is_biased_product, product_of
+from megacpp_compile.matchers.moe.stacked_gemms import copies_of
 from megacpp_compile.matchers.moe.summed_gates import over_choices
 
 aten = torch.ops.aten
@@ -151,41 +139,26 @@ def _from_down(
     added: Factor | None = None,
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose last GEMM multiplies `hidden` by `weight`, which may be `added` to and weighted by `gate`."""
-    *_, (inner, dims) = beneath(hidden)
-    (channels,) = hidden.axes - axes.both
-    if dims[-1] != (channels,):
-        return None
-    match_gemm = StackedGemms(axes, [d for d in dims[:-1] if d])
-    found = match_gemm.weight(weight, out, channels)
-    if found is None:
-        return None
-    bias = None if added is None else match_gemm.bias(added, out)
-    if added is not None and bias is None:
-        return MatchFailure(added.by, "bias", "what is added to an expert's projection is no bias of its own")
-    summed = weight.by if added is None else added.by
-    expert = expert_ending_in(Gemm(summed, inner, found, bias, value(weight.by).dtype), match_gemm)
-    if isinstance(expert, MatchFailure):
-        return expert
-    if match_gemm.mixed is not None:
-        return MatchFailure(match_gemm.mixed, "indices", "an expert's projections go by different choices")
-    scaled_input = gate is None
-    if (gate is None) == (match_gemm.gate is None):
+    found = expert_behind(axes, weight, hidden, out, added)
+    if not isinstance(found, GatheredExpert):
+        return found
+    expert, scaled_input = found.expert, gate is None
+    if (gate is None) == (found.gate is None):
         ends = "neither what an expert reads nor what it makes is" if scaled_input else "both ends of an expert are"
         return MatchFailure(node, "gates", f"{ends} multiplied by gates")
-    gate = gate or match_gemm.gate
+    gate = gate or found.gate
     assert gate is not None
-    if match_gemm.ids is None:
+    if found.ids is None:
         return outputs.by_matrix(view, node, axes, gate, expert.x, [expert], scaled_input)
     if axes.choices is None or axes.chosen is not None:
         return None
     gates = seen_as(gate, *axes.slots())
     if gates is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    if not is_nonnegative(match_gemm.ids):
-        reason = "an expert's number may be negative, which would count from the end"
-        return MatchFailure(match_gemm.ids, "range", reason)
+    if not is_nonnegative(found.ids):
+        return MatchFailure(found.ids, "range", NEGATIVE)
     layer = RoutedExperts(
-        node, expert.x, match_gemm.ids, gates[0], (expert,), base=axes.base, choices=axes.choices,
+        node, expert.x, found.ids, gates[0], (expert,), base=axes.base, choices=axes.choices,
         scaled_input=scaled_input, scales=axes.scales,
     )  # fmt: skip
     return bounded(view, layer)
@@ -206,26 +179,12 @@ def _biased(
     view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose outputs `inner` are the sum of a GEMM and a bias."""
-    sums: list[tuple[Any, Any]] = []
-    if is_biased_product(inner):
-        sums = [(inner, inner.args[0])]
-    elif inner.target is aten.add.Tensor and of_tensors(inner) and not inner.kwargs:
-        sums = [inner.args, inner.args[::-1]]  # type: ignore[list-item]
-    for side, other in sums:
-        own, shape = value(side).shape, value(inner).shape
-        if len(own) != len(shape) or not all(map(same_size, own, shape)):
+    for parts in biased_gemms(inner, dims, out, axes.routes):
+        if isinstance(parts, MatchFailure):
+            return parts
+        weight, hidden, added = parts
+        if len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
             continue
-        parts = product_of(side, dims) or factors(
-            side, dims, lambda below: out in below and below.issuperset(axes.routes)
-        )
-        weights = [p for p in parts if out in p.axes]
-        if len(parts) == 2 and len(weights) == 1:
-            (hidden,) = (p for p in parts if p is not weights[0])
-            if len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
-                continue
-            if not adds_up(side, inner):
-                return MatchFailure(inner, "bias", "an expert's bias is wider than what it is added to")
-            added = Factor(other, broadcast(other, dims), inner)
-            if (found := _from_down(view, node, axes, weights[0], gate, hidden, out, added)) is not None:
-                return found
+        if (found := _from_down(view, node, axes, weight, gate, hidden, out, added)) is not None:
+            return found
     return None

@@ -10,7 +10,7 @@ from megacpp_compile.matchers.moe.routing import Mask
 from megacpp_compile.matchers.moe.rows import picked, read_at
 
 _NEAR = 24  # nodes to look at
-_ONE_PROJECTION = "an expert is one projection of its rows: the op computes two with an activation between them"
+ONE_PROJECTION = "an expert is one projection of its rows: the op computes two with an activation between them"
 
 
 def one_projection_of_all(outs: list[Node]) -> MatchFailure | None:
@@ -19,7 +19,7 @@ def one_projection_of_all(outs: list[Node]) -> MatchFailure | None:
     read = {strip_row_views(gemm.x) for gemm in gemms if isinstance(gemm, Gemm)}
     if len(outs) == 1 or len(read) != 1 or not all(isinstance(gemm, Gemm) for gemm in gemms):
         return None
-    return MatchFailure(outs[0], "projections", _ONE_PROJECTION)
+    return MatchFailure(outs[0], "projections", ONE_PROJECTION)
 
 
 def one_projection_of_rows(out: Node, mask: Mask) -> MatchFailure | None:
@@ -27,7 +27,7 @@ def one_projection_of_rows(out: Node, mask: Mask) -> MatchFailure | None:
     gemm = match_linear_gemm(out)
     read = read_at(strip_row_views(gemm.x)) if isinstance(gemm, Gemm) else None
     alone = read is not None and picked(read[1]) == mask
-    return MatchFailure(out, "projections", _ONE_PROJECTION) if alone else None
+    return MatchFailure(out, "projections", ONE_PROJECTION) if alone else None
 
 
 def changed_before(out: Node) -> str:
@@ -41,6 +41,9 @@ def changed_before(out: Node) -> str:
     changes = [n for n in sorted(between) if n.op == "call_function" and strip_row_views(n) is n]
     own = [n for n in changes if not match_linear_gemm(n)]
     named = dict.fromkeys(str(n.target).removeprefix("aten.").split(".")[0] for n in own)
-    if gemms != 1:
+    if not gemms:
         return "what is weighted is no expert's output"
+    if gemms > 1:
+        joined = f"what is weighted is made of several projections ({', '.join(named)})"
+        return f"{joined}: an expert's output is one, to which only a bias may be added"
     return f"an expert's output goes through {', '.join(named)} before it is weighted: only a bias may be added there"

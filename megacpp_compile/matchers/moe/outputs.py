@@ -14,6 +14,7 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense
+from megacpp_compile.matchers.moe.choice_sums import by_choice
 from megacpp_compile.matchers.moe.experts import Expert
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, is_one, longer_dims, seen_as
 from megacpp_compile.matchers.moe.gate_matrix import Chosen
@@ -56,6 +57,8 @@ def _of_all(
     ):
         return None
     found = dense.all_experts(stacked[0])
+    if found is None and axes.chosen is None and (gates := seen_as(gate, axes.slots()[0])) is not None:
+        return by_choice(view, node, gates[0], dict(enumerate(stacked[0])), axes.base, axes.scales)
     if found is None or isinstance(found, MatchFailure):
         return found
     return by_matrix(view, node, axes, gate, found[0], found[1])

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.size_checks import same_value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.factors import (
     Axis,
@@ -59,10 +60,11 @@ class StackedGemms:
         ids: the choices that the GEMMs so far go by; None before the first, and where `every` expert works.
         mixed: the first weight that goes by other choices.
         gate: what multiplies what experts read.
+        again: whether choices may be computed anew for each GEMM, as `indices[:, 0]` is.
     """
 
-    def __init__(self, axes: Axes, rows: list[tuple[Axis, ...]]) -> None:
-        self.axes, self.dims = axes, rows
+    def __init__(self, axes: Axes, rows: list[tuple[Axis, ...]], again: bool = False) -> None:
+        self.axes, self.dims, self.again = axes, rows, again
         self.ids: Node | None = None
         self.every = False
         self.mixed: Node | None = None
@@ -154,5 +156,5 @@ class StackedGemms:
     def _goes_by(self, node: Node, ids: Node | None) -> None:
         if self.ids is None and not self.every:
             self.ids, self.every = ids, ids is None
-        elif ids is not self.ids:
+        elif ids is not self.ids and not (self.again and same_value(ids, self.ids)):
             self.mixed = node

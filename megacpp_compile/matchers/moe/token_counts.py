@@ -104,15 +104,31 @@ def number_listed(node: Node) -> int | None:
 
 def _distinct(node: Node) -> Node | None:
     """The choices, places of the largest scores, of which `node` is the sorted list without repetitions."""
-    if node.target is not operator.getitem or node.args[1] != 0:
+    chosen = _without_repetitions(node)
+    in_order = chosen is not None and node.args[0].args[1:2] in ((), (True,))  # type: ignore[union-attr]
+    return chosen if in_order and scores_of(chosen) is not None else None
+
+
+def _without_repetitions(node: Any) -> Node | None:
+    """The numbers of which `node` lists each once."""
+    if node.target is not operator.getitem or node.args[1] != 0 or node.args[0].target is not aten._unique2.default:
         return None
-    listing: Any = node.args[0]
-    if listing.target is not aten._unique2.default or listing.args[1:] not in ((), (True,), (True, False, False)):
-        return None
-    chosen = listing.args[0]
-    while chosen.target in (*RESHAPES, *_COPIES):
-        chosen = chosen.args[0]
-    return chosen if scores_of(chosen) is not None else None
+    numbers = node.args[0].args[0]
+    while numbers.target in (*RESHAPES, *_COPIES):
+        numbers = numbers.args[0]
+    return numbers  # type: ignore[no-any-return]
+
+
+def _of_all(mask: Mask) -> Mask:
+    """The mask that holds somewhere where `mask`, one of numbers without repetitions, does: of all of the numbers."""
+    listed = mask.indices
+    while listed.target in (*_COPIES, *_CASTS) and not value(listed).is_floating_point():
+        listed = listed.args[0]  # type: ignore[assignment]
+    numbers = _without_repetitions(listed) if mask.choice is None else None
+    if numbers is None:
+        return mask
+    indices, choice = one_choice(numbers)
+    return dataclasses.replace(mask, indices=indices, choice=choice)
 
 
 def match_empty(condition: Any, holds: bool) -> Mask | None:
@@ -228,7 +244,7 @@ def _left(node: Any) -> tuple[Mask, tuple[str, ...]] | None:
     if not isinstance(node, Node):
         return None
     if (mask := match_mask(node) or mask_of(node)) is not None:
-        return mask, mask.dims
+        return _of_all(mask), mask.dims
     if node.target in _COPIES or node.target in _CASTS and value(node).dtype in _WIDE:
         return _left(node.args[0])
     inner = _left(node.args[0]) if node.target in (*_SUMS, *_ALL) and node.args else None

@@ -18,6 +18,7 @@ from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, COPIES, PERMUTATION
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.activation import match_product
+from megacpp_compile.matchers.moe.no_expert import ONE_PROJECTION
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, around
 from megacpp_compile.matchers.moe.routing import number_of_scores
 from megacpp_compile.matchers.views import RESHAPES, is_cast
@@ -43,8 +44,9 @@ def find(
         ):
             found = [*found, doubt]
             yield doubt
-    counts = {number_of_scores(node) for node in view.graph.nodes} - {None}
-    gemms = {node: stacks for node in view.graph.nodes if (stacks := _stacks(node, view.weights, counts))}
+    scores = {node: count for node in view.graph.nodes if (count := number_of_scores(node)) is not None}
+    counts, tokens = set(scores.values()), _behind(scores)
+    gemms = {node: stacks for node in view.graph.nodes if (stacks := _stacks(node, view.weights, counts, tokens))}
     if not gemms:
         return
     covered = set[Node]()
@@ -53,15 +55,36 @@ def find(
     for node, stacks in gemms.items():
         if not stacks & covered:
             covered |= _nearby(node, gemms)
-            yield MatchFailure(node, "unread", "weights of experts are multiplied here, in no form that is known")
+            if _reads_rows(node, stacks) and around(node).isdisjoint(gemms.keys() - {node}):
+                yield MatchFailure(node, "projections", ONE_PROJECTION)
+            else:
+                yield MatchFailure(node, "unread", "weights of experts are multiplied here, in no form that is known")
 
 
-def _stacks(node: Node, weights: frozenset[Node], counts: set[Any]) -> set[Node]:
+def _reads_rows(node: Node, stacks: set[Node]) -> bool:
+    """Whether the GEMM `node` multiplies anything that has a dimension of one expert's weight, out of `stacks`."""
+    own = [n for w in node.all_input_nodes if w in stacks for n in value(w).shape[-2:]]
+    rows = (n for a in node.all_input_nodes if a not in stacks for n in value(a).shape[-2:])
+    return any(same_size(n, size) for n in rows for size in own)
+
+
+def _behind(nodes: Iterable[Node]) -> set[Node]:
+    """The inputs of the graph that `nodes` are computed from."""
+    pending, seen = list(nodes), set[Node]()
+    while pending:
+        if (node := pending.pop()) not in seen:
+            seen.add(node)
+            pending += node.all_input_nodes
+    return {node for node in seen if node.op == "placeholder"}
+
+
+def _stacks(node: Node, weights: frozenset[Node], counts: set[Any], tokens: set[Node]) -> set[Node]:
     """The weights, in all their views, that the GEMM `node` multiplies by, if they are of as many experts as there are
-    scores to choose by."""
+    scores to choose by. tokens: inputs that scores are computed from, of which one that asks for a gradient is among
+    `weights` too, as are activations behind a graph break."""
     if node.op != "call_function" or str(node.target).split(".")[-2:][0] not in _GEMMS:
         return set()
-    found, given = set[Node](), 0
+    found, given = set[Node](), list[tuple[Node, bool]]()
     if any(_of_channels(operand) for operand in node.all_input_nodes):
         return found
     for operand in node.all_input_nodes:
@@ -73,9 +96,11 @@ def _stacks(node: Node, weights: frozenset[Node], counts: set[Any]) -> set[Node]
             operand = operand.args[0]  # type: ignore[assignment]
             chain.append(operand)
         if operand in weights:
-            given += 1
-            found.update(chain if each or _of(operand, counts) else ())
-    return found if given == 1 else set()  # of two, one is an activation: behind a graph break these are inputs, too
+            each = each or _of(operand, counts)
+            given.append((operand, each))
+            found.update(chain if each else ())
+    others = [operand for operand, each in given if not each]
+    return found if len(given) - len(others) == 1 and tokens.issuperset(others) else set()
 
 
 def _of_channels(operand: Node) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import EXPANSIONS, PADS, REPETITIONS
 from megacpp_compile.matchers.ssd.tensor_ops import SAME, VIEWS, only, whole
 
@@ -104,7 +104,7 @@ class Masks:
         if n.target in PADS and not any(n.args[1][0::2]):  # type: ignore[index]
             return True
         if n.target in _COMPARISONS:
-            apart = any(value(a).shape != value(n).shape for a in given)
+            apart = not all(same_shape(a, n) for a in given)
             return len(given) == 2 and len(leaves) == 1 and (self.deep or apart)
         if n.target in _SIGNS:
             return n.args[1] == 0 and given[0].target is aten.sub.Tensor and given[0] in self.made

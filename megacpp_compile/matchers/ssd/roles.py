@@ -97,6 +97,9 @@ class Roles:
         if len(set(made)) != len(made):
             return NoScan(self.root, "roles", "a dimension of the result occurs twice", 2)
         steps, heads = self.r.atoms(dt), self.r.atoms(self.rate)
+        for leaf, atoms in ((dt, steps), (self.rate, heads)):
+            if len(set(atoms)) != len(atoms):
+                return NoScan(leaf, "roles", "a dimension of the decay occurs twice, as those of a mask's rows do", 3)
         if not set(heads) <= set(steps):
             return NoScan(self.rate, "rate", "the rate of the decay is not one number for each head", 3)
         lost = [a.size for a in steps if a not in made]

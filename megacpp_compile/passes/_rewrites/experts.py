@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.size_nodes import reshaped
 from megacpp_compile.lowerings._op import compute_dtype
@@ -98,8 +98,9 @@ def _slots(build: Builder, layer: RoutedExperts) -> tuple[Node, Node, Node]:
         if value(indices).dim() != value(gates).dim():
             indices, gates = (build(aten.reshape.default, n, [-1, value(n).shape[-1]]) for n in (indices, gates))
         gates = build(aten.gather.default, gates, -1, indices)
-    if value(x).dim() != 2:
-        x = build(aten.reshape.default, x, [-1, value(x).shape[-1]])
+    width = _width(layer)
+    if value(x).dim() != 2 or not same_size(value(x).shape[-1], width):
+        x = build(aten.reshape.default, x, [-1, width])
     if layer.choices is not None or value(indices).dim() > 2:
         choices = layer.choices if layer.choices is not None else value(indices).shape[-1]
         indices, gates = (build(aten.reshape.default, n, [-1, choices]) for n in (indices, gates))
@@ -111,6 +112,12 @@ def _slots(build: Builder, layer: RoutedExperts) -> tuple[Node, Node, Node]:
         counts = build(aten.gt.Scalar if layer.above else aten.ne.Scalar, gates, 0)
         gates = build(aten.masked_fill.Scalar, gates, build(aten.logical_not.default, counts), 0.0)
     return x, indices, gates
+
+
+def _width(layer: RoutedExperts) -> Any:
+    """The number of channels that experts read: x may have a dimension behind these, as `bmm` wants it."""
+    up = layer.experts[0].ups[0].weight
+    return value(up.tensor).shape[-2 if up.transposed else -1]
 
 
 def _rewrite_sorted(view: GraphView, build: Builder, *, layer: SortedExperts) -> tuple[Node, list[Node]]:

@@ -247,6 +247,13 @@ NEAR_DELTA_RULES = {
         changed=lambda s: (s / 2) * F.gelu(2 * s / (s.norm(dim=-1, keepdim=True) + 1e-6), approximate="tanh")
     ),
     "state_squashed": all_solved_at_once(changed=torch.tanh),
+    "state_of_unit_rows": all_solved_at_once(changed=lambda state: F.normalize(state, dim=-1)),
+    "state_within_a_norm": all_solved_at_once(
+        changed=lambda state: state / state.norm(dim=(-2, -1), keepdim=True).clamp(min=1)
+    ),
+    "state_of_unit_mean": all_solved_at_once(
+        changed=lambda state: state * torch.rsqrt(state.square().mean((-2, -1), keepdim=True) + 1e-6)
+    ),
     "read_before_the_update": by_token_with(read_before_the_update),
     "decayed_after_the_correction": by_token_with(decayed_after_the_correction),
     "all_forgotten": by_token_with(all_forgotten),

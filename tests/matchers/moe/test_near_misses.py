@@ -72,6 +72,7 @@ def test_dense_experts(body, tag, target):
         (experts_at_once.einsum_of_every_expert, "dense-gates", aten.softmax.int),
         (experts_at_once.einsum_with_a_bias_of_all, "bias", aten.add.Tensor),
         (experts_at_once.scaled_at_both_ends, "gates", aten.sum.dim_IntList),
+        (experts.batched_with_gates_of_experts, "gates", aten.sum.dim_IntList),
         (experts.batched_by_any_numbers, "range", aten.reshape.default),
     ],
     ids=ids,
