@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo import eval_frame
 from torch._dynamo.backends import registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -193,7 +194,8 @@ def test_fsdp2_gathers_into_the_same_parameter_every_time():
     try:
         seen, inner = [], nn.Linear(4, 4, bias=False)
         inner.register_forward_pre_hook(lambda module, args: seen.append(module.weight))
-        model = fully_shard(nn.Sequential(fully_shard(inner), nn.Linear(4, 4, bias=False)))
+        mesh = init_device_mesh("cpu", (1,))
+        model = fully_shard(nn.Sequential(fully_shard(inner, mesh=mesh), nn.Linear(4, 4, bias=False)), mesh=mesh)
         records = dict(modules.sharded_parameters(model))
         assert list(map(id, records.values())) == [id(p) for p in reversed(list(model.parameters()))]
         record = next(r for r, p in records.items() if p is inner.weight)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
@@ -85,10 +86,15 @@ def with_checkpoints(model):
     return model
 
 
+def whole(model):
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))  # where there is a GPU FSDP2 would take it
+
+
 def sharded(model):
+    mesh = init_device_mesh("cpu", (1,))
     for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def parametrised(model):
@@ -108,7 +114,7 @@ WRAPPED = {
     "compiled ddp": lambda model: (run := compiled(nn.parallel.DistributedDataParallel(model)), run),
     "checkpoints": lambda model: (with_checkpoints(model), compiled(model)),
     "fsdp2": lambda model: (sharded(model), compiled(model)),
-    "whole fsdp2": lambda model: (fully_shard(model), compiled(model)),
+    "whole fsdp2": lambda model: (whole(model), compiled(model)),
     "by blocks": lambda model: (model, by_blocks(model)),
     "fsdp2 by blocks": lambda model: (sharded(model), by_blocks(model)),
     "parametrised": lambda model: (parametrised(model), compiled(model)),
