@@ -23,12 +23,7 @@ def tokens(length):
     return (torch.randn(2, length, DIM, device="cuda", dtype=torch.bfloat16),)
 
 
-# On an H200 the gradient of A_log, a number a head, is 9 % off: gradients of gates a channel are differences of what is
-# rounded to bfloat16, added up along the sequence. The spelling computes in float32, as models do, and eager is 0.4 % off.
-INEXACT = pytest.mark.xfail(reason="the gradient of a rate behind gates a channel is inexact (docs/limits.md)")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[INEXACT] if "channel" in n else []) for n in CHUNKS])
+@pytest.mark.parametrize("name", CHUNKS)
 def test_chunks(name):
     never_waits(compare(make(CHUNKS[name], chunk=64), tokens(192), {"gated_delta_rule": 1}, 1.5))
 

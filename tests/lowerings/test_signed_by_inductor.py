@@ -34,11 +34,12 @@ TYPES = {
 
 DELTA = "gated_delta_rule_"
 WITH_FLOATS = {
-    "gated_delta_rule": {"delta_prepare", "delta_prepare_channels"},
+    "gated_delta_rule": {"delta_mild_chunks", "delta_prepare", "delta_prepare_channels", "delta_walk"},
     "gated_delta_rule_backward": {
-        DELTA + kernel
-        for kernel in ("prepare", "reverse_walk", "query_grad", "prepare_channels", "query_grad_channels",
-                       "read_grad_channels", "key_grad_channels")
+        "delta_mild_chunks",
+        *(DELTA + kernel
+          for kernel in ("prepare", "reverse_walk", "query_grad", "prepare_channels", "query_grad_channels",
+                         "read_grad_channels", "key_grad_channels", "query_grad_mild", "grads_mild")),
     },
     "compressed_linear": {"random_signs"},
     "compressed_linear_backward": {"random_signs"},

@@ -74,7 +74,7 @@ def _stages(chunk: int, keys: int, wide: bool, narrow: int) -> int:
 
 def shared_memory(chunk: int, keys: int, wide: bool) -> int:
     """Bytes of it that a program of the reverse walk takes, the most of all kernels."""
-    numbers = _stages(chunk, keys, wide, STAGES) * chunk * (3 * keys + 2 * COLUMNS) + COLUMNS * (keys + chunk)
+    numbers = _stages(chunk, keys, wide, STAGES) * chunk * (3 * keys + COLUMNS + chunk) + COLUMNS * (keys + chunk)
     return numbers * (4 if wide else 2)
 
 
@@ -85,15 +85,15 @@ def prepared(call: Call) -> dict[str, Tensor]:
         "norms": call.by_chunk(heads, 2, C),
         "solve": call.by_chunk(heads, C, C, dtype=call.inner),
         "w": call.by_chunk(heads, C, call.K, dtype=call.inner),
-        "du_local": call.by_chunk(heads, C, call.V, dtype=call.inner),
+        "turned": call.by_chunk(heads, C, C, dtype=call.inner),
     }
 
 
 def prepare_args(call: Call, inverse: Tensor) -> dict[str, Any]:
     beta = call.do if call.beta is None else call.beta
-    return {"q": call.q, "k": call.k, "do": call.do, "beta": beta, "inverse": inverse, "scale": call.scale,
+    return {"q": call.q, "k": call.k, "beta": beta, "inverse": inverse, "scale": call.scale,
             "eps": call.eps or 0.0, "per_key": call.per_key, "BETA": int(call.beta is not None),
-            "NORM": int(call.eps is not None), **strides("beta", beta, "bth"), **call.strides_of("q", "k", "do"),
+            "NORM": int(call.eps is not None), **strides("beta", beta, "bth"), **call.strides_of("q", "k"),
             **call.common}  # fmt: skip
 
 

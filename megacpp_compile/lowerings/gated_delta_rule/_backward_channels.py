@@ -50,11 +50,11 @@ class GatesAChannel:
         unread = made.pop("norms")
         args = made | prepare_args(call, inverse) | {"g": self.g, "mild": chunks.mild, **strides("g", self.g, "bth")}
         _triton_backward_channels.prepare(
-            self._grid, BROAD, BV=call.at_once(64), decay=self.sums, reading=chunks.queries,
+            self._grid, BROAD, decay=self.sums, reading=chunks.queries,
             writing=chunks.out_keys, ends=chunks.ends, CUTS=call.cuts, SKIP=int(chunks.told_apart), **args,
         )  # fmt: skip
         if chunks.told_apart:
-            inside = {"GATED": 0, "NORM": 0, "MILD": 1, "BV": call.at_once(128), "decay": unread, "norms": unread}
+            inside = {"GATED": 0, "NORM": 0, "MILD": 1, "decay": unread, "norms": unread}
             _triton_states.prepare(self._grid, NARROW, dots=chunks.dots, **(args | chunks.rows() | inside))
         return made | {"decay": unread, "norms": unread, "ends": chunks.ends, "reading": chunks.queries,
                        "writing": chunks.out_keys}  # fmt: skip

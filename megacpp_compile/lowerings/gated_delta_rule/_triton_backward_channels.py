@@ -55,11 +55,10 @@ def _add_decayed_keys(to, gate, readers, readers_t, pairs, k, k_t, length, eps, 
 
 
 @triton.jit
-def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, steps, ends, reading,
-                                      writing, solve, w, du_local, mild, tokens, chunks, heads, per_key, scale, eps,
-                                      q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, g_b, g_t, g_h,
-                                      beta_b, beta_t, beta_h,
-                                      C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+def gated_delta_rule_prepare_channels(q, k, g, beta, inverse, table, decay, steps, ends, reading,
+                                      writing, solve, w, turned, mild, tokens, chunks, heads, per_key, scale, eps,
+                                      q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
+                                      C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                                       CUTS: tl.constexpr, SKIP: tl.constexpr, BETA: tl.constexpr,
                                       NORM: tl.constexpr, PACKED: tl.constexpr,
                                       WIDE: tl.constexpr):  # fmt: skip
@@ -105,12 +104,7 @@ def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, 
     for log in range(CUTS):
         factor, parted = _cut(decay, log, C, K)
         scores += tl.where(parted, product(queries * factor, tl.trans(keys * factor), WIDE), 0)
-    scores = tl.trans(operand(scores * scale, WIDE))
-    do += b * do_b + h * do_h + first * do_t
-    for j in range(V // BV):
-        v = j * BV + tl.arange(0, BV)[None, :]
-        grad = tl.load(do + (r[:, None] * do_t + v), mask=there[:, None], other=0)
-        tl.store(du_local + row * C * V + (r[:, None] * V + v), as_stored(product(scores, grad, WIDE), du_local))
+    tl.store(turned + row * C * C + (r[:, None] * C + r[None, :]), as_stored(tl.trans(scores * scale), turned))
     inverse += ((b * tokens + first) * heads + h) * C
     solved = tl.load(inverse + (r[:, None] * (heads * C) + r[None, :]), mask=there[:, None], other=0).to(tl.float32)
     if BETA:
@@ -276,7 +270,7 @@ def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, 
 
 
 CHOICES = [{"num_warps": warps, "num_stages": 1} for warps in (4, 8)]
-prepare = Kernel(gated_delta_rule_prepare_channels, CHOICES, key=("heads", "C", "K", "V", "BV"))
+prepare = Kernel(gated_delta_rule_prepare_channels, CHOICES, key=("heads", "C", "K", "V"))
 query_grad = Kernel(gated_delta_rule_query_grad_channels, CHOICES, key=("heads", "C", "K", "V", "BV"))
 read_grad = Kernel(
     gated_delta_rule_read_grad_channels, CHOICES, key=("heads", "C", "K", "V", "BV"), restore=("d_decay",)

@@ -17,7 +17,7 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
 
 
 @triton.jit
-def gated_delta_rule_reverse_walk(q, k, do, w, du_local, decay, steps, norms, ends, table, documents, last,
+def gated_delta_rule_reverse_walk(q, k, do, w, turned, decay, steps, norms, ends, table, documents, last,
                                   d_states, du, d_initial, tokens, chunks, heads, per_key, scale,
                                   q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h,
                                   C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
@@ -26,7 +26,8 @@ def gated_delta_rule_reverse_walk(q, k, do, w, du_local, decay, steps, norms, en
     """Gradients of the states that leave the chunks [b, c, h, K, V] and of U, du [b, c, h, C, V], and of the first
     state: BV of V channels, in registers from chunk to chunk.
 
-    With gates a channel they are the gradients of what k^T U is added to (`_triton_mild`).
+    With gates a channel they are the gradients of what k^T U is added to (`_triton_mild`). What U is given by P, here
+    turned, is made here: it waits for nothing, and in memory it would be larger than P.
     Two GEMMs wait for the state's gradient, that of U and what w takes from it; the one of the queries does not.
     """
     scale = single(scale)
@@ -59,18 +60,20 @@ def gated_delta_rule_reverse_walk(q, k, do, w, du_local, decay, steps, norms, en
         queries = tl.load(q + first * q_t + (r[:, None] * q_t + n[None, :]), mask=there, other=0)
         keys = tl.load(k + first * k_t + (r[:, None] * k_t + n[None, :]), mask=there, other=0)
         grad = tl.load(do + first * do_t + (r[:, None] * do_t + p), mask=there, other=0)
-        local = tl.load(du_local + row * C * V + r[:, None] * V + p)
+        scores = tl.load(turned + row * C * C + r[:, None] * C + r[None, :])
         reads = tl.load(w + row * C * K + r[:, None] * K + n[None, :])
         if CHANNELS:
             # The gradient of S is what was summed, times the read factor of the chunk behind.
             state *= tl.exp2(end_of(ends, row, 2, 1, K) + end_of(ends, row + heads, 1, i, K))[:, None]
         leaving = operand(state, WIDE)
         tl.store(d_states + row * K * V + at, as_stored(leaving, d_states))
-        d = product(keys, leaving, WIDE)
-        if not CHANNELS:
-            d *= (of_k * tl.exp2(whole - total))[:, None]
-        # Subtracted, as an added tile would become the GEMM's accumulator, which is not loaded ahead.
-        d -= 0 - local.to(tl.float32)
+        local = product(scores, grad, WIDE)
+        if CHANNELS:
+            d = add_product(local, keys, leaving, WIDE)
+        else:
+            d = product(keys, leaving, WIDE) * (of_k * tl.exp2(whole - total))[:, None]
+            # Subtracted: added, it would be summed up on d, behind the GEMM that waits for the state.
+            d -= 0 - local
         tl.store(du + row * C * V + r[:, None] * V + p, as_stored(d, du))
         if CHANNELS:
             weighted = grad.to(tl.float32) * scale

@@ -28,17 +28,17 @@ NO_STEP = tl.constexpr(1e-18)
 
 
 @triton.jit
-def gated_delta_rule_prepare(q, k, out_keys, dots, do, g, beta, inverse, table, decay, steps, norms, solve, w, du_local,
+def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, decay, steps, norms, solve, w, turned,
                              mild, tokens, chunks, heads, per_key, scale, eps,
-                             q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
-                             C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+                             q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
+                             C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                              GATED: tl.constexpr, MILD: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
                              PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """What a chunk of a value head needs that no state enters.
 
     decay, steps [b, c, h, C]: g summed up to and with a token, in powers of 2, and beta; behind the last token nothing
     decays and nothing comes in. norms [b, c, h, 2, C]: what normalises a row of q and of k.
-    solve [b, c, h, C, C] = (I + A diag(beta))^-1; w [b, c, h, C, K] = solve Kh; du_local [b, c, h, C, V] = P^T dO'.
+    solve [b, c, h, C, C] = (I + A diag(beta))^-1; w [b, c, h, C, K] = solve Kh; turned [b, c, h, C, C] = P^T.
     MILD: of mild chunks alone, whose gates and norms are in q, k and out_keys (`_triton_mild`); decay and norms
     are not written.
     """
@@ -98,12 +98,7 @@ def gated_delta_rule_prepare(q, k, out_keys, dots, do, g, beta, inverse, table, 
     if MILD:  # above the diagonal a product of factors may be infinite, which a weight of 0 does not undo
         diagonal = tl.load(dots + (b * tokens + first + r) * heads + h, mask=there, other=0) * scale
         scores = tl.where(r[:, None] > r[None, :], scores, tl.where(r[:, None] == r[None, :], diagonal[:, None], 0))
-    scores = tl.trans(operand(scores, WIDE))
-    do += b * do_b + h * do_h + first * do_t
-    for j in tl.static_range(V // BV):
-        v = j * BV + tl.arange(0, BV)[None, :]
-        grad = tl.load(do + (r[:, None] * do_t + v), mask=there[:, None], other=0)
-        tl.store(du_local + row * C * V + (r[:, None] * V + v), as_stored(product(scores, grad, WIDE), du_local))
+    tl.store(turned + row * C * C + (r[:, None] * C + r[None, :]), as_stored(tl.trans(scores), turned))
 
 
 @triton.jit
@@ -167,7 +162,7 @@ def gated_delta_rule_states(k, v, solve, w, decay, steps, norms, ends, table, st
 prepare = Kernel(
     gated_delta_rule_prepare,
     [{"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (8, 1))],
-    key=("heads", "C", "K", "V", "BV"),
+    key=("heads", "C", "K", "V"),
 )
 states = Kernel(
     gated_delta_rule_states,

@@ -71,7 +71,7 @@ def _prepare(call: Call, inverse: Tensor) -> dict[str, Tensor]:
     g = call.do if call.g is None else call.g
     _triton_states.prepare(
         lambda meta: (call.chunks * call.heads, call.batch),
-        {"num_warps": 4, "num_stages": 1}, BV=call.at_once(128), g=g, GATED=int(call.g is not None),
+        {"num_warps": 4, "num_stages": 1}, g=g, GATED=int(call.g is not None),
         out_keys=call.k, dots=call.do, mild=call.nothing, MILD=0,
         **strides("g", g, "bth"), **made, **prepare_args(call, inverse),
     )  # fmt: skip
@@ -112,7 +112,7 @@ def _reverse_walk(
         k=made["writing"], do=call.do, documents=call.packed.documents if call.packed else call.nothing,
         last=d_initial if dfinal is None else dfinal.contiguous(), d_initial=d_initial, per_key=call.per_state,
         scale=call.scale, CHANNELS=int(call.per_channel), LAST=int(dfinal is not None), **out,
-        **only(made, "w du_local decay steps norms ends"), **strides("q", made["reading"], "bth"),
+        **only(made, "w turned decay steps norms ends"), **strides("q", made["reading"], "bth"),
         **strides("k", made["writing"], "bth"), **call.strides_of("do"), **call.common,
     )  # fmt: skip
     return out
