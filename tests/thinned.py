@@ -50,6 +50,7 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
             "test_calls_of_which_a_rank_computes_its_part_are_local",
             "test_gradients_of_what_ranks_share_are_summed_once", "test_others_stay_calls_on_dtensors",
         ),
+        "frontend/test_loops_by_membership.py": ("test_stays",),
         "frontend/test_put_back.py": (
             "test_as_many_rows_as_the_permutation_has_numbers", "test_other_writes_are_left_as_they_are",
         ),
