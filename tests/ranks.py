@@ -4,7 +4,11 @@ each rank. The server is a process of its own: nothing that tests have done in t
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,3 +18,31 @@ def start(function: Callable[..., None], args: tuple[Any, ...], ranks: int) -> N
     """`function(rank, *args)` in as many processes, until all have ended; the error of one is raised here."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.ranks_loaded"])
     torch.multiprocessing.start_processes(function, args, ranks, start_method="forkserver")
+
+
+def see_cases(
+    rank: int, ranks: int, folder: str, names: Iterable[str], run: Callable[[str, Any], Any],
+    around: Callable[[], AbstractContextManager[Any]], seconds: int = 120,
+) -> dict[str, Any]:  # fmt: skip
+    """Name of a case -> what `run(name, mesh)` gives on this rank, or how it failed. Within `around`, with quick
+    compilers. The group is gone behind it."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from tests.conftest import quick_compilers
+
+    warnings.simplefilter("ignore")
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=timedelta(seconds=seconds))
+    seen: dict[str, Any] = {}
+    try:
+        mesh = init_device_mesh("cpu", (ranks,))
+        for name in names:
+            with quick_compilers(), around():
+                try:
+                    seen[name] = run(name, mesh)
+                except Exception:
+                    seen[name] = {"failed": traceback.format_exc()}
+    finally:
+        dist.destroy_process_group()
+    return seen

@@ -207,24 +207,26 @@ def captured_with_symbols(function, look=lambda x: None):
     return found["traced"], found["runs"].runs
 
 
+def once_and_twice(monkeypatch, of, *look):
+    """(graph, how often `of` has run) as it is captured, and where every frame is exported in two runs."""
+    once = captured_with_symbols(of, *look)
+    monkeypatch.setattr(export, "_may_run_once", lambda *_: False)
+    return once, captured_with_symbols(of, *look)
+
+
 def of_rows(x):
     return torch.cos(x).reshape(-1)[: x.shape[0]].sum() + x.shape[0] * x
 
 
 def test_one_run_with_symbolic_sizes(monkeypatch):
-    traced, runs = captured_with_symbols(of_rows)
-    assert runs == 1
-    monkeypatch.setattr(export, "_may_run_once", lambda *_: False)
-    twice, runs = captured_with_symbols(of_rows)
-    assert runs == 2 and render(traced) == render(twice) and "s" in render(traced)
+    (traced, runs), (twice, usually) = once_and_twice(monkeypatch, of_rows)
+    assert (runs, usually) == (1, 2) and render(traced) == render(twice) and "s" in render(traced)
 
 
 def test_a_symbol_that_is_found_to_be_a_number_while_it_is_recorded(monkeypatch):
     """The graph is the one of two runs, the second of which knows it from the beginning."""
     fixed = lambda x: int(x.shape[0])  # noqa: E731
-    traced, runs = captured_with_symbols(of_rows, fixed)
-    monkeypatch.setattr(export, "_may_run_once", lambda *_: False)
-    twice, usually = captured_with_symbols(of_rows, fixed)
+    (traced, runs), (twice, usually) = once_and_twice(monkeypatch, of_rows, fixed)
     assert runs == usually == 2 and render(traced) == render(twice) and "f32[5, " in render(traced)
 
 
@@ -256,19 +258,20 @@ def test_one_run_where_sizes_are_known_at_run_time_only(monkeypatch, of):
         return re.sub(r"\b(u|zuf)\d+", lambda name: found.setdefault(name[0], f"u{len(found)}"), render(gm))
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
-        traced, runs = captured_with_symbols(of)
-        assert runs == 1
-        monkeypatch.setattr(export, "_may_run_once", lambda *_: False)
-        twice, runs = captured_with_symbols(of)
-    assert runs == 2 and names(traced) == names(twice) and "u0" in names(traced)
+        (traced, runs), (twice, usually) = once_and_twice(monkeypatch, of)
+    assert (runs, usually) == (1, 2) and names(traced) == names(twice) and "u0" in names(traced)
 
 
 def test_nothing_is_looked_up_where_sizes_are_known_at_run_time_only(monkeypatch):
     """Torch's cache of results would be asked for each, and grow by it."""
     asked = []
     made = export.aot_export_module
-    looks = lambda fakes: [mode.cache_enabled for mode in export._modes(fakes)]  # noqa: E731
-    monkeypatch.setattr(export, "aot_export_module", lambda gm, fakes, **k: asked.append(looks(fakes)) or made(gm, fakes, **k))
+
+    def exported(gm, fakes, **how):
+        asked.append([mode.cache_enabled for mode in export._modes(fakes)])
+        return made(gm, fakes, **how)
+
+    monkeypatch.setattr(export, "aot_export_module", exported)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         captured_with_symbols(rows_of_experts)
         captured_with_symbols(of_rows)

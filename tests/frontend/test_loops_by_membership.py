@@ -10,13 +10,7 @@ from tests.frontend.loops_by_membership import FUSE, STAY, among_choices, among_
 from tests.frontend.test_expert_loops import all_to_one, compiled, fuses, tokens
 from tests.passes.experts import DIM, MoE, Ungated
 
-pytestmark = pytest.mark.usefixtures("eager_backend")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
+pytestmark = pytest.mark.usefixtures("fresh", "eager_backend")
 
 
 @pytest.mark.parametrize("body", FUSE, ids=lambda body: body.__name__)

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from tests.frontend.loops_with_two_values import FUSE, OTHER
 from tests.frontend.test_expert_loops import all_to_one, compiled, fuses, tokens
 from tests.passes.experts import DIM, Expert, MoE, Ungated
 
-pytestmark = pytest.mark.usefixtures("eager_backend")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
+pytestmark = pytest.mark.usefixtures("fresh", "eager_backend")
 
 
 @pytest.mark.parametrize("body", FUSE, ids=lambda body: body.__name__)

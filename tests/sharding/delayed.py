@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ import megacpp_compile
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.passes import linear
 from tests.lowerings import relative_error
-from tests.ranks import start
+from tests.ranks import see_cases, start
 
 RANKS = 2
 DIM, HIDDEN, STEPS = 32, 64, 4
@@ -125,32 +123,16 @@ def outcomes(names: tuple[str, ...] = tuple(CASES)) -> dict[str, list[dict[str, 
     return {name: [of_rank[name] for of_rank in seen] for name in names}
 
 
-@contextlib.contextmanager
-def float8() -> Iterator[None]:
-    with mock.patch.object(linear, "no_float8", lambda device: ""):
-        yield
-
-
 def _rank(rank: int, folder: str, names: tuple[str, ...]) -> None:
-    from datetime import timedelta
+    from tests.conftest import kernels_left_out
 
-    from tests.conftest import kernels_left_out, quick_compilers
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with kernels_left_out(), mock.patch.object(linear, "no_float8", lambda device: ""):
+            yield
 
-    warnings.simplefilter("ignore")
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=120))
-    seen: dict[str, Any] = {}
-    try:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        for name in names:
-            with quick_compilers(), kernels_left_out(), float8():
-                try:
-                    seen[name] = _run(name, mesh, rank)
-                except Exception:
-                    seen[name] = {"failed": traceback.format_exc()}
-    finally:
-        torch.save(seen, Path(folder, f"{rank}.pt"))
-        dist.destroy_process_group()
+    seen = see_cases(rank, RANKS, folder, names, lambda name, mesh: _run(name, mesh, rank), around)
+    torch.save(seen, Path(folder, f"{rank}.pt"))
 
 
 def batches(rank: int, same: bool) -> list[torch.Tensor]:

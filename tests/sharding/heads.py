@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
-from tests.ranks import start
+from tests.ranks import see_cases, start
 
 RANKS = 2
 DIM, WORDS, IGNORED = 12, 22, -100
@@ -237,26 +235,14 @@ def outcomes(names: tuple[str, ...] = (*CASES, *OPS)) -> dict[str, list[dict[str
 
 
 def _rank(rank: int, folder: str, names: tuple[str, ...]) -> None:
-    import traceback
-    from datetime import timedelta
+    from tests.conftest import kernels_left_out
 
-    from tests.conftest import kernels_left_out, quick_compilers
-
-    warnings.simplefilter("ignore")
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=60))
-    seen: dict[str, Any] = {}
-    try:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        for name in names:
-            with quick_compilers(), kernels_left_out(lambda gm: None):
-                try:
-                    seen[name] = _run(CASES[name], mesh) if name in CASES else _run_op(OPS[name], rank)
-                except Exception:
-                    seen[name] = {"failed": traceback.format_exc()}
-    finally:
-        Path(folder, f"{rank}.json").write_text(json.dumps(seen))
-        dist.destroy_process_group()
+    seen = see_cases(
+        rank, RANKS, folder, names,
+        lambda name, mesh: _run(CASES[name], mesh) if name in CASES else _run_op(OPS[name], rank),
+        lambda: kernels_left_out(lambda gm: None), seconds=60,
+    )  # fmt: skip
+    Path(folder, f"{rank}.json").write_text(json.dumps(seen))
 
 
 def _run(case: Case, mesh: Any) -> dict[str, Any]:

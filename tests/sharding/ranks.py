@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megacpp_compile.passes import sparse_mla
-from tests.ranks import start
+from tests.ranks import see_cases, start
 from tests.sharding.expert_parallel import expert_parallel
 
 RANKS = 2
@@ -402,26 +400,13 @@ def outcomes(names: tuple[str, ...] = tuple(CASES)) -> dict[str, list[dict[str, 
 
 
 def _rank(rank: int, folder: str, names: tuple[str, ...]) -> None:
-    import traceback
-    from datetime import timedelta
+    from tests.conftest import kernels_left_out
 
-    from tests.conftest import kernels_left_out, quick_compilers
-
-    warnings.simplefilter("ignore")
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=120))
-    seen: dict[str, Any] = {}
-    try:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        for name in names:
-            with quick_compilers(), kernels_left_out(lambda gm: [_note(node.target) for node in gm.graph.nodes]):
-                try:
-                    seen[name] = _run(CASES[name], mesh)
-                except Exception:
-                    seen[name] = {"failed": traceback.format_exc()}
-    finally:
-        Path(folder, f"{rank}.json").write_text(json.dumps(seen))
-        dist.destroy_process_group()
+    seen = see_cases(
+        rank, RANKS, folder, names, lambda name, mesh: _run(CASES[name], mesh),
+        lambda: kernels_left_out(lambda gm: [_note(node.target) for node in gm.graph.nodes]),
+    )  # fmt: skip
+    Path(folder, f"{rank}.json").write_text(json.dumps(seen))
 
 
 def _run(case: Case, mesh: DeviceMesh) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import of_tensors, same_shape, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, broadcast, factors, longer_dims, over
@@ -65,8 +65,7 @@ def biased_gemms(
     elif inner.target is aten.add.Tensor and of_tensors(inner) and not inner.kwargs:
         sums = [inner.args, inner.args[::-1]]  # type: ignore[list-item]
     for side, other in sums:
-        own, shape = value(side).shape, value(inner).shape
-        if len(own) != len(shape) or not all(map(same_size, own, shape)):
+        if not same_shape(side, inner):
             continue
         parts = product_of(side, dims) or factors(side, dims, lambda below: out in below and below.issuperset(routes))
         if (split := _split(parts, out)) is not None:
