@@ -60,6 +60,16 @@ def test_tokens_that_write_nothing(rand, gate):
     assert not disagreements(backward(args), OP, args)
 
 
+@pytest.mark.skipif(not CUDA, reason="the interpreter knows no alignment, and takes minutes for chunks of this size")
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_rows_that_begin_anywhere(rand, gate):
+    """q, k and v are slices of a row of 1032 numbers: Triton 3.6 compiled the walk to one that left its memory."""
+    args = arguments(rand, torch.bfloat16, b=1, t=256, k=128, v=128, chunk=64, gate=gate)
+    assert args[2].stride(1) % 16 == 8
+    want = reference_of(OP)(*on(DEVICE, args, torch.float64))
+    assert not faults(backward(args), want, 6 * torch.finfo(torch.bfloat16).eps)
+
+
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_equal_inputs_give_equal_bits(rand, gate):
     args = arguments(rand, torch.bfloat16, b=1, t=20, hk=1, hv=3, gate=gate)

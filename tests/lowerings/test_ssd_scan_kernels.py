@@ -109,6 +109,23 @@ def test_refusals(rand, options, reason):
     assert kernels().supports("ssd_scan", call(rand, t=3)) is None
 
 
+@pytest.mark.skipif(not CUDA, reason="the interpreter knows no alignment, and takes minutes for chunks of this size")
+def test_rows_that_begin_anywhere(rand):
+    """x, B and C in rows of an odd number of eights, whose numbers are those of rows by themselves."""
+    x, dt, A, B, C, *others = call(rand, b=1, t=600, h=4, g=2, p=64, n=128, chunk=128)
+    rows = torch.cat([t.flatten(2) for t in (x, B, C)], -1)
+    parts = torch.nn.functional.pad(rows, (8, 0))[..., 8:].split([256, 256, 256], -1)
+    slices = [part.unflatten(2, t.shape[2:]) for part, t in zip(parts, (x, B, C), strict=True)]
+    assert slices[0].stride(1) % 16 == 8
+    got, want = [], []
+    for operands, out in ((slices, got), ([t.contiguous() for t in slices], want)):
+        args = operands[0], dt, A, *operands[1:], *others
+        out += kernels().ssd_scan(*args)
+        out += kernels().ssd_scan_backward(torch.ones_like(out[0]), None, *args[:-2], out[2], *args[-2:-1])
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.skipif(not CUDA, reason="memory and waiting are a GPU's")
 def test_small_in_memory_and_never_waiting(rand):
     """Nothing is kept or made that grows with the square of a chunk for every head, and nobody waits for the device."""

@@ -76,6 +76,18 @@ def last_dim_contiguous(t: Tensor) -> Tensor:
     return t if statically_known_true(t.stride(-1) == 1) else t.contiguous()
 
 
+def in_sixteens(t: Tensor) -> Tensor:
+    """`t`, or a copy, with contiguous channels, in rows that begin at multiples of 16 numbers: so Triton tells aligned
+    ones. Of others Triton 3.6 compiles loops over chunks that read and write beyond their tiles (of 64 x 128, in three
+    stages)."""
+    t = last_dim_contiguous(t)
+    steps = strides("t", t, "012"[: t.dim() - 1]).values()
+    whole = all(statically_known_true(step % 16 == 0) for step in (t.storage_offset() * t.itemsize, *steps))
+    return t if whole or t.shape[-1] % 16 else t.clone(memory_format=torch.contiguous_format)
+
+
 def strides(name: str, t: Tensor, dims: str) -> dict[str, Any]:
-    """Arguments `name_d`, the strides of `t`'s first dimensions."""
-    return {f"{name}_{dim}": t.stride(i) for i, dim in enumerate(dims)}
+    """Arguments `name_d`, the strides of `t`'s first dimensions. That of a single row moves nothing, and is 0: whatever
+    it is otherwise says nothing about how rows are aligned."""
+    steps = (0 if statically_known_true(t.shape[i] == 1) else t.stride(i) for i in range(len(dims)))
+    return {f"{name}_{dim}": step for dim, step in zip(dims, steps, strict=True)}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.lowerings._kernels.chunk_grid import chunks_bound
-from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, strides
+from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens, last_dim_contiguous, strides
 from megacpp_compile.lowerings.gated_delta_rule._chunk_tables import ChunkTables
 
 # Channels of v that a program of the reverse walk has, and chunks it has loaded or is loading.
@@ -17,7 +17,7 @@ COLUMNS, STAGES = 32, 3
 
 
 class Call:
-    """Sizes, and the operands as the kernels read them: channels contiguous in memory, any other strides."""
+    """Sizes, and the operands as the kernels read them: channels contiguous in memory, rows in sixteens."""
 
     def __init__(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
@@ -26,7 +26,7 @@ class Call:
         self.batch, self.tokens, self.key_heads, self.K = q.shape
         self.heads, self.V = v.shape[2:]
         self.per_key, self.C, self.scale, self.eps = self.heads // self.key_heads, chunk_size, scale, eps
-        self.do, self.q, self.k, self.v = (last_dim_contiguous(t) for t in (do, q, k, v))
+        self.do, self.q, self.k, self.v = (in_sixteens(t) for t in (do, q, k, v))
         self.per_channel = g is not None and g.dim() == 4
         self.g = last_dim_contiguous(g) if g is not None and self.per_channel else g
         self.beta = beta
@@ -74,7 +74,7 @@ def _stages(chunk: int, keys: int, wide: bool, narrow: int) -> int:
 
 def shared_memory(chunk: int, keys: int, wide: bool) -> int:
     """Bytes of it that a program of the reverse walk takes, the most of all kernels."""
-    numbers = _stages(chunk, keys, wide, STAGES) * chunk * (3 * keys + COLUMNS + chunk) + COLUMNS * (keys + chunk)
+    numbers = _stages(chunk, keys, wide, STAGES) * chunk * (3 * keys + COLUMNS + 2 * chunk) + COLUMNS * (keys + chunk)
     return numbers * (4 if wide else 2)
 
 
@@ -84,7 +84,6 @@ def prepared(call: Call) -> dict[str, Tensor]:
         "steps": call.by_chunk(heads, C),
         "norms": call.by_chunk(heads, 2, C),
         "solve": call.by_chunk(heads, C, C, dtype=call.inner),
-        "w": call.by_chunk(heads, C, call.K, dtype=call.inner),
         "turned": call.by_chunk(heads, C, C, dtype=call.inner),
     }
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import (
     _triton_backward_channels,
-    _triton_gradients,
     _triton_mild_gradients,
     _triton_states,
 )
@@ -50,25 +49,23 @@ class GatesAChannel:
         unread = made.pop("norms")
         args = made | prepare_args(call, inverse) | {"g": self.g, "mild": chunks.mild, **strides("g", self.g, "bth")}
         _triton_backward_channels.prepare(
-            self._grid, BROAD, decay=self.sums, reading=chunks.queries,
-            writing=chunks.out_keys, ends=chunks.ends, CUTS=call.cuts, SKIP=int(chunks.told_apart), **args,
+            self._grid, BROAD, decay=self.sums, queries=chunks.queries, keys=chunks.keys, out_keys=chunks.out_keys,
+            ends=chunks.ends, CUTS=call.cuts, SKIP=int(chunks.told_apart), **args,
         )  # fmt: skip
         if chunks.told_apart:
             inside = {"GATED": 0, "NORM": 0, "MILD": 1, "decay": unread, "norms": unread}
             _triton_states.prepare(self._grid, NARROW, dots=chunks.dots, **(args | chunks.rows() | inside))
-        return made | {"decay": unread, "norms": unread, "ends": chunks.ends, "reading": chunks.queries,
-                       "writing": chunks.out_keys}  # fmt: skip
+        return made | {"decay": unread, "norms": unread, "ends": chunks.ends, "q": chunks.queries,
+                       "k": chunks.keys, "out_keys": chunks.out_keys}  # fmt: skip
 
-    def gradients(self, inverse: Tensor, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def gradients(self, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
         call, g, beta = self.call, self.g, self.call.beta
         dv, dg = call.new(*call.v.shape, dtype=call.v.dtype), call.new(*g.shape, dtype=g.dtype)
         dbeta = call.new(0) if beta is None else call.new(*beta.shape, dtype=beta.dtype)
         d_scores, d_between = (call.by_chunk(call.heads, call.C, call.C, dtype=call.inner) for _ in range(2))
-        _triton_gradients.value_grad(
-            self._grid, NARROW, BV=call.at_once(128), k=call.k, inverse=inverse, du=made["du"], dv=dv, dbeta=dbeta,
-            d_between=d_between, d_decay=made["ends"], key_heads=call.heads, HB=1, CHANNELS=1,
-            BETA=int(beta is not None), **only(made, "decay steps norms errors"), **call.strides_of("k"),
-            **call.common,
+        _triton_mild_gradients.value_grad(
+            self._grid, NARROW, BV=call.at_once(128), dv=dv, dbeta=dbeta, d_between=d_between,
+            BETA=int(beta is not None), **only(made, "steps errors d_rows"), **call.common,
         )  # fmt: skip
         direct = call.per_key == 1
         rows = call.batch, call.tokens, call.heads, call.K

@@ -55,16 +55,16 @@ def _add_decayed_keys(to, gate, readers, readers_t, pairs, k, k_t, length, eps, 
 
 
 @triton.jit
-def gated_delta_rule_prepare_channels(q, k, g, beta, inverse, table, decay, steps, ends, reading,
-                                      writing, solve, w, turned, mild, tokens, chunks, heads, per_key, scale, eps,
+def gated_delta_rule_prepare_channels(q, k, g, beta, inverse, table, decay, steps, ends, queries,
+                                      keys, out_keys, solve, turned, mild, tokens, chunks, heads, per_key, scale, eps,
                                       q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
                                       C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                                       CUTS: tl.constexpr, SKIP: tl.constexpr, BETA: tl.constexpr,
                                       NORM: tl.constexpr, PACKED: tl.constexpr,
                                       WIDE: tl.constexpr):  # fmt: skip
-    """As `gated_delta_rule_prepare`, with decay [b, c, h, C, K] a channel. Queries that read the state and keys that
-    write it have theirs inside, and norms, in reading and writing [b, t, h, K]. ends [b, c, h, 3, K]: the chunk's sum,
-    and twice 0 (`_triton_mild`). CUTS: log2(C). SKIP: leaves out mild chunks."""
+    """As `gated_delta_rule_prepare`, with decay [b, c, h, C, K] a channel. Queries and keys that read the state, and
+    keys that write it, have theirs inside, and norms, in queries, keys and out_keys [b, t, h, K]. ends [b, c, h, 3, K]:
+    the chunk's sum, and twice 0 (`_triton_mild`). CUTS: log2(C). SKIP: leaves out mild chunks."""
     scale, eps = single(scale), single(eps)
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
@@ -79,8 +79,8 @@ def gated_delta_rule_prepare_channels(q, k, g, beta, inverse, table, decay, step
     q += b * q_b + h // per_key * q_h + first * q_t
     g += b * g_b + h * g_h + first * g_t
     gates = tl.load(g + (r[:, None] * g_t + n), mask=there[:, None], other=0).to(tl.float32) * LOG2_E
-    keys, _ = normed(k, k_t, length, eps, C, K, NORM)
-    queries, _ = normed(q, q_t, length, eps, C, K, NORM)
+    key, _ = normed(k, k_t, length, eps, C, K, NORM)
+    query, _ = normed(q, q_t, length, eps, C, K, NORM)
     total = tl.cumsum(gates, 0)
     whole = tl.sum(gates, 0)
     decay += row * C * K
@@ -94,16 +94,18 @@ def gated_delta_rule_prepare_channels(q, k, g, beta, inverse, table, decay, step
         step = tl.load(beta + b * beta_b + h * beta_h + first * beta_t + r * beta_t, mask=there, other=0)
         step = step.to(tl.float32)
     tl.store(steps + row * C + r, step)
-    reading += ((b * tokens + first) * heads + h) * K
-    writing += ((b * tokens + first) * heads + h) * K
+    queries += ((b * tokens + first) * heads + h) * K
+    keys += ((b * tokens + first) * heads + h) * K
+    out_keys += ((b * tokens + first) * heads + h) * K
     at = r[:, None] * (heads * K) + n
-    tl.store(reading + at, as_stored(queries * tl.exp2(total), reading), mask=there[:, None])
-    tl.store(writing + at, as_stored(keys * tl.exp2(whole[None, :] - total), writing), mask=there[:, None])
+    tl.store(queries + at, as_stored(query * tl.exp2(total), queries), mask=there[:, None])
+    tl.store(keys + at, as_stored(key * tl.exp2(total), keys), mask=there[:, None])
+    tl.store(out_keys + at, as_stored(key * tl.exp2(whole[None, :] - total), out_keys), mask=there[:, None])
     tl.debug_barrier()  # rows of the decay are read by other threads than wrote them
-    scores = tl.where(r[:, None] == r[None, :], tl.sum(queries * keys, 1)[:, None], 0.0)
+    scores = tl.where(r[:, None] == r[None, :], tl.sum(query * key, 1)[:, None], 0.0)
     for log in range(CUTS):
         factor, parted = _cut(decay, log, C, K)
-        scores += tl.where(parted, product(queries * factor, tl.trans(keys * factor), WIDE), 0)
+        scores += tl.where(parted, product(query * factor, tl.trans(key * factor), WIDE), 0)
     tl.store(turned + row * C * C + (r[:, None] * C + r[None, :]), as_stored(tl.trans(scores * scale), turned))
     inverse += ((b * tokens + first) * heads + h) * C
     solved = tl.load(inverse + (r[:, None] * (heads * C) + r[None, :]), mask=there[:, None], other=0).to(tl.float32)
@@ -113,14 +115,12 @@ def gated_delta_rule_prepare_channels(q, k, g, beta, inverse, table, decay, step
             between = tl.zeros([C, C], tl.float32)
             for log in range(CUTS):
                 factor, parted = _cut(decay, log, C, K)
-                between += tl.where(parted, product(keys * factor, tl.trans(keys * factor), WIDE), 0)
+                between += tl.where(parted, product(key * factor, tl.trans(key * factor), WIDE), 0)
             solved = 0 - product(between, solved * step[None, :], WIDE)
         else:
             solved = solved * (step[None, :] / tl.where(there, step, 1)[:, None])
     solved = tl.where(r[:, None] == r[None, :], 1, solved)
     tl.store(solve + row * C * C + (r[:, None] * C + r[None, :]), as_stored(solved, solve))
-    reads = product(solved, keys * tl.exp2(total), WIDE)
-    tl.store(w + row * C * K + (r[:, None] * K + n), as_stored(reads, w))
 
 
 @triton.jit

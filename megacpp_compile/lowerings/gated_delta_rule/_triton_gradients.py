@@ -1,4 +1,4 @@
-"""Triton kernel: gradients of q, k, v, the gates and beta, chunks side by side, one decay a head.
+"""Triton kernels: gradients of q, k, v, the gates and beta, chunks side by side, one decay a head.
 
 Where two value heads read a key head, one program takes them in turn: no atomics, and equal inputs give equal bits.
 """
@@ -88,59 +88,49 @@ def gated_delta_rule_query_grad(q, k, do, table, decay, steps, norms, states, er
 
 
 @triton.jit
-def gated_delta_rule_value_grad(k, inverse, table, decay, steps, norms, errors, du, d_between, d_decay, dv, dbeta,
+def gated_delta_rule_value_grad(k, table, decay, steps, norms, errors, d_rows, d_between, d_decay, dv, dbeta,
                                 tokens, chunks, heads, key_heads, k_b, k_t, k_h,
                                 C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                                HB: tl.constexpr, BETA: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
+                                HB: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
                                 WIDE: tl.constexpr):  # fmt: skip
     """dv = beta dR and dbeta = <dR, F>; the gradient of k k^T, summed over the HB value heads of a key head, with
-    that of its transpose and times k's norm; and a part of the decays' gradient. CHANNELS: HB is 1, and the gradient is
-    that of A alone, before decays and norms."""
+    that of its transpose and times k's norm; and a part of the decays' gradient."""
     c, group = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
     r, n = tl.arange(0, C), tl.arange(0, K)[None, :]
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
     there = r[:, None] < length
     k += b * k_b + group * k_h + first * k_t
-    inverse += (b * tokens + first) * heads * C
     dv += (b * tokens + first) * heads * V
     dbeta += (b * tokens + first) * heads
     of_k = tl.load(norms + (((b * chunks + c) * heads + group * HB) * 2 + 1) * C + r)
-    if not CHANNELS:
-        keys = operand(tl.load(k + (r[:, None] * k_t + n), mask=there, other=0), WIDE)
-        between = product(keys, tl.trans(keys), WIDE) * of_k[:, None] * of_k[None, :]
+    keys = operand(tl.load(k + (r[:, None] * k_t + n), mask=there, other=0), WIDE)
+    between = product(keys, tl.trans(keys), WIDE) * of_k[:, None] * of_k[None, :]
     summed = tl.zeros([C, C], tl.float32)
     for i in range(HB):
         h = group * HB + i
         row = (b * chunks + c) * heads + h
         total, step = tl.load(decay + row * C + r), tl.load(steps + row * C + r)
-        solved = tl.load(inverse + h * C + (r[:, None] * (heads * C) + r[None, :]), mask=there, other=0)
-        solved = tl.trans(operand(solved, WIDE))
         d = tl.zeros([C, C], tl.float32)
         d_step = tl.zeros([C], tl.float32)
         for j in range(V // BV):
             v = j * BV + tl.arange(0, BV)[None, :]
-            d_update = operand(tl.load(du + row * C * V + (r[:, None] * V + v)), WIDE)
+            d_row = tl.load(d_rows + row * C * V + (r[:, None] * V + v))
             error = tl.load(errors + row * C * V + (r[:, None] * V + v))
-            d = add_product(d, d_update, tl.trans(operand(error, WIDE)), WIDE)
-            residual = product(solved, d_update, WIDE)
-            d_step += tl.sum(residual * error.to(tl.float32), 1)
-            residual *= step[:, None]
-            tl.store(dv + h * V + (r[:, None] * (heads * V) + v), as_stored(residual, dv), mask=there)
+            d = add_product(d, d_row, tl.trans(operand(error, WIDE)), WIDE)
+            d_row = d_row.to(tl.float32)
+            d_step += tl.sum(d_row * error.to(tl.float32), 1)
+            tl.store(dv + h * V + (r[:, None] * (heads * V) + v), as_stored(d_row * step[:, None], dv), mask=there)
         if BETA:
             tl.store(dbeta + h + r * heads, as_stored(d_step, dbeta), mask=r < length)
-        d = product(solved, d, WIDE)
-        if not CHANNELS:
-            apart = total[:, None] - total[None, :]
-            d *= tl.exp2(tl.where(r[:, None] > r[None, :], apart, float("-inf")))
+        apart = total[:, None] - total[None, :]
+        d *= tl.exp2(tl.where(r[:, None] > r[None, :], apart, float("-inf")))
         d *= (0 - step)[:, None] * step[None, :]
         summed += d
-        if not CHANNELS:
-            d *= between
-            tl.store(d_decay + (row * 3 + 2) * C + r, tl.sum(d, 1) - tl.sum(d, 0))
+        d *= between
+        tl.store(d_decay + (row * 3 + 2) * C + r, tl.sum(d, 1) - tl.sum(d, 0))
     d_between += ((b * chunks + c) * key_heads + group) * C * C
-    if not CHANNELS:
-        summed = (summed + tl.trans(summed)) * of_k[None, :]
+    summed = (summed + tl.trans(summed)) * of_k[None, :]
     tl.store(d_between + (r[:, None] * C + r[None, :]), as_stored(summed, d_between))
 
 

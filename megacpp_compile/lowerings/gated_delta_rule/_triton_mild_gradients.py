@@ -17,8 +17,37 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     as_multiplied,
     chunk_and_head,
     chunk_tokens,
+    operand,
 )
 from megacpp_compile.lowerings.gated_delta_rule._triton_mild import row_norm
+
+
+@triton.jit
+def gated_delta_rule_value_grad(table, steps, errors, d_rows, d_between, dv, dbeta, tokens, chunks, heads,
+                                C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+                                BETA: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Of all chunks: dv = beta dR, dbeta = <dR, F>, and the gradient of A [b, c, h, C, C] before decays and norms."""
+    c, h = chunk_and_head(chunks)
+    b = tl.program_id(1).to(tl.int64)
+    r = tl.arange(0, C)
+    first, length = chunk_tokens(table, c, tokens, C, PACKED)
+    row = (b * chunks + c) * heads + h
+    dv += ((b * tokens + first) * heads + h) * V
+    step = tl.load(steps + row * C + r)
+    d = tl.zeros([C, C], tl.float32)
+    d_step = tl.zeros([C], tl.float32)
+    for j in range(V // BV):
+        v = j * BV + tl.arange(0, BV)[None, :]
+        d_row = tl.load(d_rows + row * C * V + (r[:, None] * V + v))
+        error = tl.load(errors + row * C * V + (r[:, None] * V + v))
+        d = add_product(d, d_row, tl.trans(operand(error, WIDE)), WIDE)
+        d_step += tl.sum(d_row.to(tl.float32) * error.to(tl.float32), 1)
+        d_value = d_row.to(tl.float32) * step[:, None]
+        tl.store(dv + (r[:, None] * (heads * V) + v), as_stored(d_value, dv), mask=r[:, None] < length)
+    if BETA:
+        tl.store(dbeta + (b * tokens + first) * heads + h + r * heads, as_stored(d_step, dbeta), mask=r < length)
+    d *= (0 - step)[:, None] * step[None, :]
+    tl.store(d_between + row * C * C + (r[:, None] * C + r[None, :]), as_stored(d, d_between))
 
 
 @triton.jit
@@ -156,6 +185,7 @@ def gated_delta_rule_grads_mild(q, k, g, table, mild, ends, d_scores, d_queries,
 
 
 CHOICES = [{"num_warps": warps, "num_stages": 1} for warps in (4, 8)]
+value_grad = Kernel(gated_delta_rule_value_grad, CHOICES, key=("heads", "C", "K", "V", "BV"))
 query_grad = Kernel(gated_delta_rule_query_grad_mild, CHOICES, key=("heads", "C", "K", "V", "BV"))
 key_grad = Kernel(gated_delta_rule_key_grad_mild, CHOICES, key=("heads", "C", "K", "V", "BV"))
 grads = Kernel(

@@ -17,18 +17,19 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
 
 
 @triton.jit
-def gated_delta_rule_reverse_walk(q, k, do, w, turned, decay, steps, norms, ends, table, documents, last,
-                                  d_states, du, d_initial, tokens, chunks, heads, per_key, scale,
+def gated_delta_rule_reverse_walk(q, k, out_keys, do, inverse, turned, decay, steps, norms, ends, table, documents,
+                                  last, d_states, d_rows, d_initial, tokens, chunks, heads, per_key, scale,
                                   q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h,
                                   C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
                                   CHANNELS: tl.constexpr, LAST: tl.constexpr, PACKED: tl.constexpr,
                                   WIDE: tl.constexpr):  # fmt: skip
-    """Gradients of the states that leave the chunks [b, c, h, K, V] and of U, du [b, c, h, C, V], and of the first
-    state: BV of V channels, in registers from chunk to chunk.
+    """Gradients of the states that leave the chunks [b, c, h, K, V], of R, d_rows [b, c, h, C, V], where U = T R, and
+    of the first state: BV of V channels, in registers from chunk to chunk.
 
-    With gates a channel they are the gradients of what k^T U is added to (`_triton_mild`). What U is given by P, here
-    turned, is made here: it waits for nothing, and in memory it would be larger than P.
-    Two GEMMs wait for the state's gradient, that of U and what w takes from it; the one of the queries does not.
+    What U is given by P, here turned, is made here: it waits for nothing, and in memory it would be larger than P.
+    Three GEMMs wait for the state's gradient: that of U, that of R, and what R takes from it; the one of the queries
+    does not. `CHANNELS`: gates are in q, k and out_keys, and d_states are gradients of what k^T U is added to
+    (`_triton_mild`).
     """
     scale = single(scale)
     tile, h, document = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -41,6 +42,8 @@ def gated_delta_rule_reverse_walk(q, k, do, w, turned, decay, steps, norms, ends
         begin, count = tile * 0, chunks
     q += b * q_b + h // per_key * q_h
     k += b * k_b + h // per_key * k_h
+    out_keys += b * k_b + h // per_key * k_h
+    inverse += (b * tokens * heads + h) * C
     do += b * do_b + h * do_h
     at = n[:, None] * V + p
     state = tl.zeros([K, BV], tl.float32)
@@ -60,30 +63,34 @@ def gated_delta_rule_reverse_walk(q, k, do, w, turned, decay, steps, norms, ends
         queries = tl.load(q + first * q_t + (r[:, None] * q_t + n[None, :]), mask=there, other=0)
         keys = tl.load(k + first * k_t + (r[:, None] * k_t + n[None, :]), mask=there, other=0)
         grad = tl.load(do + first * do_t + (r[:, None] * do_t + p), mask=there, other=0)
+        solved = tl.load(inverse + first * heads * C + (r[:, None] * (heads * C) + r[None, :]), mask=there, other=0)
         scores = tl.load(turned + row * C * C + r[:, None] * C + r[None, :])
-        reads = tl.load(w + row * C * K + r[:, None] * K + n[None, :])
         if CHANNELS:
+            writing = tl.load(out_keys + first * k_t + (r[:, None] * k_t + n[None, :]), mask=there, other=0)
             # The gradient of S is what was summed, times the read factor of the chunk behind.
             state *= tl.exp2(end_of(ends, row, 2, 1, K) + end_of(ends, row + heads, 1, i, K))[:, None]
         leaving = operand(state, WIDE)
         tl.store(d_states + row * K * V + at, as_stored(leaving, d_states))
         local = product(scores, grad, WIDE)
         if CHANNELS:
-            d = add_product(local, keys, leaving, WIDE)
+            d = add_product(local, writing, leaving, WIDE)
         else:
             d = product(keys, leaving, WIDE) * (of_k * tl.exp2(whole - total))[:, None]
             # Subtracted: added, it would be summed up on d, behind the GEMM that waits for the state.
             d -= 0 - local
-        tl.store(du + row * C * V + r[:, None] * V + p, as_stored(d, du))
+        d = product(tl.trans(operand(solved, WIDE)), d, WIDE)
+        tl.store(d_rows + row * C * V + r[:, None] * V + p, as_stored(d, d_rows))
         if CHANNELS:
             weighted = grad.to(tl.float32) * scale
+            taken = step
             state *= tl.exp2(coming)[:, None]
             coming = end_of(ends, row - heads, 0, count - 1 - i, K)
         else:
             weighted = grad.to(tl.float32) * (of_q * tl.exp2(total) * scale)[:, None]
+            taken = step * of_k * tl.exp2(total)
             state *= tl.exp2(whole)
         state = add_product(state, tl.trans(operand(queries, WIDE)), weighted, WIDE)
-        state = add_product(state, tl.trans(operand(reads, WIDE)), d * (0 - step)[:, None], WIDE)
+        state = add_product(state, tl.trans(operand(keys, WIDE)), d * (0 - taken)[:, None], WIDE)
     if CHANNELS:
         state *= tl.exp2(end_of(ends, (b * chunks + begin) * heads + h, 1, count, K))[:, None]
     tl.store(d_initial + (document * heads + h) * K * V + at, state)

@@ -28,7 +28,7 @@ NO_STEP = tl.constexpr(1e-18)
 
 
 @triton.jit
-def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, decay, steps, norms, solve, w, turned,
+def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, decay, steps, norms, solve, turned,
                              mild, tokens, chunks, heads, per_key, scale, eps,
                              q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
                              C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -38,7 +38,7 @@ def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, deca
 
     decay, steps [b, c, h, C]: g summed up to and with a token, in powers of 2, and beta; behind the last token nothing
     decays and nothing comes in. norms [b, c, h, 2, C]: what normalises a row of q and of k.
-    solve [b, c, h, C, C] = (I + A diag(beta))^-1; w [b, c, h, C, K] = solve Kh; turned [b, c, h, C, C] = P^T.
+    solve [b, c, h, C, C] = (I + A diag(beta))^-1; turned [b, c, h, C, C] = P^T.
     MILD: of mild chunks alone, whose gates and norms are in q, k and out_keys (`_triton_mild`); decay and norms
     are not written.
     """
@@ -87,8 +87,6 @@ def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, deca
             solved = solved * (step[None, :] / tl.where(there, step, 1)[:, None])
     solved = tl.where(r[:, None] == r[None, :], 1, solved)
     tl.store(solve + row * C * C + (r[:, None] * C + r[None, :]), as_stored(solved, solve))
-    reads = product(solved * (of_k * tl.exp2(total))[None, :], keys, WIDE)
-    tl.store(w + row * C * K + (r[:, None] * K + n), as_stored(reads, w))
     queries = operand(tl.load(q + (r[:, None] * q_t + n), mask=there[:, None], other=0), WIDE)
     of_q = inverse_norm(queries, eps, NORM)
     if not MILD:
@@ -102,19 +100,21 @@ def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, deca
 
 
 @triton.jit
-def gated_delta_rule_states(k, v, solve, w, decay, steps, norms, ends, table, starts, kept, initial, states, errors,
-                            tokens, chunks, heads, per_key, segments,
+def gated_delta_rule_states(k, out_keys, v, solve, decay, steps, norms, ends, table, starts, kept, initial, states,
+                            errors, tokens, chunks, heads, per_key, segments,
                             k_b, k_t, k_h, v_b, v_t, v_h,
                             EVERY: tl.constexpr, C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
                             CHANNELS: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
                             WIDE: tl.constexpr):  # fmt: skip
     """The states [b, c, h, K, V] that enter a segment's chunks, as these read them (`_triton_mild`), and the errors F
     [b, c, h, C, V], from `kept`, the state that enters the segment: BV of V channels, in registers from chunk to chunk.
+    `CHANNELS`: gates are in k and out_keys.
     starts [c]: the document that begins with a chunk, or -1."""
     segment, tile, b = tl.program_id(0) % segments, tl.program_id(1), tl.program_id(2).to(tl.int64)
     h = (tl.program_id(0) // segments).to(tl.int64)
     r, n, p = tl.arange(0, C), tl.arange(0, K), tile * BV + tl.arange(0, BV)[None, :]
     k += b * k_b + h // per_key * k_h
+    out_keys += b * k_b + h // per_key * k_h
     v += b * v_b + h * v_h
     at = n[:, None] * V + p
     state = tl.load(kept + ((b * segments + segment) * heads + h) * K * V + at).to(tl.float32)
@@ -138,8 +138,8 @@ def gated_delta_rule_states(k, v, solve, w, decay, steps, norms, ends, table, st
         keys = tl.load(k + first * k_t + (r[:, None] * k_t + n[None, :]), mask=there, other=0)
         values = tl.load(v + first * v_t + (r[:, None] * v_t + p), mask=there, other=0)
         solved = tl.load(solve + row * C * C + r[:, None] * C + r[None, :])
-        reads = tl.load(w + row * C * K + r[:, None] * K + n[None, :])
         if CHANNELS:
+            writing = tl.load(out_keys + first * k_t + (r[:, None] * k_t + n[None, :]), mask=there, other=0)
             # S is what was summed, times the write factor of the chunk before: a GEMM adds to what S is carried in.
             carried = i
             if PACKED:
@@ -147,7 +147,11 @@ def gated_delta_rule_states(k, v, solve, w, decay, steps, norms, ends, table, st
             state *= tl.exp2(end_of(ends, row, 1, 1, K) + end_of(ends, row - heads, 2, carried, K))[:, None]
         entering = operand(state, WIDE)
         tl.store(states + row * K * V + at, as_stored(entering, states))
-        error = product(solved, values, WIDE) - product(reads, entering, WIDE)
+        if CHANNELS:
+            error = values.to(tl.float32) - product(keys, entering, WIDE)
+        else:
+            error = values.to(tl.float32) - product(keys, entering, WIDE) * (of_k * tl.exp2(total))[:, None]
+        error = product(solved, error, WIDE)
         tl.store(errors + row * C * V + r[:, None] * V + p, as_stored(error, errors))
         if CHANNELS:
             update = error * step[:, None]
@@ -155,8 +159,9 @@ def gated_delta_rule_states(k, v, solve, w, decay, steps, norms, ends, table, st
             coming = end_of(ends, row + heads, 0, chunks - 1 - c, K)
         else:
             update = error * (of_k * step * tl.exp2(whole - total))[:, None]
+            writing = keys
             state *= tl.exp2(whole)
-        state = add_product(state, tl.trans(operand(keys, WIDE)), update, WIDE)
+        state = add_product(state, tl.trans(operand(writing, WIDE)), update, WIDE)
 
 
 prepare = Kernel(

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY, chunks_bound, segments_bound
-from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, strides
-from megacpp_compile.lowerings.gated_delta_rule import _triton_channels, _triton_prepare, _triton_walk
-from megacpp_compile.lowerings.gated_delta_rule._chunk_tables import ChunkTables
+from megacpp_compile.lowerings.gated_delta_rule import _triton_channels, _triton_prepare
+from megacpp_compile.lowerings.gated_delta_rule._forward_call import COLUMNS, STAGES, Call
 from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import MildChunks
+from megacpp_compile.lowerings.gated_delta_rule._walks import rows_as_they_are, walk
 from megacpp_compile.lowerings.gated_delta_rule.cuda_triton_backward import gated_delta_rule_backward, shared_memory
 from megacpp_compile.lowerings.gated_delta_rule.reference import inverse_dtype
 
@@ -27,8 +25,6 @@ __all__ = ["gated_delta_rule", "gated_delta_rule_backward", "supports"]
 
 KEY_SIZES = (16, 32, 64, 128)
 VALUE_SIZES = (16, 32, 64, 128, 256)
-# Channels of v that a program of the walk has, and chunks it has loaded or is loading.
-COLUMNS, STAGES = 32, 3
 # Blocks a launch can have along a dimension other than the first.
 MOST_BLOCKS = 65535
 
@@ -54,54 +50,6 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     if backward:
         return _too_large(shared_memory(args[13], keys, any(t.dtype != torch.bfloat16 for t in (q, k, v))), v.device)
     return _too_large(_shared_memory(args[9], keys, g is not None and g.dim() == 4), v.device)
-
-
-class Call:
-    """Sizes, operands as the kernels read them (channels contiguous in memory, any other strides), and, with documents,
-    where their chunks and segments are."""
-
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, cu_seqlens: Tensor | None,
-        chunk_size: int,
-    ) -> None:  # fmt: skip
-        self.batch, self.tokens, self.key_heads, self.K = k.shape
-        self.heads, self.V = v.shape[2:]
-        self.q, self.k, self.v = (last_dim_contiguous(t) for t in (q, k, v))
-        self.per_channel = g is not None and g.dim() == 4
-        self.g = last_dim_contiguous(g) if g is not None and self.per_channel else g
-        self.beta, self.documents, self.chunk = beta, cu_seqlens, chunk_size
-        # GEMMs of bfloat16 operands take them as they are; of any other, float32 in three TF32 passes.
-        self.wide = any(t.dtype != torch.bfloat16 for t in (q, k, v))
-        self.sequences = self.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        self.chunks = chunks_bound(self.tokens, chunk_size, cu_seqlens)
-        self.segments = segments_bound(self.tokens, chunk_size, cu_seqlens)
-        self.empty = any(statically_known_true(n == 0) for n in (self.batch, self.tokens, self.heads))
-
-    @property
-    def narrow(self) -> torch.dtype:
-        """What matrices between kernels are kept in."""
-        return torch.float32 if self.wide else torch.bfloat16
-
-    def new(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.v.device)
-
-    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """int32: cu_seqlens, the chunks' tokens (`ChunkTables`), and documents' first chunks. Without documents kernels
-        read none of them, and get a tensor that is there anyway."""
-        if self.documents is None:
-            return (self.v,) * 3
-        tables = ChunkTables(self.documents, self.chunk, self.chunks)
-        return self.documents.to(torch.int32), tables.chunks, tables.documents[:, 0].contiguous()
-
-    def heads_and_strides(self) -> dict[str, Any]:
-        """Arguments that the kernels over chunks have in common."""
-        beta = self.v if self.beta is None else self.beta
-        g = self.v if self.g is None else self.g
-        return {"q": self.q, "k": self.k, "g": g, "beta": beta, "tokens": self.tokens, "heads": self.heads,
-                "per_key": self.heads // self.key_heads, **strides("q", self.q, "bth"), **strides("k", self.k, "bth"),
-                **strides("g", g, "bth"), **strides("beta", beta, "bth"), "C": self.chunk, "K": self.K,
-                "GATED": int(self.g is not None), "BETA": int(self.beta is not None),
-                "DOCUMENTS": int(self.documents is not None), "WIDE": int(self.wide)}  # fmt: skip
 
 
 def _shared_memory(chunk: int, keys: int, per_channel: bool) -> int:
@@ -133,29 +81,17 @@ def gated_delta_rule(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = Call(q, k, v, g, beta, cu_seqlens, chunk_size)
-    o = call.new(call.batch, call.tokens, call.heads, call.V, dtype=out_dtype)
-    last = call.new(call.sequences, call.heads, call.K, call.V)
-    states = call.new(call.batch, call.segments, call.heads, call.K, call.V)
-    if cu_seqlens is not None or call.empty:
-        states = states.zero_()  # segments that are not there
-    rows = call.batch, call.tokens, call.heads
-    inverse, mixed = (call.new(*rows, chunk_size, dtype=call.narrow) for _ in range(2))
     kept = inverse_dtype(q, k, v, torch.float32)
     if call.empty:
+        last = call.new(call.sequences, call.heads, call.K, call.V)
         last = last.zero_() if initial_state is None else initial_state.to(torch.float32, copy=True)
-        return o, last, states, inverse.to(kept)
+        states = torch.zeros(call.batch, call.segments, call.heads, call.K, call.V, device=v.device)
+        o = call.new(call.batch, call.tokens, call.heads, call.V, dtype=out_dtype)
+        return o, last, states, call.new(call.batch, call.tokens, call.heads, chunk_size, dtype=kept)
+    inverse, mixed = (call.new(call.batch, call.tokens, call.heads, chunk_size, dtype=call.narrow) for _ in range(2))
     documents, places, bases = call.tables()
     prepared = _prepared(call, places, inverse, mixed, scale, qk_norm_eps)
-    columns, stages = min(call.V, COLUMNS), 2 if call.wide else STAGES
-    _triton_walk.walk(
-        lambda meta: (call.V // columns, call.heads, call.sequences), {"num_warps": 4, "num_stages": stages},
-        **prepared, v=call.v, inverse=inverse, mixed=mixed,
-        first_state=last if initial_state is None else initial_state.contiguous(), documents=documents, bases=bases,
-        o=o, states=states, last=last, tokens=call.tokens, heads=call.heads, chunks=call.chunks,
-        segments=call.segments, scale=scale, **strides("v", call.v, "bth"), C=chunk_size, K=call.K, V=call.V,
-        BV=columns, EVERY=STATES_EVERY, FIRST=int(initial_state is not None), DOCUMENTS=int(cu_seqlens is not None),
-        WIDE=int(call.wide),
-    )  # fmt: skip
+    o, last, states = walk(call, prepared, (documents, bases), inverse, mixed, initial_state, scale, out_dtype)
     return o, last, states, inverse.to(kept)
 
 
@@ -176,9 +112,7 @@ def _prepared(
             grid, {"num_warps": 8 if call.wide else 4, "num_stages": 1}, out_keys=call.k, dots=call.v, mild=places,
             MILD=0, **common,
         )  # fmt: skip
-        return {"q": call.q, "k": call.k, "out_keys": call.k, "factors": factors, "ends": factors, "CHANNELS": 0,
-                "per_key": call.heads // call.key_heads, **strides("q", call.q, "bth"),
-                **strides("k", call.k, "bth")}  # fmt: skip
+        return rows_as_they_are(call) | {"factors": factors, "ends": factors}
     assert call.g is not None
     chunks = MildChunks(
         call.q, call.k, call.g, places, call.chunks, call.chunk, eps, call.documents is not None, call.wide

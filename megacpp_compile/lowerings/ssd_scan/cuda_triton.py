@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, power_of_2, strides
+from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens, power_of_2, strides
 from megacpp_compile.lowerings.ssd_scan import _triton_gradients, _triton_walk
 
 __all__ = ["ssd_scan", "ssd_scan_backward", "supports"]
@@ -58,14 +58,14 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 
 class _Call:
-    """Sizes, and the operands as the kernels read them: channels contiguous in memory, any other strides."""
+    """Sizes, and the operands as the kernels read them: channels contiguous in memory, rows in sixteens."""
 
     def __init__(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, seq_idx: Tensor | None
     ) -> None:
         self.batch, self.tokens, self.heads, self.p = x.shape
         self.groups, self.n = B.shape[2:]
-        self.x, self.B, self.C = (last_dim_contiguous(t) for t in (x, B, C))
+        self.x, self.B, self.C = (in_sixteens(t) for t in (x, B, C))
         self.dt, self.A, self.seq_idx = dt, A, seq_idx
         # GEMMs of float32 operands are taken as such; of half precision, in exact parts (`_triton_gemms`).
         self.wide = torch.float32 in (x.dtype, B.dtype, C.dtype)
@@ -185,7 +185,7 @@ def ssd_scan_backward(
     chunk_size: int,
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call, dy = _Call(x, dt, A, B, C, chunk_size, seq_idx), last_dim_contiguous(dy)
+    call, dy = _Call(x, dt, A, B, C, chunk_size, seq_idx), in_sixteens(dy)
     chunk = min(call.chunk, _longest(call.p, call.n, call.wide))
     if chunk < call.chunk:
         states, _ = call.walk(call.x, None, initial_state, chunk, None, reverse=False)

@@ -1,0 +1,117 @@
+"""The last part of `gated_delta_rule`'s backward with a gate a head or none: all gradients, chunks side by side.
+
+On Hopper two kernels in Gluon make them (`_gluon_query_grad`, `_gluon_key_grad`), elsewhere, and of what those do not
+take, three in Triton (`_triton_gradients`).
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from megacpp_compile.lowerings.gated_delta_rule import _hopper, _triton_gradients
+from megacpp_compile.lowerings.gated_delta_rule._backward_call import Call, only
+
+
+def gradients(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dg and dbeta, the last two empty where there are no gates or betas.
+
+    made: what the kernels before have written, by the names they have there.
+    """
+    if call.do.dtype != torch.bfloat16 or not _hopper.serve(call, call.C, call.packed is not None):
+        return _in_triton(call, made)
+    parts = (made[name] for name in "decay steps norms states errors d_states d_rows".split())
+    return _gradients(call.do, call.q, call.k, call.v, call.g, call.beta, *parts, call.scale, call.eps)
+
+
+def _in_triton(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    q, k, g, beta = call.q, call.k, call.g, call.beta
+    dq, dk, dv, dg, dbeta = _results(call)
+    d_scores, d_between = (call.by_chunk(call.key_heads, call.C, call.C, dtype=call.inner) for _ in range(2))
+    d_decay = call.by_chunk(call.heads, _triton_gradients.PARTS, call.C)
+    launch = {"num_warps": 4, "num_stages": 1}
+    common = {"HB": call.per_key, "key_heads": call.key_heads, "d_decay": d_decay,
+              **only(made, "decay steps norms errors"), **call.common}  # fmt: skip
+    norm, columns = {"NORM": int(call.eps is not None)}, call.at_once(128)
+    _triton_gradients.query_grad(
+        lambda meta: call.by_key, launch, BV=columns, q=q, k=k, do=call.do, dq=dq, scale=call.scale,
+        states=made["states"], d_scores=d_scores, **norm, **call.strides_of("q", "k", "do"), **common,
+    )  # fmt: skip
+    _triton_gradients.value_grad(
+        lambda meta: call.by_key, launch, BV=columns, k=k, d_rows=made["d_rows"], dv=dv, dbeta=dbeta,
+        d_between=d_between, BETA=int(beta is not None), **call.strides_of("k"), **common,
+    )  # fmt: skip
+    _triton_gradients.key_grad(
+        lambda meta: call.by_key, {"num_warps": 8, "num_stages": 1}, BV=columns, q=q, k=k, dv=dv, dk=dk, dg=dg,
+        d_scores=d_scores, d_between=d_between, GATED=int(g is not None), **norm, **only(made, "states d_states"),
+        **call.strides_of("q", "k"), **common,
+    )  # fmt: skip
+    return dq, dk, dv, dg, dbeta
+
+
+def _results(call: Call) -> tuple[Tensor, ...]:
+    dq, dk, dv = (call.new(*t.shape, dtype=t.dtype) for t in (call.q, call.k, call.v))
+    dg, dbeta = (call.new(0) if t is None else call.new(*t.shape, dtype=t.dtype) for t in (call.g, call.beta))
+    return dq, dk, dv, dg, dbeta
+
+
+@torch.library.custom_op("megacpp_delta::gradients", mutates_args=())
+def _gradients(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    beta: Optional[Tensor],  # noqa: UP045
+    decay: Tensor,
+    steps: Tensor,
+    norms: Tensor,
+    states: Tensor,
+    errors: Tensor,
+    d_states: Tensor,
+    d_rows: Tensor,
+    scale: float,
+    eps: Optional[float],  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dg and dbeta of bfloat16 operands without documents. What is between is as `Call` lays it out."""
+    call = Call(do, q, k, v, g, beta, None, scale, eps, _hopper.CHUNK)
+    if not _hopper.missing:
+        try:
+            return _launch(call, decay, steps, norms, states, errors, d_states, d_rows)
+        except TritonError as error:
+            _hopper.not_compiled("gated_delta_rule_backward", error)
+    made = {"decay": decay, "steps": steps, "norms": norms, "states": states, "errors": errors, "d_states": d_states,
+            "d_rows": d_rows}  # fmt: skip
+    return _in_triton(call, made)  # type: ignore[return-value]
+
+
+@_gradients.register_fake
+def _(do, q, k, v, g, beta, decay, steps, norms, states, errors, d_states, d_rows, scale, eps):  # type: ignore[no-untyped-def]
+    return _results(Call(do, q, k, v, g, beta, None, scale, eps, _hopper.CHUNK))
+
+
+def _launch(
+    call: Call, decay: Tensor, steps: Tensor, norms: Tensor, states: Tensor, errors: Tensor, d_states: Tensor,
+    d_rows: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv, dg, dbeta = _results(call)
+    C, K = _hopper.CHUNK, _hopper.CHANNELS
+    d_scores = call.by_chunk(call.key_heads, C, C, dtype=torch.bfloat16)
+    d_decay = call.by_chunk(call.heads, _hopper.PARTS, C)
+    common = {"q": _hopper.tokens(call.q, K), "k": _hopper.tokens(call.k, K), "errors": _hopper.rows(errors, C, K),
+              "states": _hopper.rows(states, K, K), "d_scores": _hopper.rows(d_scores, C, C), "decay": decay,
+              "steps": steps, "norms": norms, "d_decay": d_decay, "chunks": call.chunks, "heads": call.heads,
+              "key_heads": call.key_heads, "C": C, "K": K, "V": K, "HB": call.per_key,
+              "NORM": int(call.eps is not None), "num_warps": 4}  # fmt: skip
+    _hopper.delta_query_grad[call.by_key](
+        do=_hopper.tokens(call.do, K), dq=_hopper.tokens(dq, K), scale=call.scale, **common
+    )
+    _hopper.delta_key_grad[call.by_key](
+        d_rows=_hopper.rows(d_rows, C, K), d_states=_hopper.rows(d_states, K, K), dk=_hopper.tokens(dk, K),
+        dv=_hopper.tokens(dv, K), dg=dg, dbeta=dbeta, tokens=call.tokens, GATED=int(call.g is not None),
+        BETA=int(call.beta is not None), **common,
+    )  # fmt: skip
+    return dq, dk, dv, dg, dbeta
