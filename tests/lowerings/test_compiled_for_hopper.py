@@ -6,9 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from megacpp_compile.backends import _lower
+from megacpp_compile.lowerings._kernels.chunk_grid import segments_bound
 from megacpp_compile.targets import CUDA
 
 from .agreement import interpreted, module_of
@@ -38,16 +43,58 @@ KERNELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "label"), KERNELS, ids=lambda part: part)
-def test_a_recurrence(rand, name, label):
-    operands = on_hopper(CASES[name][label](rand, torch.bfloat16))
+def compile_for_hopper(name, operands):
+    """The names of the kernels that were compiled, and of ops in the graph. No kernel is taken to write an operand, which
+    would be copied: where sizes are symbolic, torch 2.11 stops there."""
     tensors = [arg for arg in operands if isinstance(arg, Tensor)]
     places = iter(range(len(tensors)))
     args = [_lower._Hole(next(places)) if isinstance(arg, Tensor) else arg for arg in operands]
     lowering = getattr(module_of(name.removesuffix("_backward"), "cuda_triton"), name)
     with inductor_for_hopper() as compiled:
-        compile_fx_inner(_lower._trace(lowering, args, tensors, CUDA), tensors)
+        gm = _lower._trace(lowering, args, tensors, CUDA)
+        nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+        kernels = [node.kwargs for node in nodes if node.target is triton_kernel_wrapper_functional]
+        written = [given["kwargs"][name] for given in kernels for name in given["tensors_to_clone"]]
+        assert kernels and not [node.name for node in written if node.op == "placeholder"]
+        compile_fx_inner(gm, tensors)
+    return compiled, [str(node.target) for node in nodes]
+
+
+@pytest.mark.parametrize(("name", "label"), KERNELS, ids=lambda part: part)
+def test_a_recurrence(rand, name, label):
+    compiled, _ = compile_for_hopper(name, on_hopper(CASES[name][label](rand, torch.bfloat16)))
     assert KERNELS[name, label] <= set(compiled), compiled
+
+
+@pytest.mark.parametrize("gluon", [True, False], ids=["in_gluon", "in_triton"])
+@pytest.mark.parametrize("name", ["gated_delta_rule", "gated_delta_rule_backward"])
+def test_a_recurrence_over_symbolic_tokens(monkeypatch, name, gluon):
+    """Of a size at which Hopper has kernels in Gluon, in ops of their own."""
+    from megacpp_compile.lowerings.gated_delta_rule import _hopper
+
+    if gluon and _hopper.missing:
+        pytest.skip(_hopper.missing)
+    monkeypatch.setattr(_hopper, "on_hopper", lambda device: gluon)
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    tokens = fakes.from_tensor(torch.empty(8192), symbolic_context=context).shape[0]
+
+    def operand(*shape, dtype=torch.bfloat16):
+        with fakes:
+            return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+    q, k, v = (operand(1, tokens, heads, 128) for heads in (16, 16, 32))
+    given = [q, k, v, *(operand(1, tokens, 32, dtype=torch.float32) for _ in range(2)), None, None]
+    if name.endswith("_backward"):
+        states = operand(1, segments_bound(tokens, 64, None), 32, 128, 128, dtype=torch.float32)
+        args = [v, None, *given, states, operand(1, tokens, 32, 64), 0.1, 1e-6, 64]
+    else:
+        args = [*given, 0.1, 1e-6, 64, torch.bfloat16]
+    with tracing(TracingContext(fakes)):
+        compiled, ops = compile_for_hopper(name, args)
+    in_gluon = {"gated_delta_rule": ["walk"], "gated_delta_rule_backward": ["entering_states", "gradients"]}[name]
+    assert [op for op in ops if "megacpp_delta" in op] == [f"megacpp_delta.{op}.default" for op in in_gluon if gluon]
+    assert (KERNELS[name, "gate_a_head"] <= set(compiled)) != gluon, compiled
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["fixed", "drawn"])

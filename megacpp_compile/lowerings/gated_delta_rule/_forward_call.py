@@ -32,6 +32,9 @@ class Call:
         self.beta, self.documents, self.chunk = beta, cu_seqlens, chunk_size
         # GEMMs of bfloat16 operands take them as they are; of any other, float32 in three TF32 passes.
         self.wide = any(t.dtype != torch.bfloat16 for t in (q, k, v))
+        # For what kernels have no use for. Never an operand: torch takes what a kernel does not read for what it may
+        # write, and copies it.
+        self.nothing = torch.empty(0, dtype=torch.int32, device=v.device)
         self.sequences = self.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.chunks = chunks_bound(self.tokens, chunk_size, cu_seqlens)
         self.segments = segments_bound(self.tokens, chunk_size, cu_seqlens)
@@ -47,9 +50,9 @@ class Call:
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """int32: cu_seqlens, the chunks' tokens (`ChunkTables`), and documents' first chunks. Without documents kernels
-        read none of them, and get a tensor that is there anyway."""
+        read none of them."""
         if self.documents is None:
-            return (self.v,) * 3
+            return (self.nothing,) * 3
         tables = ChunkTables(self.documents, self.chunk, self.chunks)
         return self.documents.to(torch.int32), tables.chunks, tables.documents[:, 0].contiguous()
 

@@ -90,7 +90,8 @@ def _in_gluon(
         except TritonError as error:
             _hopper.not_compiled("gated_delta_rule", error)
     prepared = rows_as_they_are(call) | {"factors": factors, "ends": factors}
-    return _in_triton(call, prepared, (v, v), inverse, mixed, initial_state, scale, torch.bfloat16)
+    tables = call.nothing, call.nothing
+    return _in_triton(call, prepared, tables, inverse, mixed, initial_state, scale, torch.bfloat16)
 
 
 @_in_gluon.register_fake

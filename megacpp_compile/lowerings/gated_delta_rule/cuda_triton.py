@@ -109,8 +109,8 @@ def _prepared(
                                                 "factors": factors, "chunks": call.chunks}  # fmt: skip
     if not call.per_channel:
         _triton_prepare.prepare(
-            grid, {"num_warps": 8 if call.wide else 4, "num_stages": 1}, out_keys=call.k, dots=call.v, mild=places,
-            MILD=0, **common,
+            grid, {"num_warps": 8 if call.wide else 4, "num_stages": 1}, out_keys=call.k, dots=call.nothing,
+            mild=call.nothing, MILD=0, **common,
         )  # fmt: skip
         return rows_as_they_are(call) | {"factors": factors, "ends": factors}
     assert call.g is not None
