@@ -14,6 +14,13 @@ import shutil
 import tempfile
 
 import pytest
+
+# A process that was killed may leave half a library behind in Inductor's cache, which every later run would load. Workers
+# inherit the variable, and share what they compile. Torch sets it by itself while it is imported.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="megacpp_suite_")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx
@@ -35,12 +42,6 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Tables are searched for words, which a narrow terminal would break.
 os.environ["COLUMNS"] = "200"
-
-# A process that was killed may leave half a library behind in Inductor's cache, which every later run would load. Workers
-# inherit the variable, and share what they compile.
-if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="megacpp_suite_")
-    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 move_written_seeds()
 
@@ -66,6 +67,7 @@ def quick_compilers():
     ):
         quicker.without_telemetry(patch)
         quicker.without_repeats(patch)
+        quicker.without_searches(patch)
         quicker.with_quick_symbols(patch)
         yield
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests import conftest, seeds, thinned
 from tests.repeat import failed_in, table
@@ -74,6 +76,18 @@ def test_another_seed_moves_written_ones_too(monkeypatch):
 def test_a_module_that_draws_while_imported_is_an_error(tmp_path, capsys, drawing):
     output = suite(tmp_path, f"import torch\nX = {drawing}\ndef test_nothing(): assert True", capsys)
     assert "draws random numbers while it is imported" in output and "1 error" in output
+
+
+@pytest.mark.skipif(not hasattr(torch._ops, "cached_ops"), reason="this torch has no such list")
+def test_operators_keep_nothing_for_what_is_entered_before_dispatch():
+    """So that `tests/quicker.py` may leave out the search for it."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU())
+    x = torch._subclasses.FakeTensorMode().from_tensor(torch.ones(2, 4))
+    with x.fake_mode:
+        traced = make_fx(functional_call, pre_dispatch=True)(model, dict(model.named_parameters()), (x,))
+    assert any("silu" in str(node.target) for node in traced.graph.nodes) and torch._ops.cached_ops
+    before_dispatch = torch._C.DispatchKey.PreDispatch
+    assert not any(before_dispatch in op._dispatch_cache for op in torch._ops.cached_ops)
 
 
 def test_failures_are_counted_by_test():
