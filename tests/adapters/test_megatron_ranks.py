@@ -6,10 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.adapters import megatron_ranks as ranks
+from tests.ranks import ON_ONE_WORKER
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    pytest.mark.xdist_group("megatron ranks"),  # one worker starts the ranks
+    ON_ONE_WORKER,
 ]
 
 
