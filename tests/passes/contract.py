@@ -28,11 +28,12 @@ def assert_fires(name: str, module: nn.Module, args: Args, count: int = 1, confi
     return frames
 
 
-def assert_refused(name: str, tag: str, module: nn.Module, args: Args, config: Config | None = None) -> None:
+def assert_refused(name: str, tag: str, module: nn.Module, args: Args, config: Config | None = None) -> Frames:
     """The pass says why, does nothing, and the rest of the frame keeps eager's results."""
     frames = check(module, args, config)
     assert tag in frames.tags(name), f"refused {frames.misses}, fired {frames.fired}"
     assert not frames.counts[name]
+    return frames
 
 
 def assert_refused_in_a_graph(name: str, tag: str, module: nn.Module, args: Args) -> None:
