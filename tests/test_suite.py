@@ -11,6 +11,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests import conftest, seeds, thinned
+from tests.adapters import megatron_ranks, test_megatron_ranks
 from tests.repeat import failed_in, table
 from tests.sharding import delayed, heads, ranks, test_delayed_scaling, test_dtensors, test_heads
 
@@ -146,11 +147,16 @@ def test_what_is_thinned_is_there():
 
 @pytest.mark.parametrize(
     ("tests", "cases"),
-    [(test_dtensors, ranks.CASES), (test_heads, heads.CASES), (test_delayed_scaling, delayed.CASES)],
-    ids=["dtensors", "heads", "delayed"],
+    [
+        (test_dtensors, ranks.CASES),
+        (test_heads, heads.CASES),
+        (test_delayed_scaling, delayed.CASES),
+        (test_megatron_ranks, megatron_ranks.CASES),
+    ],
+    ids=["dtensors", "heads", "delayed", "megatron"],
 )
 def test_rare_cases_are_left_out_and_no_test_reads_them_otherwise(monkeypatch, tests, cases):
-    assert len(thinned.RARE) == 3
+    assert len(thinned.RARE) == 4
     file = Path(tests.__file__).relative_to(Path(thinned.__file__).parent).as_posix()
     rare = thinned.RARE[file]
     assert set(rare) <= cases.keys() and not set(rare) & set(tests.READ)

@@ -333,6 +333,7 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
 # Cases, by file and by a test's parameter `case`, that are left out: each is seconds of two ranks, and what is particular
 # to it other cases have beside other things.
 RARE: dict[str, tuple[str, ...]] = {
+    "adapters/test_megatron_ranks.py": ("te",),
     "sharding/test_dtensors.py": (
         "tensor_parallel_no_grad", "tensor_parallel_dynamic", "checkpointed", "gathered_gain", "dtensor_out", "local_experts",
         "on_dtensors_sequence", "frozen_region", "decoding",

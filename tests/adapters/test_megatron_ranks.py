@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from tests.adapters import megatron_ranks as ranks
 from tests.ranks import ON_ONE_WORKER
+from tests.thinned import case_of
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
@@ -14,9 +15,14 @@ pytestmark = [
 ]
 
 
+READ = ()  # no test reads a case but its own
+
+
 @pytest.fixture(scope="module")
-def seen():
-    return ranks.outcomes()
+def seen(request):
+    """What ranks saw of the cases that this run's tests are about."""
+    about = {case_of(item) for item in request.session.items}
+    return ranks.outcomes(tuple(name for name in (*ranks.CASES, *ranks.OTHERS) if name in about))
 
 
 @pytest.mark.parametrize("case", [*ranks.CASES, *ranks.OTHERS])
