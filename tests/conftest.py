@@ -56,10 +56,10 @@ def _quick_compilers():
 def quick_compilers():
     """Scalar C++, a third quicker to generate and compile than what Inductor vectorises: that is its own affair, and
     tests that are about kernels as users get them ask for `vectorised`. Collecting garbage among the millions of
-    objects that imports leave behind finds nothing and takes a tenth of the time. The rest is in `tests/quicker.py`."""
+    objects that imports leave behind finds nothing and takes a tenth of the time; how seldom it is looked for is in
+    `tests/__init__.py`. The rest is in `tests/quicker.py`."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(200_000, 20, 20)
     with (
         inductor_config.patch({"cpp.simdlen": 1}),
         torch._dynamo.config.patch(run_gc_after_compile=False),

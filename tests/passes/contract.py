@@ -110,7 +110,7 @@ def _state(graph: Graph) -> dict[Node, tuple[Any, ...]]:
     """All that a node is made of, as `_PARTS` has it; values in its meta by identity, and what mutable ones hold."""
     return {
         n: (n.target, n.args, n.kwargs, tuple(n.users), n.next, tuple(n.meta),
-            [_held(v) if isinstance(v, _HOLDERS) else id(v) for v in n.meta.values()])
+            [_held(v) if issubclass(type(v), _HOLDERS) else id(v) for v in n.meta.values()])
         for n in graph.nodes
     }  # fmt: skip
 
@@ -119,7 +119,7 @@ _HOLDERS = (dict, list, set)
 
 
 def _held(v: Any) -> tuple[Any, ...]:
-    parts = [_held(part) if isinstance(part, _HOLDERS) else id(part) for part in (v.values() if isinstance(v, dict) else v)]
+    parts = [_held(part) if issubclass(type(part), _HOLDERS) else id(part) for part in (v.values() if isinstance(v, dict) else v)]
     return (id(v), *v, *parts) if isinstance(v, dict) else (id(v), *parts)
 
 
