@@ -14,6 +14,13 @@ import shutil
 import tempfile
 
 import pytest
+
+# A process that was killed may leave half a library behind in Inductor's cache, which every later run would load. Workers
+# inherit the variable, and share what they compile. Torch sets it by itself while it is imported.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="megacpp_suite_")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx
@@ -36,12 +43,6 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Tables are searched for words, which a narrow terminal would break.
 os.environ["COLUMNS"] = "200"
 
-# A process that was killed may leave half a library behind in Inductor's cache, which every later run would load. Workers
-# inherit the variable, and share what they compile.
-if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="megacpp_suite_")
-    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
-
 move_written_seeds()
 
 
@@ -55,10 +56,10 @@ def _quick_compilers():
 def quick_compilers():
     """Scalar C++, a third quicker to generate and compile than what Inductor vectorises: that is its own affair, and
     tests that are about kernels as users get them ask for `vectorised`. Collecting garbage among the millions of
-    objects that imports leave behind finds nothing and takes a tenth of the time. The rest is in `tests/quicker.py`."""
+    objects that imports leave behind finds nothing and takes a tenth of the time; how seldom it is looked for is in
+    `tests/__init__.py`. The rest is in `tests/quicker.py`."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(200_000, 20, 20)
     with (
         inductor_config.patch({"cpp.simdlen": 1}),
         torch._dynamo.config.patch(run_gc_after_compile=False),
@@ -66,6 +67,7 @@ def quick_compilers():
     ):
         quicker.without_telemetry(patch)
         quicker.without_repeats(patch)
+        quicker.without_searches(patch)
         quicker.with_quick_symbols(patch)
         yield
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import traceback
 from typing import Any
 
 import pytest
 import sympy
 import torch
+from torch import _ops
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
-from torch._dynamo import guards, trace_rules
+from torch._dynamo import guards, symbolic_convert, trace_rules
 from torch._subclasses import _fake_tensor_utils, fake_tensor
+from torch.fx.experimental import recording
 from torch.fx.experimental.sym_node import SymNode
-from torch.utils import _pytree
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree, _traceback
 
 
 def without_telemetry(patch: pytest.MonkeyPatch) -> None:
@@ -26,12 +30,21 @@ def without_telemetry(patch: pytest.MonkeyPatch) -> None:
     trace = logging.getLogger("torch.__trace")
     trace.handlers, trace.propagate = [], True
     patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0)
+    # Each file that is traced is parsed for a line of a log that nobody reads; and each question that is put to symbols is
+    # two such lines, around what keeps a record that torch asks for where it validates translations alone.
+    if hasattr(symbolic_convert, "get_funcname"):
+        patch.setattr(symbolic_convert, "get_funcname", lambda *_: "")
+    for name, method in list(vars(ShapeEnv).items()):
+        code = getattr(method, "__code__", None)
+        if code is not None and code.co_filename == recording.__file__:
+            patch.setattr(ShapeEnv, name, method.__wrapped__)
 
 
 def without_repeats(patch: pytest.MonkeyPatch) -> None:
-    """A twentieth goes into what is made anew each time: paths of files are made canonical at each call that is inlined,
-    types are looked at for being named tuples at each leaf of a tree, and empty tensors for random states are made at
-    each trace, which nobody asks for unless AOTAutograd makes ops of them."""
+    """A tenth goes into what is made anew each time: paths of files are made canonical at each call that is inlined, types
+    are looked at for being named tuples at each leaf of a tree, empty tensors for random states are made at each trace,
+    which nobody asks for unless AOTAutograd makes ops of them, lines of a stack are objects of each node's own, and a seed
+    is written down with the stack it came from for every device that is not there."""
     if canonical := getattr(trace_rules, "_as_posix_path", None):
         patch.setattr(trace_rules, "_as_posix_path", functools.cache(canonical))
     if named := getattr(_pytree, "is_namedtuple_class", None):
@@ -39,6 +52,24 @@ def without_repeats(patch: pytest.MonkeyPatch) -> None:
     if not torch._functorch.config.functionalize_rng_ops:
         PhiloxStateTracker.reset()
         patch.setattr(PhiloxStateTracker, "reset", lambda: None)
+    if hasattr(_traceback, "_extract_symbolized_tb"):
+        frame = functools.lru_cache(2**14)(traceback.FrameSummary)
+        patch.setattr(
+            _traceback,
+            "_extract_symbolized_tb",
+            lambda stack, skip: traceback.StackSummary(
+                frame(f["filename"], f["line"], f["name"]) for f in reversed(stack[skip:])
+            ),
+        )
+    if hasattr(torch.random, "_manual_seed_impl") and not torch.cuda.is_available():
+        patch.setattr(torch.random, "_manual_seed_impl", lambda seed: torch.default_generator.manual_seed(int(seed)))
+
+
+def without_searches(patch: pytest.MonkeyPatch) -> None:
+    """A fifteenth goes into the search of all operators, whenever a mode is entered before dispatch, for what they keep for
+    that key: nothing is ever kept for it (`tests/test_suite.py` looks)."""
+    if hasattr(_ops, "get_cached_ops"):
+        patch.setattr(_ops, "get_cached_ops", lambda: ())
 
 
 def with_quick_symbols(patch: pytest.MonkeyPatch) -> None:

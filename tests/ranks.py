@@ -11,7 +11,11 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
+
+# For tests of ranks: one worker starts them all, and so there is one server.
+ON_ONE_WORKER = pytest.mark.xdist_group("ranks")
 
 
 def start(function: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests import conftest, seeds, thinned
+from tests.adapters import megatron_ranks, test_megatron_ranks
 from tests.repeat import failed_in, table
 from tests.sharding import delayed, heads, ranks, test_delayed_scaling, test_dtensors, test_heads
 
@@ -76,6 +78,15 @@ def test_a_module_that_draws_while_imported_is_an_error(tmp_path, capsys, drawin
     assert "draws random numbers while it is imported" in output and "1 error" in output
 
 
+@pytest.mark.skipif(not hasattr(torch._ops, "cached_ops"), reason="this torch has no such list")
+def test_operators_keep_nothing_for_what_is_entered_before_dispatch():
+    """So that `tests/quicker.py` may leave out the search for it."""
+    traced = make_fx(lambda x: x.relu() + 1, tracing_mode="fake", pre_dispatch=True)(torch.ones(2))
+    assert any("relu" in str(node.target) for node in traced.graph.nodes) and torch._ops.cached_ops
+    before_dispatch = torch._C.DispatchKey.PreDispatch
+    assert not any(before_dispatch in op._dispatch_cache for op in torch._ops.cached_ops)
+
+
 def test_failures_are_counted_by_test():
     output = "FAILED tests/a.py::test_x[a b] - AssertionError: 1 - 2\n12 passed\nERROR tests/b.py\n"
     assert failed_in(output) == ["tests/a.py::test_x[a b]", "tests/b.py"]
@@ -136,11 +147,16 @@ def test_what_is_thinned_is_there():
 
 @pytest.mark.parametrize(
     ("tests", "cases"),
-    [(test_dtensors, ranks.CASES), (test_heads, heads.CASES), (test_delayed_scaling, delayed.CASES)],
-    ids=["dtensors", "heads", "delayed"],
+    [
+        (test_dtensors, ranks.CASES),
+        (test_heads, heads.CASES),
+        (test_delayed_scaling, delayed.CASES),
+        (test_megatron_ranks, megatron_ranks.CASES),
+    ],
+    ids=["dtensors", "heads", "delayed", "megatron"],
 )
 def test_rare_cases_are_left_out_and_no_test_reads_them_otherwise(monkeypatch, tests, cases):
-    assert len(thinned.RARE) == 3
+    assert len(thinned.RARE) == 4
     file = Path(tests.__file__).relative_to(Path(thinned.__file__).parent).as_posix()
     rare = thinned.RARE[file]
     assert set(rare) <= cases.keys() and not set(rare) & set(tests.READ)

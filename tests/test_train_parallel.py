@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import kernels_left_out, quick_compilers
-from tests.ranks import start
+from tests.ranks import ON_ONE_WORKER, start
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    pytest.mark.xdist_group("parallel example"),  # one worker starts the ranks
+    ON_ONE_WORKER,
 ]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

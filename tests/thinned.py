@@ -50,7 +50,8 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
             "test_calls_of_which_a_rank_computes_its_part_are_local",
             "test_gradients_of_what_ranks_share_are_summed_once", "test_others_stay_calls_on_dtensors",
         ),
-        "frontend/test_loops_by_membership.py": ("test_stays",),
+        "frontend/test_loops_by_membership.py": ("test_experts_without_tokens", "test_stays"),
+        "frontend/test_loops_with_two_values.py": ("test_fuses", "test_what_makes_a_difference"),
         "frontend/test_put_back.py": (
             "test_as_many_rows_as_the_permutation_has_numbers", "test_other_writes_are_left_as_they_are",
         ),
@@ -115,6 +116,7 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
         "nn/test_attention.py": ("test_flex_attention_on_cpu",),
         "nn/test_expert_capacity.py": ("test_an_expert_that_does_not_exist",),
         "nn/test_fa4.py": ("test_a_plain_mla_block",),
+        "passes/test_adapters.py": ("test_experts_with_paths_are_told",),
         "passes/test_attention_sites.py": (
             "test_flash_attention_4_by_the_option", "test_the_faster_by_measurement", "test_this_packages_own",
             "test_torchs_own",
@@ -129,7 +131,7 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
         "passes/test_gallery.py": ("test_gallery",),
         "passes/test_gated_delta_rule.py": (
             "test_a_clamp_of_sums_of_gates_wants_to_know_their_sign", "test_a_single_token_that_is_padded_to_a_chunk",
-            "test_refuses_other_clamps",
+            "test_names_what_changes_a_state", "test_refuses_other_clamps",
         ),
         "passes/test_gated_delta_rule_layers.py": (
             "test_dynamic", "test_layers_of_other_sizes_or_constants_are_proved_apart",
@@ -163,9 +165,14 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
             "test_fires_on_dimensions_of_one", "test_fires_on_one_choice_weighted_behind", "test_refuses_at_once",
             "test_refuses_one_token", "test_refuses_sorted_rows",
         ),
+        "passes/test_moe_counted_rows.py": (
+            "test_as_exact_as_eager_in_bfloat16", "test_fires_on_other_numbers_of_tokens",
+        ),
+        "passes/test_moe_equations.py": ("test_autocast", "test_over_choices_of_batches"),
         "passes/test_moe_sorted.py": (
             "test_a_layer_that_ends_in_what_no_compiler_looks_into", "test_fires", "test_fires_in_inference",
         ),
+        "passes/test_moe_wide_biases.py": ("test_as_exact_as_eager",),
         "passes/test_norm_linear.py": ("test_fires", "test_refuses"),
         "passes/test_packed.py": ("test_how_rows_are_gathered", "test_tables_of_every_kind"),
         "passes/test_packed_conv.py": ("test_dtypes", "test_refused"),
@@ -177,6 +184,7 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "passes/test_sparse_mla.py": ("test_another_mask_is_no_news",),
         "passes/test_ssd_scan.py": ("test_lengths",),
+        "passes/test_ssd_scan_retention.py": ("test_a_second_length", "test_bfloat16", "test_refuses"),
         "passes/test_token_loop.py": (
             "test_chunks_that_are_no_delta_rule_are_none_of_its_business",
             "test_neither_are_positions_that_are_no_tokens", "test_operands_that_heads_or_tokens_share",
@@ -325,6 +333,7 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
 # Cases, by file and by a test's parameter `case`, that are left out: each is seconds of two ranks, and what is particular
 # to it other cases have beside other things.
 RARE: dict[str, tuple[str, ...]] = {
+    "adapters/test_megatron_ranks.py": ("te",),
     "sharding/test_dtensors.py": (
         "tensor_parallel_no_grad", "tensor_parallel_dynamic", "checkpointed", "gathered_gain", "dtensor_out", "local_experts",
         "on_dtensors_sequence", "frozen_region", "decoding",

@@ -6,16 +6,23 @@ import pytest
 import torch.distributed as dist
 
 from tests.adapters import megatron_ranks as ranks
+from tests.ranks import ON_ONE_WORKER
+from tests.thinned import case_of
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    pytest.mark.xdist_group("megatron ranks"),  # one worker starts the ranks
+    ON_ONE_WORKER,
 ]
 
 
+READ = ()  # no test reads a case but its own
+
+
 @pytest.fixture(scope="module")
-def seen():
-    return ranks.outcomes()
+def seen(request):
+    """What ranks saw of the cases that this run's tests are about."""
+    about = {case_of(item) for item in request.session.items}
+    return ranks.outcomes(tuple(name for name in (*ranks.CASES, *ranks.OTHERS) if name in about))
 
 
 @pytest.mark.parametrize("case", [*ranks.CASES, *ranks.OTHERS])

@@ -17,7 +17,10 @@ from tests.backends.test_delayed_scaling import DIM, Stack, float8, largest, opt
 from tests.lowerings import relative_error
 from tests.seeds import Draws
 
-pytestmark = pytest.mark.usefixtures("float8", "no_kernels")
+pytestmark = [
+    pytest.mark.usefixtures("float8", "no_kernels"),
+    pytest.mark.xdist_group("delayed dynamic"),  # one worker trains what tests share
+]
 SEQUENCES = (3, 5, 2, 7, 3)
 
 
@@ -46,31 +49,37 @@ HOW = {
 }
 
 
-def trained(rand, recipe, how, batches):
-    """(each step's results, report, graphs that Dynamo made, state) of a model trained on `batches`."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    dynamic, call = HOW[how] if how else (False, lambda run: run)
-    model = Folded(2)
-    run = call(torch.compile(model, backend="megacpp", options=options(recipe), dynamic=dynamic))
-    with megacpp_compile.record() as report:
-        steps = [step(run, model, x, grad) for x, grad in batches]
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return steps, report, graphs, megacpp_compile.scaling_state(model)
-
-
-@pytest.fixture
-def batches(rand):
+@pytest.fixture(scope="module")
+def batches():
     """Of several lengths, of which no sample takes the first whole."""
-    draw = lambda *shape: rand(*shape, dtype=torch.bfloat16)  # noqa: E731
+    draw = Draws("batches", torch.bfloat16)
     return [(draw(n, 16 * DIM), draw(n, 16, DIM) * 1e-6) for n in SEQUENCES]
 
 
+@pytest.fixture(scope="module")
+def trained(batches):
+    """(recipe, how) -> (each step's results, report, graphs that Dynamo made, state) of a model trained on `batches`."""
+
+    @functools.cache
+    def train(recipe, how):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        dynamic, call = HOW[how] if how else (False, lambda run: run)
+        model = Folded(2)
+        run = call(torch.compile(model, backend="megacpp", options=options(recipe), dynamic=dynamic))
+        with megacpp_compile.record() as report:
+            steps = [step(run, model, x, grad) for x, grad in batches]
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return steps, report, graphs, megacpp_compile.scaling_state(model)
+
+    return train
+
+
 @pytest.mark.parametrize("how", HOW)
-def test_sites_and_recompilations_are_those_of_current_scaling(rand, batches, how):
+def test_sites_and_recompilations_are_those_of_current_scaling(trained, how):
     found = {}
     for recipe in ("fp8_current", "fp8_delayed"):
-        _, report, graphs, _ = trained(rand, recipe, how, batches)
+        _, report, graphs, _ = trained(recipe, how)
         assert {row["effective"] for frame in report.frames for row in frame.precision} == {recipe}
         found[recipe] = graphs, report.counts, [(m.tag, m.reason) for m in report.misses]
     assert found["fp8_current"] == found["fp8_delayed"]
@@ -78,10 +87,10 @@ def test_sites_and_recompilations_are_those_of_current_scaling(rand, batches, ho
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_numbers_are_those_of_static_sizes(rand, batches, how):
+def test_numbers_are_those_of_static_sizes(trained, batches, how):
     """Bit for bit, from the first step, whose scales come from samples; and the past is every batch's."""
-    got, _, _, state = trained(rand, "fp8_delayed", how, batches)
-    want, _, graphs, static = trained(rand, "fp8_delayed", None, batches)
+    got, _, _, state = trained("fp8_delayed", how)
+    want, _, graphs, static = trained("fp8_delayed", None)
     assert graphs == len(set(SEQUENCES))
     assert all(torch.equal(g, w) for gs, ws in zip(got, want, strict=True) for g, w in zip(gs, ws, strict=True))
     assert state.keys() == static.keys() and all(torch.equal(state[key], static[key]) for key in state)
@@ -90,12 +99,12 @@ def test_numbers_are_those_of_static_sizes(rand, batches, how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_as_near_as_current_scaling(rand, batches, how):
+def test_as_near_as_current_scaling(trained, batches, how):
     eager = Folded(2)
     want = [step(eager, eager, x, grad) for x, grad in batches]
     worst = {}
     for recipe in ("fp8_current", "fp8_delayed"):
-        got, *_ = trained(rand, recipe, how, batches)
+        got, *_ = trained(recipe, how)
         pairs = [pair for gs, ws in zip(got, want, strict=True) for pair in zip(gs, ws, strict=True)]
         worst[recipe] = max(relative_error(g, w) for g, w in pairs)
     assert 0 < worst["fp8_delayed"] < 1.15 * worst["fp8_current"] < 0.15, worst

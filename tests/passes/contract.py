@@ -28,11 +28,12 @@ def assert_fires(name: str, module: nn.Module, args: Args, count: int = 1, confi
     return frames
 
 
-def assert_refused(name: str, tag: str, module: nn.Module, args: Args, config: Config | None = None) -> None:
+def assert_refused(name: str, tag: str, module: nn.Module, args: Args, config: Config | None = None) -> Frames:
     """The pass says why, does nothing, and the rest of the frame keeps eager's results."""
     frames = check(module, args, config)
     assert tag in frames.tags(name), f"refused {frames.misses}, fired {frames.fired}"
     assert not frames.counts[name]
+    return frames
 
 
 def assert_refused_in_a_graph(name: str, tag: str, module: nn.Module, args: Args) -> None:
@@ -109,7 +110,7 @@ def _state(graph: Graph) -> dict[Node, tuple[Any, ...]]:
     """All that a node is made of, as `_PARTS` has it; values in its meta by identity, and what mutable ones hold."""
     return {
         n: (n.target, n.args, n.kwargs, tuple(n.users), n.next, tuple(n.meta),
-            [_held(v) if isinstance(v, _HOLDERS) else id(v) for v in n.meta.values()])
+            [_held(v) if issubclass(type(v), _HOLDERS) else id(v) for v in n.meta.values()])
         for n in graph.nodes
     }  # fmt: skip
 
@@ -118,7 +119,7 @@ _HOLDERS = (dict, list, set)
 
 
 def _held(v: Any) -> tuple[Any, ...]:
-    parts = [_held(part) if isinstance(part, _HOLDERS) else id(part) for part in (v.values() if isinstance(v, dict) else v)]
+    parts = [_held(part) if issubclass(type(part), _HOLDERS) else id(part) for part in (v.values() if isinstance(v, dict) else v)]
     return (id(v), *v, *parts) if isinstance(v, dict) else (id(v), *parts)
 
 

@@ -94,8 +94,7 @@ def test_stacked_experts_of_added_weights_fire():
 def test_experts_with_paths_are_told(path, where):
     made = {"up": (path, plain), "down": (plain, path), "all": (path, path)}[where]
     module = MoE(where_index_add, lambda: Expert(*made), experts=2)
-    assert_refused("moe", "low-rank", module, tokens())
-    reasons = [miss.reason for miss in run(module, tokens()).misses]
+    reasons = [miss.reason for miss in assert_refused("moe", "low-rank", module, tokens()).misses]
     assert any("w + s * (b @ a)" in reason for reason in reasons)
 
 
@@ -118,9 +117,7 @@ def test_a_head_of_added_weights_fires():
 
 @pytest.mark.parametrize("path", [Beside, First, lambda d, n: Beside(d, n, 0.2)], ids=["last", "first", "dropout"])
 def test_a_head_with_a_path_is_told(path):
-    module = Head(path)
-    assert_refused("linear_cross_entropy", "between", module, rows())
-    (miss,) = run(module, rows()).misses
+    (miss,) = assert_refused("linear_cross_entropy", "between", Head(path), rows()).misses
     assert "F.linear(x, w + s * (b @ a))" in miss.reason
 
 
@@ -156,8 +153,7 @@ class Scaled(Beside):
 def test_experts_with_scaled_paths_are_told():
     """Regression: sizes that depend on data were compared by the matcher of delta rules, an internal error."""
     module = MoE(where_index_add, lambda: Expert(Scaled, Scaled), experts=2)
-    assert_refused("moe", "low-rank", module, tokens())
-    assert not {miss.tag for miss in run(module, tokens()).misses} - {"low-rank"}
+    assert {miss.tag for miss in assert_refused("moe", "low-rank", module, tokens()).misses} == {"low-rank"}
 
 
 class Rescaled(Beside):
@@ -174,6 +170,5 @@ class Rescaled(Beside):
 
 def test_experts_with_rescaled_sums_are_told():
     module = MoE(where_index_add, lambda: Expert(plain, Rescaled), experts=2)
-    assert_refused("moe", "no-expert", module, tokens())
-    (miss,) = run(module, tokens()).misses
+    (miss,) = assert_refused("moe", "no-expert", module, tokens()).misses
     assert "made of several projections" in miss.reason and "mul" in miss.reason

@@ -5,6 +5,8 @@ A CPU multiplies no float8; the question is answered for it, and the reference c
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from megacpp_compile.precision import maxima
 pytestmark = [
     pytest.mark.usefixtures("float8", "no_kernels"),
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
+    pytest.mark.xdist_group("saved scaling states"),  # one worker trains what is saved
 ]
 DIM, HIDDEN = 32, 48
 
@@ -138,18 +141,35 @@ def wrapped(how, state=None):
     return model, run
 
 
+@pytest.fixture(scope="module")
+def saved():
+    """Wrapping -> (the state behind three steps, what the next one gives)."""
+
+    @functools.cache
+    def train(how):
+        model, run = wrapped(how)
+        for seed in range(3):
+            step(run, seed)
+        state = megacpp_compile.scaling_state(model)
+        return {key: column.clone() for key, column in state.items()}, step(run, 1)
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def anew():
+    """Wrapping -> what that step gives as the first of all."""
+    return functools.cache(lambda how: step(wrapped(how)[1], 1))
+
+
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_saved_under_one_wrapping_and_loaded_under_another(one, other):
+def test_saved_under_one_wrapping_and_loaded_under_another(saved, anew, one, other):
     """The step behind it gives the bits that it gives where nothing was saved, and pushes the past on."""
-    model, run = wrapped(one)
-    for seed in range(3):
-        step(run, seed)
-    state = megacpp_compile.scaling_state(model)
+    state, want = saved(one)
     assert set(state) == KEYS
-    want = step(run, 1)
     again, run = wrapped(other, state)
     got = step(run, 1)
-    assert torch.equal(got, want) and not torch.equal(step(wrapped(other)[1], 1), want)
+    assert torch.equal(got, want) and not torch.equal(anew(other), want)
     after = megacpp_compile.scaling_state(again)
     assert set(after) == KEYS
     assert all(torch.equal(after[key][1:], state[key][:-1]) for key in KEYS)

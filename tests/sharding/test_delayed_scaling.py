@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 
 from megacpp_compile.precision import maxima, scaling_state
+from tests.ranks import ON_ONE_WORKER
 from tests.sharding import delayed
 from tests.thinned import case_of
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    pytest.mark.xdist_group("delayed scaling"),  # one worker starts the ranks
+    ON_ONE_WORKER,
 ]
 NAMES = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
 KEYS = {f"{name}:{kind}" for name in NAMES for kind in "xwg"}

@@ -10,12 +10,13 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from megacpp_compile import record
 from megacpp_compile._torch._registry import release
 from megacpp_compile.errors import NotCapturedError
+from tests.ranks import ON_ONE_WORKER
 from tests.sharding import ranks
 from tests.thinned import case_of
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    pytest.mark.xdist_group("dtensors"),  # one worker starts the ranks
+    ON_ONE_WORKER,
 ]
 
 MLA_SITES = {"mla_rope_q": 1, "mla_rope_kv": 1}

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ranks import ON_ONE_WORKER
 from tests.sharding import heads
 from tests.thinned import case_of
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    pytest.mark.xdist_group("sharded heads"),  # one worker starts the ranks
+    ON_ONE_WORKER,
 ]
 
 
