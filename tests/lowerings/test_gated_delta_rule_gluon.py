@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -113,7 +115,7 @@ def test_what_does_not_compile_is_served_otherwise(monkeypatch, caplog, op):
     """By Triton's kernels, of the same arguments; said once."""
     from megacpp_compile.lowerings.gated_delta_rule import _entering_states, _head_gradients, _walks
 
-    gluon = hopper()
+    gluon, ops = hopper(), torch.ops.megacpp_delta
     monkeypatch.setattr(gluon, "missing", "")
     for kernel in ("delta_walk", "delta_states", "delta_query_grad"):
         monkeypatch.setattr(gluon, kernel, DoesNotCompile())
@@ -128,15 +130,26 @@ def test_what_does_not_compile_is_served_otherwise(monkeypatch, caplog, op):
     square, state = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 128, 128, dtype=torch.bfloat16)
     for _ in range(2):
         if op == "walk":
-            _walks._in_gluon(q, k, v, square, square, torch.zeros(5, 1, 1, 64), None, 0.1, 1)
+            ops.walk(q, k, v, square, square, torch.zeros(5, 1, 1, 64), None, 1, 0.1)
         elif op == "states":
             rows, norms = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 2, 64)
-            _entering_states._in_gluon(k, v, torch.zeros(1, 1, 1, 128, 128), square, rows, rows, norms)
+            ops.entering_states(k, v, torch.zeros(1, 1, 1, 128, 128), square, rows, rows, norms)
         else:
             rows, norms = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 2, 64)
             errors = torch.zeros(1, 1, 1, 64, 128, dtype=torch.bfloat16)
-            _head_gradients._gradients(v, q, k, v, None, None, rows, rows, norms, state, errors, state, errors, 0.1, None)
+            ops.gradients(v, q, k, v, None, None, rows, rows, norms, state, errors, state, errors, 0.1, None)
     assert len(asked) == 2 and caplog.text.count("no attribute 'barrier'") == 1 and "Triton's own" in caplog.text
+
+
+def test_ops_are_there_with_the_rule():
+    """A graph from a cache calls them in a process that has lowered nothing."""
+    code = """
+import sys, torch, megacpp_compile.lowerings.gated_delta_rule
+assert not [name for name in sys.modules if name.startswith("megacpp_compile") and name.endswith("cuda_triton")]
+print(*[getattr(torch.ops.megacpp_delta, op).default for op in ("walk", "entering_states", "gradients")])
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.split() == [f"megacpp_delta.{op}.default" for op in ("walk", "entering_states", "gradients")], out
 
 
 NUMBERS = {

@@ -41,6 +41,7 @@ from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY, segments
 from megacpp_compile.lowerings._kernels.gated_chunks import CHUNK_SIZES, operand_problem
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, serve, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
+from megacpp_compile.lowerings.gated_delta_rule import _hopper_ops as _hopper_ops
 from megacpp_compile.lowerings.gated_delta_rule import reference
 
 __all__ = ["CHUNK_SIZES", "STATES_EVERY", "gated_delta_rule", "gated_delta_rule_backward"]

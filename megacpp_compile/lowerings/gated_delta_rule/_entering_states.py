@@ -24,7 +24,7 @@ def entering_states(call: Call, kept: Tensor, initial: Tensor | None, made: dict
     made: what `prepare` has written, by the names it has there."""
     if _hopper.serve(call, call.C, call.packed is not None):
         parts = (made[name] for name in "solve decay steps norms".split())
-        states, errors = _in_gluon(call.k, call.v, kept, *parts)
+        states, errors = torch.ops.megacpp_delta.entering_states(call.k, call.v, kept, *parts)
         return {"states": states, "errors": errors}
     return _in_triton(call, kept, initial, made)
 
@@ -50,36 +50,35 @@ def _in_triton(call: Call, kept: Tensor, initial: Tensor | None, made: dict[str,
     return out
 
 
-@torch.library.custom_op("megacpp_delta::entering_states", mutates_args=())
-def _in_gluon(
+def on_hopper(
     k: Tensor, v: Tensor, kept: Tensor, solve: Tensor, decay: Tensor, steps: Tensor, norms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`entering_states` of bfloat16 operands without documents and with a gate a head."""
     call = _call(k, v)
+    out = None
     if not _hopper.missing:
         try:
-            return _launch(call, kept, solve, decay, steps, norms)
+            out = _in_gluon(call, kept, solve, decay, steps, norms)
         except TritonError as error:
             _hopper.not_compiled("gated_delta_rule_backward", error)
-    made = {"k": k, "out_keys": k, "solve": solve, "decay": decay, "steps": steps, "norms": norms, "ends": decay}
-    out = _in_triton(call, kept, None, made)
+    if out is None:
+        made = {"k": k, "out_keys": k, "solve": solve, "decay": decay, "steps": steps, "norms": norms, "ends": decay}
+        out = _in_triton(call, kept, None, made)
     return out["states"], out["errors"]
 
 
-@_in_gluon.register_fake
-def _(k, v, kept, solve, decay, steps, norms):  # type: ignore[no-untyped-def]
+def promised(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out = _results(_call(k, v))
     return out["states"], out["errors"]
 
 
 def _call(k: Tensor, v: Tensor) -> Call:
-    """Of what the states are made of, the queries and the output's gradient are not read."""
+    """Of what the states are made of: queries and the output's gradient are not read."""
     return Call(v, k, k, v, None, None, None, 1.0, None, _hopper.CHUNK)
 
 
-def _launch(
+def _in_gluon(
     call: Call, kept: Tensor, solve: Tensor, decay: Tensor, steps: Tensor, norms: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> dict[str, Tensor]:
     out = _results(call)
     C, K = _hopper.CHUNK, _hopper.CHANNELS
     segments = kept.shape[1]
@@ -90,4 +89,4 @@ def _launch(
         heads=call.heads, per_key=call.per_key, segments=segments, EVERY=STATES_EVERY, C=C, K=K, V=call.V,
         BV=_COLUMNS, STAGES=2, num_warps=4,
     )  # fmt: skip
-    return out["states"], out["errors"]
+    return out

@@ -6,8 +6,6 @@ take, three in Triton (`_triton_gradients`).
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 from triton.errors import TritonError
@@ -24,7 +22,8 @@ def gradients(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
     if call.do.dtype != torch.bfloat16 or not _hopper.serve(call, call.C, call.packed is not None):
         return _in_triton(call, made)
     parts = (made[name] for name in "decay steps norms states errors d_states d_rows".split())
-    return _gradients(call.do, call.q, call.k, call.v, call.g, call.beta, *parts, call.scale, call.eps)
+    operands = call.do, call.q, call.k, call.v, call.g, call.beta
+    return torch.ops.megacpp_delta.gradients(*operands, *parts, call.scale, call.eps)
 
 
 def _in_triton(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -58,45 +57,29 @@ def _results(call: Call) -> tuple[Tensor, ...]:
     return dq, dk, dv, dg, dbeta
 
 
-@torch.library.custom_op("megacpp_delta::gradients", mutates_args=())
-def _gradients(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    beta: Optional[Tensor],  # noqa: UP045
-    decay: Tensor,
-    steps: Tensor,
-    norms: Tensor,
-    states: Tensor,
-    errors: Tensor,
-    d_states: Tensor,
-    d_rows: Tensor,
-    scale: float,
-    eps: Optional[float],  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dg and dbeta of bfloat16 operands without documents. What is between is as `Call` lays it out."""
+def on_hopper(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, made: dict[str, Tensor],
+    scale: float, eps: float | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     call = Call(do, q, k, v, g, beta, None, scale, eps, _hopper.CHUNK)
     if not _hopper.missing:
         try:
-            return _launch(call, decay, steps, norms, states, errors, d_states, d_rows)
+            return _in_gluon(call, **made)
         except TritonError as error:
             _hopper.not_compiled("gated_delta_rule_backward", error)
-    made = {"decay": decay, "steps": steps, "norms": norms, "states": states, "errors": errors, "d_states": d_states,
-            "d_rows": d_rows}  # fmt: skip
-    return _in_triton(call, made)  # type: ignore[return-value]
+    return _in_triton(call, made)
 
 
-@_gradients.register_fake
-def _(do, q, k, v, g, beta, decay, steps, norms, states, errors, d_states, d_rows, scale, eps):  # type: ignore[no-untyped-def]
+def promised(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float, eps: float | None
+) -> tuple[Tensor, ...]:
     return _results(Call(do, q, k, v, g, beta, None, scale, eps, _hopper.CHUNK))
 
 
-def _launch(
+def _in_gluon(
     call: Call, decay: Tensor, steps: Tensor, norms: Tensor, states: Tensor, errors: Tensor, d_states: Tensor,
     d_rows: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     dq, dk, dv, dg, dbeta = _results(call)
     C, K = _hopper.CHUNK, _hopper.CHANNELS
     d_scores = call.by_chunk(call.key_heads, C, C, dtype=torch.bfloat16)

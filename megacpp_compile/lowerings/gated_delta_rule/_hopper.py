@@ -1,7 +1,7 @@
 """What the delta rule's kernels in Gluon take, and how they are handed their operands.
 
-Inductor takes no kernels of Gluon, so they are in ops of their own (`_walks`, `_entering_states`, `_head_gradients`),
-which fall back to Triton's kernels where this release of Triton does not compile them.
+`_walks`, `_entering_states` and `_head_gradients` launch them, by ops of their own (`_hopper_ops`), and fall back to
+Triton's kernels where this release of Triton does not compile them.
 """
 
 from __future__ import annotations

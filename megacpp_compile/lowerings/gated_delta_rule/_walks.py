@@ -5,7 +5,7 @@ In Gluon on Hopper (`_gluon_walk`); elsewhere, and of what that does not take, i
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +29,9 @@ def walk(
     prepared: what `prepare` leaves to the walk. tables: cu_seqlens and documents' first chunks."""
     packed = call.documents is not None
     if out_dtype == torch.bfloat16 and _hopper.serve(call, call.chunk, packed):
-        o, last, states = _in_gluon(
-            prepared["q"], prepared["k"], call.v, inverse, mixed, prepared["factors"], initial_state, scale,
-            call.segments,
-        )  # fmt: skip
-        return o, last, states
+        return torch.ops.megacpp_delta.walk(
+            call.q, call.k, call.v, inverse, mixed, prepared["factors"], initial_state, call.segments, scale
+        )
     return _in_triton(call, prepared, tables, inverse, mixed, initial_state, scale, out_dtype)
 
 
@@ -70,23 +68,14 @@ def rows_as_they_are(call: Call) -> dict[str, Any]:
             **strides("q", call.q, "bth"), **strides("k", call.k, "bth")}  # fmt: skip
 
 
-@torch.library.custom_op("megacpp_delta::walk", mutates_args=())
-def _in_gluon(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    inverse: Tensor,
-    mixed: Tensor,
-    factors: Tensor,
-    initial_state: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+def on_hopper(
+    q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, mixed: Tensor, factors: Tensor, initial_state: Tensor | None,
     scale: float,
-    segments: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`walk` of bfloat16 operands without documents and with a gate a head."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     call = Call(q, k, v, None, None, None, _hopper.CHUNK)
     if not _hopper.missing:
         try:
-            return _launch(call, inverse, mixed, factors, initial_state)
+            return _in_gluon(call, inverse, mixed, factors, initial_state)
         except TritonError as error:
             _hopper.not_compiled("gated_delta_rule", error)
     prepared = rows_as_they_are(call) | {"factors": factors, "ends": factors}
@@ -94,12 +83,11 @@ def _in_gluon(
     return _in_triton(call, prepared, tables, inverse, mixed, initial_state, scale, torch.bfloat16)
 
 
-@_in_gluon.register_fake
-def _(q, k, v, inverse, mixed, factors, initial_state, scale, segments):  # type: ignore[no-untyped-def]
+def promised(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _results(Call(q, k, v, None, None, None, _hopper.CHUNK), torch.bfloat16)
 
 
-def _launch(
+def _in_gluon(
     call: Call, inverse: Tensor, mixed: Tensor, factors: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     o, last, states = _results(call, torch.bfloat16)
