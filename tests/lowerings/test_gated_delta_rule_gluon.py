@@ -130,7 +130,7 @@ def test_what_does_not_compile_is_served_otherwise(monkeypatch, caplog, op):
     square, state = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 128, 128, dtype=torch.bfloat16)
     for _ in range(2):
         if op == "walk":
-            ops.walk(q, k, v, square, square, torch.zeros(5, 1, 1, 64), None, 1, 0.1)
+            ops.walk(q, k, v, square, square, torch.zeros(5, 1, 1, 64), None, 0.1)
         elif op == "states":
             rows, norms = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 2, 64)
             ops.entering_states(k, v, torch.zeros(1, 1, 1, 128, 128), square, rows, rows, norms)

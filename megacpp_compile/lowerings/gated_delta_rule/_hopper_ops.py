@@ -21,18 +21,17 @@ def walk(
     mixed: Tensor,
     factors: Tensor,
     initial_state: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    segments: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_walks.walk` of bfloat16 operands without documents and with a gate a head: o, the last state, and those that
-    enter `segments`."""
+    enter segments."""
     from megacpp_compile.lowerings.gated_delta_rule import _walks
 
     return _walks.on_hopper(q, k, v, inverse, mixed, factors, initial_state, scale)
 
 
 @walk.register_fake
-def _(q, k, v, inverse, mixed, factors, initial_state, segments, scale):  # type: ignore[no-untyped-def]
+def _(q, k, v, inverse, mixed, factors, initial_state, scale):  # type: ignore[no-untyped-def]
     from megacpp_compile.lowerings.gated_delta_rule import _walks
 
     return _walks.promised(q, k, v)

@@ -30,7 +30,7 @@ def walk(
     packed = call.documents is not None
     if out_dtype == torch.bfloat16 and _hopper.serve(call, call.chunk, packed):
         return torch.ops.megacpp_delta.walk(
-            call.q, call.k, call.v, inverse, mixed, prepared["factors"], initial_state, call.segments, scale
+            call.q, call.k, call.v, inverse, mixed, prepared["factors"], initial_state, scale
         )
     return _in_triton(call, prepared, tables, inverse, mixed, initial_state, scale, out_dtype)
 
