@@ -73,11 +73,12 @@ class LowerSemanticOps(GraphPass):
         return LowerSemanticOps, (self.target, self.config, self.before, self.regions)
 
 
-def expand(graph: fx.Graph, node: Node, target: Target) -> dict[Node, Node]:
+def expand(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphModule]) -> dict[Node, Node]:
     """Put the lowering of one op in its place ahead of the others, in a graph that is not divided yet; what stands in
-    the place of each of its results. Raises NotLoweredError where its lowering is no graph."""
+    the place of each of its results. traced: the lowerings so far, which equal calls share. Raises NotLoweredError
+    where its lowering is no graph."""
     replaced: dict[Node, Node] = {}
-    if _lower(graph, node, target, {}, replaced=replaced):
+    if _lower(graph, node, target, traced, replaced=replaced):
         raise NotLoweredError(str(node.target), target.name, module_fqn(node), source_line(node))
     return replaced
 
