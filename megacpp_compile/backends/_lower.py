@@ -29,6 +29,7 @@ from megacpp_compile.lowerings._kernels.trace_options import autotune, tracing
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings._traits import name_of
+from megacpp_compile.report import stages
 from megacpp_compile.report.records import lowering_text
 from megacpp_compile.targets import Target
 
@@ -51,6 +52,7 @@ class LowerSemanticOps(GraphPass):
     ) -> None:
         self.target, self.config, self.before, self.regions, self.tell = target, config, before, regions, tell
 
+    @stages.in_stage("lowering")
     def run(self, graph: fx.Graph) -> None:
         _sum_gradient.erase(graph)
         traced: dict[Any, GraphModule] = {}

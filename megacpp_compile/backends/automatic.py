@@ -40,7 +40,7 @@ from megacpp_compile.remat.peak import PeakModel
 from megacpp_compile.remat.plan import Plan, StepContext
 from megacpp_compile.remat.tagging import OnPlan, predicted, tag
 from megacpp_compile.remat.times import step_time
-from megacpp_compile.report import log
+from megacpp_compile.report import log, stages
 from megacpp_compile.report.auto_plan import SMALL, AutoPlan
 from megacpp_compile.targets import Target
 from megacpp_compile.targets.rates import rates
@@ -90,8 +90,9 @@ class Automatic:
             return cut(gm)
         first = None
         try:
-            gm.graph = fx_graph_cse(gm.graph)  # as the partitioner does: what layers compute alike, they compute once
-            first = FirstCut(cut, gm, outputs)
+            with stages.stage("plan"):
+                gm.graph = fx_graph_cse(gm.graph)  # as the partitioner does: layers compute once what they do alike
+                first = FirstCut(cut, gm, outputs)
             return self._plan(gm, cut, first)
         except Exception as error:  # a defect of ours must not become the user's: what torch makes is there
             log.logger.info("policy='auto': left to torch's partitioner: %s", error, exc_info=True)
@@ -112,6 +113,7 @@ class Automatic:
         self._say(choice.told)
         return halves
 
+    @stages.in_stage("plan")
     def _choose(self, gm: GraphModule, none: Plan) -> _Choice:
         """What becomes of `gm`. none: the plan that the partitioner makes of it as it is."""
         graph, speed = gm.graph, rates(self.target.name)
