@@ -108,7 +108,9 @@ class Automatic:
 
         halves = first.where(stands)
         (choice,) = chosen
-        halves = cut(choice.edited) if choice.edited is not None else halves or first.halves()
+        if choice.edited is not None:
+            halves = cut(choice.edited)
+        assert halves is not None
         self.taken = self.taken or choice.told.taken
         self._say(choice.told)
         return halves
