@@ -19,11 +19,20 @@ _EXTRACT = "_extract_graph_with_inputs_outputs"
 Tell = Callable[[Sequence[Node], fx.Graph], None]
 
 
+# Of two threads the second would put back what the first had put there.
+_lock = threading.RLock()
+
+
 @contextlib.contextmanager
 def backward_told(tell: Tell) -> Iterator[None]:
     """Call `tell` once, of what is partitioned inside by this thread: when the partitioner has chosen what to save and
     made the backward to find out what of it is read, before it makes both halves. What `tell` raises ends the
     partitioner. Never called on a torch that has no such step."""
+    with _lock:
+        yield from _told(tell)
+
+
+def _told(tell: Tell) -> Iterator[None]:
     module = find(_WHERE)
     extract = getattr(module, _EXTRACT, None)
     if extract is None:
