@@ -15,6 +15,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile._torch.partitioners import adds_to_what_is_saved, backward_told
 from megacpp_compile.fx.copies import copied, module_like
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.numbers_for_symbols import SYMBOLIC
 from megacpp_compile.remat.automatic import as_partitioned, plan_of_backward
 from megacpp_compile.remat.joint_graph import joint
 from megacpp_compile.remat.plan import Plan
@@ -63,4 +65,5 @@ class _Stopped(Exception):
 
 def _makes_sizes(graph: fx.Graph) -> bool:
     """Whether there are sizes known at run time only, which a partitioner saves wherever a saved tensor has them."""
-    return any(n.op == "call_function" and free_unbacked_symbols(n.meta.get("val")) for n in graph.nodes)
+    made = (value(n) for n in graph.nodes if n.op == "call_function")
+    return any(isinstance(v, SYMBOLIC) and free_unbacked_symbols(v) for v in made)
