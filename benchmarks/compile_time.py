@@ -3,13 +3,13 @@
     python -m benchmarks.compile_time --layers 24 --repeat 3      # the defaults; 20 minutes on two cores
     python -m benchmarks.compile_time --model plain --layers 2 --repeat 1
 
-Every measurement is a process of its own with empty Inductor, AOTAutograd and Triton caches; backends take turns. What
-is timed: the first forward and backward of a training step under `torch.compile`, after imports and model building;
-imports are done by compiling a small function first, which also starts torch's compile workers, and on CUDA these are
-waited for: they start while a model is built or loaded, which takes longer than here. Models are of transformers, which
-has to be installed, but for two. `--model plain`: tiny MLA and SwiGLU layers as in `benchmarks.models`; `--model mla`
-are such of width 2048 over 16384 tokens in bfloat16, for a GPU. Steps are timed five in a row, as a training loop runs
-them: the host may be ahead of the device.
+Every measurement is a process of its own with empty Inductor, AOTAutograd and Triton caches, and with `--warm` another
+that finds what it left there; backends take turns. What is timed: the first forward and backward of a training step
+under `torch.compile`, after imports and model building; imports are done by compiling a small function first, which
+also starts torch's compile workers, and on CUDA these are waited for: they start while a model is built or loaded,
+which takes longer than here. Models are of transformers, which has to be installed, but for two. `--model plain`: tiny
+MLA and SwiGLU layers as in `benchmarks.models`; `--model mla` are such of width 2048 over 16384 tokens in bfloat16, for
+a GPU. Steps are timed five in a row, as a training loop runs them: the host may be ahead of the device.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import functools
 import importlib.util
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -153,15 +154,21 @@ def measure_here(backend: str, layers: int, model_name: str, device: str) -> dic
     compiled = compiled_by(backend, model)
     _warm_up(backend, device)
     counters.clear()
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), _cpu_seconds()
     loss = loss_of(compiled)
     forward = time.perf_counter() - began
     loss.backward()
     if device == "cuda":
         torch.cuda.synchronize()
-    total = time.perf_counter() - began
-    return {"backend": backend, "forward_s": forward, "total_s": total, "loss": float(loss.detach()),
+    total, cpu = time.perf_counter() - began, _cpu_seconds() - cpu
+    return {"backend": backend, "forward_s": forward, "total_s": total, "cpu_s": cpu, "loss": float(loss.detach()),
             "graphs": counters["stats"]["unique_graphs"], "step_ms": _step_ms(compiled, loss_of, device)}  # fmt: skip
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those it has waited for, as for compilers: other work on the machine adds least to it."""
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _warm_up(backend: str, device: str) -> None:
@@ -195,14 +202,22 @@ def _step_ms(compiled: Any, loss_of: Callable[[Any], Any], device: str) -> float
     return statistics.median(times[1:])
 
 
-def measure(backend: str, layers: int, model: str = "deepseek_v3", device: str = "cpu") -> dict[str, Any]:
-    """One cold compile in a fresh process with fresh caches."""
+def measure(
+    backend: str, layers: int, model: str = "deepseek_v3", device: str = "cpu", warm: bool = False
+) -> dict[str, Any]:
+    """One cold compile in a fresh process with fresh caches. warm: one more beside it, in a process that finds the
+    caches of the first: "warm"."""
     with tempfile.TemporaryDirectory() as cache:
-        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=os.path.join(cache, "triton"))
-        env.setdefault("OMP_NUM_THREADS", "1")
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_time", "--one", backend]
-        command += ["--layers", str(layers), "--model", model, "--device", device]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        row = _measure_on(cache, backend, layers, model, device)
+        return {**row, "warm": _measure_on(cache, backend, layers, model, device)} if warm else row
+
+
+def _measure_on(cache: str, backend: str, layers: int, model: str, device: str) -> dict[str, Any]:
+    env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=os.path.join(cache, "triton"))
+    env.setdefault("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_time", "--one", backend]
+    command += ["--layers", str(layers), "--model", model, "--device", device]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
         raise CompileFailed(f"{backend} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -217,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compile for")
     parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=COMPILERS, help="which, in turns")
+    parser.add_argument("--warm", action="store_true", help="also a process on the caches that each has left")
     parser.add_argument("--out", help="also write the measurements as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     a = parser.parse_args(argv)
@@ -229,9 +245,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for turn in range(a.repeat):
         for backend in a.compilers:
-            rows.append(row := measure(backend, a.layers, a.model, a.device))
-            print(f"turn {turn} {backend:17s} {row['total_s']:7.1f} s, {row['graphs']} graphs, then "
-                  f"{row['step_ms']:.1f} ms a step, loss {row['loss']:.6f}", flush=True)  # fmt: skip
+            rows.append(row := measure(backend, a.layers, a.model, a.device, a.warm))
+            again = f"on its caches {row['warm']['total_s']:.1f} s, " if a.warm else ""
+            print(f"turn {turn} {backend:17s} {row['total_s']:7.1f} s ({row['cpu_s']:.1f} s of CPU), {again}"
+                  f"{row['graphs']} graphs, then {row['step_ms']:.1f} ms a step, loss {row['loss']:.6f}",
+                  flush=True)  # fmt: skip
     median = {b: statistics.median(r["total_s"] for r in rows if r["backend"] == b) for b in a.compilers}
     first = median[a.compilers[0]]
     ratios = {name: seconds / first for name, seconds in median.items()}

@@ -21,6 +21,7 @@ from megacpp_compile.fx.compiled_models import note_compiled
 from megacpp_compile.nn.attention.switch import require_fa4
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.pipeline import WHOLE, Block, compile_frame
+from megacpp_compile.report import stages
 
 MINIMUM_TORCH = (2, 9)
 
@@ -77,7 +78,12 @@ def compile_with(
 ) -> Callable[..., Any]:  # fmt: skip
     """`pipeline.compile_frame` with checked settings and a `torch.compile` mode."""
     note_compiled()
-    return compile_frame(gm, example_inputs, config, {**mode_patches(mode), **config.inductor}, block, inner_compile)
+    try:
+        return compile_frame(
+            gm, example_inputs, config, {**mode_patches(mode), **config.inductor}, block, inner_compile
+        )
+    finally:
+        stages.frame_goes_on()
 
 
 def check_torch(found: str | None = None) -> None:

@@ -32,7 +32,7 @@ from megacpp_compile.passes._frame.buckets import cut_sites
 from megacpp_compile.passes._frame.required import FrameCount, Requirement
 from megacpp_compile.remat import conflicts
 from megacpp_compile.remat.tagging import noted_in
-from megacpp_compile.report import collector, log
+from megacpp_compile.report import collector, log, stages
 from megacpp_compile.sharding.frames import pin_for_frame
 from megacpp_compile.sharding.pinning import SiblingParams
 from megacpp_compile.targets import Target, resolve_target
@@ -71,6 +71,7 @@ def compile_frame(
     """
     if is_backward(gm):  # what is asked of a model was held against its forward
         config = dataclasses.replace(config, **{name: getattr(Config(), name) for name in _OF_FORWARD})
+    before = stages.since_frame_began()
     target = resolve_target(config.target, example_inputs)
     given, config = config, config.without_auto()
     if inner_compile is None:
@@ -88,6 +89,8 @@ def compile_frame(
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
+    if before is not None:
+        analysis.frame.seconds["dynamo"] = before
     rewritten = analysis.rewritten_gm()
     analysis.frame.auto = conflicts.auto_for(gm, rewritten, example_inputs, given, patches)
     analysis.frame.graph_break = str(cut or "")
@@ -106,7 +109,8 @@ def compile_frame(
             is_whole(boundary.gm), block.sibling_params,
         )  # fmt: skip
     served = cache_hits()
-    compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile)
+    with stages.timed(analysis.frame.seconds, "torch"):
+        compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile)
     analysis.frame.cached = cache_hits() > served
     compiled = count.counting(compiled, analysis.frame)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE as fsdp_wrapped
+    from torch.fx._lazy_graph_module import _make_graph_module as lazy_graph_module
 else:
     __getattr__ = theme(__name__)
 

@@ -29,6 +29,7 @@ from megacpp_compile.lowerings._kernels.trace_options import autotune, tracing
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings._traits import name_of
+from megacpp_compile.report import stages
 from megacpp_compile.report.records import lowering_text
 from megacpp_compile.targets import Target
 
@@ -51,6 +52,7 @@ class LowerSemanticOps(GraphPass):
     ) -> None:
         self.target, self.config, self.before, self.regions, self.tell = target, config, before, regions, tell
 
+    @stages.in_stage("lowering")
     def run(self, graph: fx.Graph) -> None:
         _sum_gradient.erase(graph)
         traced: dict[Any, GraphModule] = {}
@@ -73,11 +75,12 @@ class LowerSemanticOps(GraphPass):
         return LowerSemanticOps, (self.target, self.config, self.before, self.regions)
 
 
-def expand(graph: fx.Graph, node: Node, target: Target) -> dict[Node, Node]:
+def expand(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphModule]) -> dict[Node, Node]:
     """Put the lowering of one op in its place ahead of the others, in a graph that is not divided yet; what stands in
-    the place of each of its results. Raises NotLoweredError where its lowering is no graph."""
+    the place of each of its results. traced: the lowerings so far, which equal calls share. Raises NotLoweredError
+    where its lowering is no graph."""
     replaced: dict[Node, Node] = {}
-    if _lower(graph, node, target, {}, replaced=replaced):
+    if _lower(graph, node, target, traced, replaced=replaced):
         raise NotLoweredError(str(node.target), target.name, module_fqn(node), source_line(node))
     return replaced
 

@@ -1,8 +1,8 @@
 """`policy="auto"` in the place of a partitioner: torch's own cut of the joint graph, or a plan where that is better.
 
-The partitioner divides a copy of the graph first, as it would without a policy, so that what the plan is compared with
-is what would have run, and so that it is there to be returned. Whatever goes wrong on the way to a plan returns it too.
-The rule is in `remat/automatic.py`.
+The partitioner begins with a copy of the graph, as without a policy: what the plan is compared with is what would run,
+and where that stands the partitioner goes on (`first_cut.py`). Whatever goes wrong on the way to a plan leaves the copy
+to it, too. The rule is in `remat/automatic.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from megacpp_compile._torch.inductor import CustomPartitionerFn
 from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile.backends._lower import expand
 from megacpp_compile.backends._protocol import Settings
+from megacpp_compile.backends.first_cut import Cut, FirstCut, Halves
 from megacpp_compile.config.options import Config
-from megacpp_compile.fx.copies import copied
+from megacpp_compile.fx.copies import copied, module_like
 from megacpp_compile.fx.inductor_pass import source_hash
 from megacpp_compile.remat import latents, overwritten
 from megacpp_compile.remat.automatic import (
@@ -29,7 +30,6 @@ from megacpp_compile.remat.automatic import (
     Ladder,
     Latents,
     Predicted,
-    as_partitioned,
     latents_of,
     read_by_backward,
     worth_taking,
@@ -40,13 +40,10 @@ from megacpp_compile.remat.peak import PeakModel
 from megacpp_compile.remat.plan import Plan, StepContext
 from megacpp_compile.remat.tagging import OnPlan, predicted, tag
 from megacpp_compile.remat.times import step_time
-from megacpp_compile.report import log
+from megacpp_compile.report import log, stages
 from megacpp_compile.report.auto_plan import SMALL, AutoPlan
 from megacpp_compile.targets import Target
 from megacpp_compile.targets.rates import rates
-
-Halves = tuple[GraphModule, GraphModule]
-Cut = Callable[[GraphModule], Halves]
 
 
 @dataclasses.dataclass
@@ -87,30 +84,50 @@ class Automatic:
     def divide(self, gm: GraphModule, cut: Cut, outputs: int) -> Halves:
         """Both halves of the joint graph `gm`, which is edited. cut: torch's partitioner; outputs: how many of the
         forward's results are the model's own."""
-        forward, needed = joint(gm.graph)
+        _, needed = joint(gm.graph)
         if read_by_backward(needed) < LEAST_READ:
             self._say(AutoPlan(reason=f"{SMALL} {LEAST_READ >> 20} MiB of the forward"))
             return cut(gm)
-        cuts = None
+        first = None
         try:
-            cuts = _Cuts(cut, gm)
-            return self._plan(gm, cuts, outputs)
-        except Exception as error:  # a defect of ours must not become the user's: what torch made is there
+            with stages.stage("plan"):
+                gm.graph = fx_graph_cse(gm.graph)  # as the partitioner does: layers compute once what they do alike
+                first = FirstCut(cut, gm, outputs)
+            return self._plan(gm, cut, first)
+        except Exception as error:  # a defect of ours must not become the user's: what torch makes is there
             log.logger.info("policy='auto': left to torch's partitioner: %s", error, exc_info=True)
             self._say(AutoPlan(reason=f"internal error: {type(error).__name__}: {error}"[:300]))
-            return cut(gm) if cuts is None else cuts.as_it_came()
+            return cut(gm) if first is None else first.halves()
 
-    def _plan(self, gm: GraphModule, cuts: _Cuts, outputs: int) -> Halves:
-        gm.graph = fx_graph_cse(gm.graph)  # as the partitioner does: what layers compute alike, its halves compute once
+    def _plan(self, gm: GraphModule, cut: Cut, first: FirstCut) -> Halves:
+        chosen: list[_Choice] = []
+
+        def stands(none: Plan) -> bool:
+            chosen.append(self._choose(gm, none))
+            return chosen[0].edited is None
+
+        halves = first.where(stands)
+        (choice,) = chosen
+        if choice.edited is not None:
+            halves = cut(choice.edited)
+        assert halves is not None
+        self.taken = self.taken or choice.told.taken
+        self._say(choice.told)
+        return halves
+
+    @stages.in_stage("plan")
+    def _choose(self, gm: GraphModule, none: Plan) -> _Choice:
+        """What becomes of `gm`. none: the plan that the partitioner makes of it as it is."""
         graph, speed = gm.graph, rates(self.target.name)
-        none = as_partitioned(joint(graph)[0], cuts.as_it_came(), outputs)
         base = self._of(PeakModel(graph), none)
         keeping, found = latents_of(graph, speed) if self.config.keep_latents == "auto" else ([], Latents())
+        edited = None
         if keeping:
             latents.pass_on(graph, keeping)
-            cuts = _Cuts(cuts.cut, gm)
+            edited = module_like(gm, copied(graph)[0])
+            traced: dict[Any, GraphModule] = {}
             for op in keeping:
-                none = none.with_replaced(expand(graph, op, self.target))
+                none = none.with_replaced(expand(graph, op, self.target, traced))
         kept = overwritten.keep(graph)
         forward, needed = joint(graph)
         model, blocks = PeakModel(graph), blocks_of(forward, dict(self.config.block_kinds))
@@ -129,10 +146,7 @@ class Automatic:
             tag(graph, plan, kept)
             if self.on_plan is not None:
                 self.on_plan(plan, blocks, predicted(graph, plan, {}, SELECTIVE, self.around))
-        halves = cuts.cut(gm) if taken else cuts.as_it_came()
-        self.taken = self.taken or taken
-        self._say(AutoPlan.of(taken, planned, base, time, found, speed.label))
-        return halves
+        return _Choice(gm if taken else edited, AutoPlan.of(taken, planned, base, time, found, speed.label))
 
     def _of(self, model: PeakModel, plan: Plan) -> Predicted:
         peak = model(plan)
@@ -144,18 +158,12 @@ class Automatic:
             self.tell(found)
 
 
-class _Cuts:
-    """torch's cut of the graph of `gm` as it is now, made of a copy when it is first asked for."""
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """edited: the graph to divide, None for the graph as it came. told: what is said of it."""
 
-    def __init__(self, cut: Cut, gm: GraphModule) -> None:
-        self.cut, self.copy = cut, GraphModule(gm, copied(gm.graph)[0])
-        self.copy.meta.update(gm.meta)
-        self.made: Halves | None = None
-
-    def as_it_came(self) -> Halves:
-        if self.made is None:
-            self.made = self.cut(self.copy)
-        return self.made
+    edited: GraphModule | None
+    told: AutoPlan
 
 
 class AutomaticPartitioner(CustomPartitionerFn):

@@ -31,7 +31,7 @@ from megacpp_compile.remat.across_ranks import default_group, of_ranks
 from megacpp_compile.remat.offload import Offload
 from megacpp_compile.remat.plan import StepContext
 from megacpp_compile.remat.tagging import KeepChoices, TagForRemat
-from megacpp_compile.report import log
+from megacpp_compile.report import log, stages
 from megacpp_compile.report.measure import allocated
 
 
@@ -101,6 +101,7 @@ def _compile(
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
 
 
+@stages.in_stage("code")
 def _keeping_saved_tensors(inner_compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     keep_saved_tensors()
     return inner_compile(*args, **kwargs)

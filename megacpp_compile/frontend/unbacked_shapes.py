@@ -34,7 +34,7 @@ from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.frontend import graph_breaks
 from megacpp_compile.frontend.expert_loops import Loops
 from megacpp_compile.fx.edit import dynamo_value
-from megacpp_compile.report import collector
+from megacpp_compile.report import collector, stages
 from megacpp_compile.report.records import Frame, MissedFusion
 from megacpp_compile.report.user_code import place_of
 
@@ -78,7 +78,7 @@ def install() -> None:
         loops = Loops(_restart) if watches and graph_breaks.option(given["compiler_fn"], "expert_loops") else None
         loops_token = _loops.set(loops)
         try:
-            with translator.watching(loops):
+            with translator.watching(loops), stages.frame_begins():
                 return graph_breaks.watched(
                     traced, given["compiler_fn"], bool(given.get("one_graph")), given.get("code")
                 )

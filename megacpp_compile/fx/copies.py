@@ -8,12 +8,22 @@ from collections.abc import Mapping
 
 from torch.fx import Graph, GraphModule, Node
 
+from megacpp_compile._torch.modules import lazy_graph_module
+
 
 def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     """A copy of `graph`, its output included, and the nodes of `graph` -> theirs in the copy."""
     copy, copies = Graph(), dict[Node, Node]()
     copy.output(copy.graph_copy(graph, copies)).meta.update(graph.output_node().meta)
     return copy, copies
+
+
+def module_like(gm: GraphModule, graph: Graph) -> GraphModule:
+    """A module of `graph` with the attributes and `meta` of `gm`. Where modules are lazy, as inside Inductor, its code
+    is written when it is called, if ever."""
+    new = lazy_graph_module(gm, graph)
+    new.meta.update(gm.meta)
+    return new
 
 
 def in_place_of(gm: GraphModule, graph: Graph, copies: Mapping[Node, Node]) -> GraphModule:

@@ -51,7 +51,7 @@ def autocast_pairs(graph: fx.Graph) -> list[tuple[Node, Node]]:
     Raises CaptureError for a context that is not closed, or not innermost first.
     """
     found, opened = [], list[Node]()
-    for node in graph.nodes:
+    for node in sorted(n for switch in (ENTER, LEAVE) for n in graph.find_nodes(op="call_function", target=switch)):
         if node.target is ENTER:
             opened.append(node)
         elif node.target is LEAVE:

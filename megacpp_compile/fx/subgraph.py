@@ -1,12 +1,14 @@
-"""The part of a graph between some inputs and some outputs, as a module with the autocast switches around it."""
+"""The part of a graph between some inputs and some outputs, with the autocast switches around it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 
 from megacpp_compile.fx.mode_states import autocast_pairs
 
@@ -22,20 +24,45 @@ def inside(inputs: Sequence[Node], outputs: Sequence[Node]) -> set[Node]:
     return keep
 
 
-def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
-    """(module, its inputs): computes `outputs` from `inputs` and from the other graph inputs they need."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What computes `outputs`: inputs and calls in the order of the graph."""
+
+    inputs: list[Node]
+    calls: list[Node]
+    outputs: Sequence[Node]
+
+    def module(self) -> GraphModule:
+        """It as a module by itself."""
+        graph = fx.Graph()
+        env = {}
+        for node in self.inputs:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+        for node in self.calls:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(tuple(env[n] for n in self.outputs))
+        return GraphModule(torch.nn.Module(), graph)
+
+    def code(self) -> tuple[Any, ...]:
+        """Equal for parts that compute the same of what they are given, whatever their nodes are called."""
+        number = {node: f"%{i}" for i, node in enumerate((*self.inputs, *self.calls))}
+        named = [map_arg((n.args, n.kwargs), lambda a: _Named(number[a])) for n in self.calls]
+        calls = [(n.op, n.target, repr(args)) for n, args in zip(self.calls, named, strict=True)]
+        return len(self.inputs), tuple(calls), tuple(number[n] for n in self.outputs)
+
+
+class _Named(str):
+    """A node among arguments: told from a text that is one."""
+
+    __repr__ = str.__str__
+
+
+def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> Part:
+    """What computes `outputs` from `inputs` and from the other graph inputs they need, autocast switches around it."""
     keep, border = inside(inputs, outputs), set(inputs)
     border |= {n for node in (*keep, *outputs) for n in (*node.all_input_nodes, node)} - keep
     for switches in autocast_pairs(gm.graph):
         if any(switches[0] < node < switches[1] for node in keep):
             keep.update(switches)
-    order = sorted(border)
-    graph = fx.Graph()
-    env = {}
-    for node in order:
-        env[node] = graph.placeholder(node.name)
-        env[node].meta = dict(node.meta)
-    for node in sorted(keep):
-        env[node] = graph.node_copy(node, env.__getitem__)
-    graph.output(tuple(env[n] for n in outputs))
-    return GraphModule(torch.nn.Module(), graph), order
+    return Part(sorted(border), sorted(keep), outputs)

@@ -86,8 +86,21 @@ class Reviewer:
             site.set_saved(before, after, "sizes known at run time only" if None in (before, after) else "")
 
     def _saved(self, gm: GraphModule, inputs: list[Node], outputs: list[Node]) -> int | None:
-        module, order = between(gm, inputs, outputs)
-        key = (module.code, tuple(str(n.meta.get("val")) for n in order))
+        part = between(gm, inputs, outputs)
+        key = part.code(), _values(part.inputs)
         if key not in self.cache:
-            self.cache[key] = saved_bytes.saved_bytes(module, order, self.captured.fake_mode)
+            self.cache[key] = saved_bytes.saved_bytes(part.module(), part.inputs, self.captured.fake_mode)
         return self.cache[key]
+
+
+def _values(nodes: Sequence[Node]) -> tuple[Any, ...]:
+    """Equal for nodes whose values are alike, and share memory in the same way."""
+    memory: dict[Any, int] = {}
+    found: list[tuple[Any, ...]] = []
+    for x in map(value, nodes):
+        if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+            place = memory.setdefault(x.untyped_storage()._cdata, len(memory)), str(x.storage_offset())
+            found.append((str(x), str(x.stride()), str(x.device), *place))
+        else:
+            found.append((str(x),))
+    return tuple(found)

@@ -26,7 +26,7 @@ from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.sizes import hint, nbytes, rows
 from megacpp_compile.fx.view_chains import base_of
-from megacpp_compile.lowerings._traits import traits_of
+from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.remat.closure import settle
 from megacpp_compile.remat.decisions import SaveDecisions
 from megacpp_compile.remat.latents import may_hand_over
@@ -149,11 +149,29 @@ def as_partitioned(forward: Sequence[Node], halves: tuple[GraphModule, GraphModu
     forward's results are the model's own."""
     first, second = (half.graph for half in halves)
     results: Any = first.output_node().args[0]
-    handed_over = [n for n in results[outputs:] if isinstance(n, Node) and n.op != "placeholder"]
+    return _with_backward(forward, [n for n in results[outputs:] if isinstance(n, Node)], second)
+
+
+def plan_of_backward(forward: Sequence[Node], inputs: Sequence[Node], backward: fx.Graph) -> Plan:
+    """The plan that torch's partitioner carries out once it has made the `backward` that takes `inputs`, nodes of the
+    joint graph it divides: it saves of them what is read. forward: nodes of the same graph, or of one that this is a
+    copy of."""
+    taken = zip(inputs, backward.find_nodes(op="placeholder"), strict=True)
+    return _with_backward(forward, [n for n, inside in taken if _is_read(inside)], backward)
+
+
+def _is_read(node: Node) -> bool:
+    """As the partitioner has it: a collective that is no more than waited for is not."""
+    return any(name_of(u) != "_c10d_functional::wait_tensor" or u.users for u in node.users)
+
+
+def _with_backward(forward: Sequence[Node], handed_over: Sequence[Node], backward: fx.Graph) -> Plan:
     own = {n.name for n in forward}
     # A view that the joint graph makes for backward alone, and the partitioner in the forward, holds what it is one of.
-    kept = {n.name if n.name in own else base_of(n, through_items=False).name for n in handed_over}
-    again = {n.name for n in second.nodes if n.op == "call_function"}
+    kept = {
+        n.name if n.name in own else base_of(n, through_items=False).name for n in handed_over if n.op != "placeholder"
+    }
+    again = {n.name for n in backward.nodes if n.op == "call_function"}
     saved = [n for n in forward if n.name in kept]
     return Plan(saved, [n for n in forward if n.name in again and n.name not in kept], [])
 

@@ -27,6 +27,7 @@ from megacpp_compile.remat.nodes import is_selection
 from megacpp_compile.remat.peak import PeakModel
 from megacpp_compile.remat.plan import ALONE, BlockRef, Plan, StepContext, kept_bytes, last_layer
 from megacpp_compile.remat.planner import make_plan
+from megacpp_compile.report import stages
 from megacpp_compile.report.records import Frame
 
 # One checkpointed region for the whole graph: torch would save the values that pass between two.
@@ -55,6 +56,7 @@ class TagForRemat(GraphPass):
         self.policy, self.block_kinds, self.before = policy, block_kinds, before
         self.on_plan, self.around = on_plan, around
 
+    @stages.in_stage("plan")
     def run(self, graph: fx.Graph) -> None:
         forward, needed = joint(graph)
         if not needed:

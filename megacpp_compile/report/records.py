@@ -136,7 +136,8 @@ class Frame:
         target: "cpu", "cuda" or "tpu".
         label: of the device it was compiled for: on "cuda" a chip's, "sm_90" (`targets.chips`), else the target.
         passes: pass name -> times fired, with 0 for a pass that ran and did not fire.
-        seconds: stage -> wall-clock seconds; stages do not overlap, so the sum is the whole.
+        seconds: stage -> wall-clock seconds; stages do not overlap, so the sum is the whole. A stage is a pass, or one
+            of `report.stages.STAGES`, which says what each is.
         grad: True when compiled for training.
         policy: the checkpointing policy asked for, field by field; None without one.
         remat: what the policy decided: kind of block ("ablock", ..., "" for what lies between blocks) -> entries

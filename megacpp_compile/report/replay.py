@@ -81,7 +81,8 @@ def compare(
     """
     results, tolerance = [], 0.0
     for outputs in (plain, new):
-        module, order = between(gm, inputs, outputs)
+        part = between(gm, inputs, outputs)
+        module, order = part.module(), part.inputs
         leaves = [_leaf(values[n], n in differentiable) for n in order]
         with modes.restored(), torch.enable_grad():
             out = module(*leaves)

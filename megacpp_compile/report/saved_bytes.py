@@ -20,7 +20,7 @@ from megacpp_compile.fx.numbers_for_symbols import SYMBOLIC, with_numbers
 
 
 def saved_bytes(module: GraphModule, order: Sequence[Node], mode: FakeTensorMode) -> int | None:
-    """Bytes saved by running `module` on values like those of the nodes in `order`, as `fx.subgraph.between` makes
+    """Bytes saved by running `module` on values like those of the nodes in `order`, as `fx.subgraph.Part` has
     both; None where sizes are symbolic without a known value."""
     values = [value(n) for n in order]
     with mode:

@@ -12,6 +12,7 @@ from megacpp_compile.report.attention import AttentionSite
 from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.report.columns import COLUMNS, FQN
 from megacpp_compile.report.records import Collected, Frame, Pinned, Precision
+from megacpp_compile.report.stages import STAGES
 from megacpp_compile.report.text import bytes_text, plain
 
 
@@ -28,8 +29,8 @@ def _section(name: str, rows: Sequence[tuple[str, ...]]) -> _Section:
 def tables(report: Collected, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
     made = (_regions(report), _fused(report), _recognised(report), _precision(report), _attention(report),
-            _eager(report), _missed(report), _frames(report), _auto(report), _remat(report), _peaks(report),
-            _measured(report), _sharded(report))  # fmt: skip
+            _eager(report), _missed(report), _frames(report), _seconds(report), _auto(report), _remat(report),
+            _peaks(report), _measured(report), _sharded(report))  # fmt: skip
     return _text([section for section in made if section.rows], width)
 
 
@@ -140,6 +141,17 @@ def _frames(report: Collected) -> _Section:
             (str(frame.index), name, frame.outcome, fired or "-", str(frame.nodes), target, frame.mode, seconds)
         )
     return _section("frames", rows)
+
+
+def _seconds(report: Collected) -> _Section:
+    rows = []
+    for frame in report.frames:
+        passes = [s for name, s in frame.seconds.items() if name not in STAGES]
+        found = {**frame.seconds, **({"passes": sum(passes)} if passes else {})}
+        if found:
+            cells = (f"{found[name]:.2f}" if name in found else "-" for name in list(COLUMNS["compile time"])[1:])
+            rows.append((str(frame.index), *cells))
+    return _section("compile time", rows)
 
 
 def _auto(report: Collected) -> _Section:

@@ -58,7 +58,7 @@ RUNS = {
     ],
     "python -m benchmarks.saved_for_backward": ["python -m benchmarks.saved_for_backward"],
     "python -m benchmarks.compile_time --one megacpp --model plain --layers 1": [
-        "python -m benchmarks.compile_time", "python -m benchmarks.compile_time --model plain",
+        "python -m benchmarks.compile_time", "python -m benchmarks.compile_time --model plain --warm",
         "python -m benchmarks.compile_time --layers 24 --repeat 3",
         "python -m benchmarks.compile_time --model plain --layers 2 --repeat 1",
         "OMP_NUM_THREADS=1 python -m benchmarks.compile_time --model mamba2 --layers 2",

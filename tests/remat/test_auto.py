@@ -9,14 +9,25 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._functorch import partitioners
 
 import megacpp_compile
 from benchmarks import models as plain
 from benchmarks.subjects import dsa
+from megacpp_compile._torch import partitioners as torch_partitioners
+from megacpp_compile._torch.partitioners import backward_told
 from megacpp_compile.backends import automatic as backend
+from megacpp_compile.backends.first_cut import FirstCut
 from megacpp_compile.config.options import Config
 from megacpp_compile.remat import times
-from megacpp_compile.remat.automatic import LEAST_SPARED, Ladder, Predicted, worth_taking
+from megacpp_compile.remat.automatic import (
+    LEAST_SPARED,
+    Ladder,
+    Predicted,
+    as_partitioned,
+    plan_of_backward,
+    worth_taking,
+)
 from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.targets.rates import CPU, Rates, rates
 from tests.remat import models
@@ -260,11 +271,85 @@ def test_autocast(planned):
 
 
 def test_dropout_draws_the_same_again(planned):
-    """The partitioner divides the graph twice, and both times hands out the forward's random numbers."""
+    """The partitioner begins twice, and both times hands out the forward's random numbers."""
     model = routed(2, dropout=0.2)
     none, auto = (step(model, (models.hidden(),), {"policy": policy}) for policy in ("none", "auto"))
     assert chosen(auto).taken and auto.saved < none.saved
     close(auto, none)
+
+
+@pytest.fixture
+def divided(monkeypatch):
+    """Both halves of every joint graph that has been divided."""
+    found, extract = [], partitioners._extract_fwd_bwd_modules
+    monkeypatch.setattr(
+        partitioners, "_extract_fwd_bwd_modules", lambda *a, **k: found.append(extract(*a, **k)) or found[-1]
+    )
+    return found
+
+
+ONCE = {
+    "a plan, latents kept": (3, SLOW_GEMMS, {}, (True, 3)),
+    "a plan": (3, FAST_GEMMS, {}, (True, 0)),
+    "torch's cut, latents kept": (1, SLOW_GEMMS, {}, (False, 1)),
+    "torch's cut": (1, FAST_GEMMS, {}, (False, 0)),
+}
+
+
+@pytest.mark.parametrize("case", ONCE)
+def test_one_graph_is_divided(planned, divided, case):
+    layers, found, options, (taken, kept) = ONCE[case]
+    planned(found)
+    made = step(*models.mla(layers), {**AUTO, **options})
+    said = chosen(made)
+    assert (said.taken, said.latents["kept"]) == (taken, kept)
+    assert len(divided) == 1
+
+
+def test_what_a_cut_saves_is_known_before_it_is_made(planned, monkeypatch):
+    """And is what both halves say when they are; a view and a size among what is saved."""
+    both, stack = [], models.mla(2)
+
+    def where(first, stands):
+        early, seen = [], first.cut
+
+        def told(inputs, backward):
+            early.append(plan_of_backward(first.forward, inputs, backward))
+
+        with backward_told(told):
+            halves = seen(first.copy)
+        both.append((*early, as_partitioned(first.forward, halves, first.outputs)))
+        return halves if stands(both[-1][0]) else None
+
+    monkeypatch.setattr(FirstCut, "where", where)
+    step(*stack, AUTO)
+    step(*stack, AUTO, dynamic=True)
+    step(routed(2, dropout=0.2), (models.hidden(),), AUTO)
+    assert len(both) == 3
+    for early, late in both:
+        assert early.saved and early.recomputed
+        assert (early.saved, early.recomputed, early.free) == (late.saved, late.recomputed, late.free)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_where_a_cut_cannot_be_looked_at_it_is_made(planned, divided, monkeypatch, layers):
+    """As on a torch whose partitioner goes another way: the plan is the same."""
+    early = step(*models.mla(layers), AUTO)
+    assert len(divided) == 1
+    monkeypatch.setattr(torch_partitioners, "_EXTRACT", "no_such_step")
+    late = step(*models.mla(layers), AUTO)
+    assert len(divided) == 3
+    assert [g.code for g in early.graphs] == [g.code for g in late.graphs]
+    assert early.report.frames[0].auto == late.report.frames[0].auto
+
+
+def test_where_what_is_saved_is_added_to_the_cut_is_made(planned, divided):
+    made = {}
+    for quantized in ({}, {"activation_quantization_aten_pass": {"allowed_dtypes": "torch.float64"}}):
+        divided.clear()
+        with torch._inductor.config.patch(post_grad_fusion_options=quantized):
+            made[bool(quantized)] = chosen(step(*models.mla(1), AUTO)), len(divided)
+    assert made == {False: (made[False][0], 1), True: (made[False][0], 2)}
 
 
 def test_by_blocks(planned):

@@ -18,6 +18,7 @@ from megacpp_compile.report.collector import active, emit_frame, record
 from megacpp_compile.report.columns import COLUMNS
 from megacpp_compile.report.records import CompiledRegion, Frame, MissedFusion, Pinned, Precision, Site
 from megacpp_compile.report.report import Report
+from megacpp_compile.report.stages import STAGES
 from megacpp_compile.report.text import bytes_text, plain
 
 SOURCE = "modeling.py:123, in forward: `k = self.kv_b(self.norm(x[:, [0]]))`"
@@ -325,6 +326,7 @@ def everything():
     report.frames[0].precision = [dataclasses.asdict(linear)]
     report.frames[0].recognised = [{"kind": "lightning attention", "fqn": "mixer", "source": SOURCE}]
     report.frames[0].remat, report.frames[0].peak = {"ablock": REMAT}, PEAK
+    report.frames[0].seconds = dict.fromkeys(STAGES, 1.5)
     pinned = Pinned("q.weight", (8, 4), "data, -", "q.*", "down_norm_up")
     report.frames[0].auto = dataclasses.asdict(AutoPlan(True, "", 4, 10, 20, 30, 40, 1e-6, 1e-3, {"kept": 0}, "sm_90"))
     report.frames[0].sharding = {"mesh": {"data": 2}, "pinned": [pinned.to_dict()]}
@@ -341,6 +343,7 @@ def shown_by(report):
     return {
         "regions": report.regions[0], "fused": report.sites[0], "recognised, without a lowering": frame.recognised[0],
         "precision": Precision(**frame.precision[0]), "nearest misses": report.misses[0], "frames": frame,
+        "compile time": frame.seconds,
         "policy auto": AutoPlan(**frame.auto), "remat": frame.remat["ablock"], "predicted memory at the peak of a step": frame.peak,
         "measured memory at the peak of a step": {**report.measured, "predicted_step": report.predicted_step},
         "sharding": Pinned(**frame.sharding["pinned"][0]),

@@ -73,8 +73,9 @@ def beside_no_path(norm: RmsNorm, up: Linear) -> MatchFailure | None:
         linear = match_linear(step)
         if linear is not None and step is not node and linear.out_features == width:
             latent = Latent(Adapted(step, linear, (), frozenset()), 0, value(norm.x).shape[-1], [])
-            x = {linear.x}
-            if latent.narrows(up) and all(depends(a, x) for s in sums for a in s.all_input_nodes):
+            # The first of the graph, which a residual stream is made of, is told the soonest.
+            added, x = sorted({a for s in sums for a in s.all_input_nodes}), {linear.x}
+            if latent.narrows(up) and all(depends(a, x) for a in added):
                 why = "stands between the down-projection and the norm, and is no sum with low-rank paths"
                 return MatchFailure(node, "no-path", f"{node.name} {why}")
         elif _name(step) in ("mul", "div", "add", "sub") or is_cast(step):
