@@ -92,15 +92,15 @@ RULES = {
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    # The interpreter takes minutes for all of them; GPUs, and the other lowerings, are held to all. It cuts bfloat16 off
-    # where a GPU rounds: with gates a channel, one token's gradient of beta is off by 2e-2 there.
-    # Each takes as few programs as show what it is about: rows of a batch, heads that share a key, chunks and documents
-    # are counted in some case of either kind of gates.
+    # The interpreter takes minutes for all of them; GPUs, and the other lowerings, are held to all. Each takes as few
+    # programs as show what it is about: rows of a batch, heads that share a key, chunks and documents are counted in some
+    # case of either kind of gates.
     FEW = {"b": 1, "hk": 1, "hv": 2}
     SHORT = {
         "gate_a_head": {"hk": 1, "hv": 2}, "gate_a_channel": {"hk": 1, "hv": 2}, "bare": {"b": 1}, "no_state": FEW,
-        "one_token": {"hk": 1, "hv": 2}, "no_token": {}, "documents": {**FEW, "documents": (5, 17, 1)},
-        "one_document": FEW, "chunk_64_short": {"b": 1}, "strong_gates_channels": FEW,
+        "one_token": {"hk": 1, "hv": 2}, "one_token_channels": FEW, "no_token": {},
+        "documents": {**FEW, "documents": (5, 17, 1)}, "one_document": FEW, "chunk_64_short": {"b": 1},
+        "strong_gates_channels": FEW,
     }  # fmt: skip
     RULES = {label: RULES[label] | fewer for label, fewer in SHORT.items()}
 

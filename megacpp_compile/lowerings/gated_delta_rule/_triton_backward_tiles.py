@@ -5,11 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._kernels.triton_launch import interpreted
+from megacpp_compile.lowerings._kernels.triton_cast import INTERPRETED, to_bfloat16
 from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import inverse_norm
-
-# Triton's interpreter keeps bfloat16 as integers, and multiplies matrices of those (triton 3.9).
-INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
@@ -18,7 +15,7 @@ def operand(x, WIDE: tl.constexpr):
     if WIDE:
         return x.to(tl.float32)
     else:
-        return x.to(tl.bfloat16)
+        return to_bfloat16(x)
 
 
 @triton.jit
@@ -26,7 +23,7 @@ def product(a, b, WIDE: tl.constexpr):
     """`a @ b` in float32, of operands in bfloat16, or WIDE: in float32 as three TF32 GEMMs; of tiles of 16, those lose
     digits (Triton 3.6)."""
     a, b = operand(a, WIDE), operand(b, WIDE)
-    if INTERPRETED:
+    if INTERPRETED:  # which keeps bfloat16 as integers, and multiplies matrices of those (triton 3.9)
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     elif WIDE and (a.shape[0] == 16 or a.shape[1] == 16 or b.shape[1] == 16):
         return tl.dot(a, b, input_precision="ieee")

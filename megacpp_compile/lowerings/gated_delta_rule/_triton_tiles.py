@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megacpp_compile.lowerings._kernels.triton_cast import to_bfloat16
 from megacpp_compile.lowerings.ssd_scan._triton_gemms import INTERPRETED, gemm
 
 
@@ -18,7 +19,7 @@ def dot(a, b, to, WIDE: tl.constexpr):
         else:
             return to + gemm(a, b, True)
     else:
-        a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        a, b = to_bfloat16(a), to_bfloat16(b)
         if INTERPRETED:
             a, b = a.to(tl.float32), b.to(tl.float32)
         return tl.dot(a, b, to)
