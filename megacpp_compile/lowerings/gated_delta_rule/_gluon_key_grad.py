@@ -95,7 +95,6 @@ def delta_key_grad(q, k, errors, d_rows, states, d_states, d_scores, dk, dv, dec
     bring_tokens(k, b, first, group * K, landed.index(0), keys)
     _bring_written(d_rows, errors, states, block, landed, row_s, error_s, state_s)
     bring_rows(d_states, block * K, landed.index(3), d_state_s_at.index(0))
-    # Between heads the sum is where the last tile will come, as there are no registers for it beside pairs of tokens.
     summed = gl.full([C, C], 0.0, gl.float32, OF_C)
     mbarrier.wait(landed.index(0), 0)
     for i in gl.static_range(HB):
@@ -104,6 +103,7 @@ def delta_key_grad(q, k, errors, d_rows, states, d_states, d_scores, dk, dv, dec
         zero = i * (chunks >> 31)
         keys, row_s, error_s = keys_at.index(zero), row_s_at.index(zero), error_s_at.index(zero)
         state_s, d_state_s = state_s_at.index(zero), d_state_s_at.index(zero)
+        # Between heads the sum is where the last tile will come: beside pairs of tokens it has no registers.
         out_s = seen_as(d_state_s, gl.float32, C, K, gl.NVMMASharedLayout.get_default_for([C, K], gl.float32))
         token, reader, writer = (gl.arange(0, C, TOKEN) + zero, gl.arange(0, C, READER) + zero,
                                  gl.arange(0, C, WRITER) + zero)
