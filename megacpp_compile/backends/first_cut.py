@@ -2,7 +2,6 @@
 
 What a partitioner saves is known when it has chosen, in two thirds of its time. There the cut is held against what else
 may be made of the graph: where it stands the partitioner goes on, else it stops, and what was made instead is divided.
-
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY
 from megacpp_compile.lowerings._kernels.triton_launch import strides
@@ -54,15 +53,12 @@ def on_hopper(
     k: Tensor, v: Tensor, kept: Tensor, solve: Tensor, decay: Tensor, steps: Tensor, norms: Tensor
 ) -> tuple[Tensor, Tensor]:
     call = _call(k, v)
-    out = None
-    if not _hopper.missing:
-        try:
-            out = _in_gluon(call, kept, solve, decay, steps, norms)
-        except TritonError as error:
-            _hopper.not_compiled("gated_delta_rule_backward", error)
-    if out is None:
-        made = {"k": k, "out_keys": k, "solve": solve, "decay": decay, "steps": steps, "norms": norms, "ends": decay}
-        out = _in_triton(call, kept, None, made)
+    made = {"k": k, "out_keys": k, "solve": solve, "decay": decay, "steps": steps, "norms": norms, "ends": decay}
+    out = _hopper.or_in_triton(
+        "gated_delta_rule_backward",
+        lambda: _in_gluon(call, kept, solve, decay, steps, norms),
+        lambda: _in_triton(call, kept, None, made),
+    )
     return out["states"], out["errors"]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from megacpp_compile.lowerings.gated_delta_rule import _hopper, _triton_gradients
 from megacpp_compile.lowerings.gated_delta_rule._backward_call import Call, only
@@ -62,12 +61,9 @@ def on_hopper(
     scale: float, eps: float | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     call = Call(do, q, k, v, g, beta, None, scale, eps, _hopper.CHUNK)
-    if not _hopper.missing:
-        try:
-            return _in_gluon(call, **made)
-        except TritonError as error:
-            _hopper.not_compiled("gated_delta_rule_backward", error)
-    return _in_triton(call, made)
+    return _hopper.or_in_triton(
+        "gated_delta_rule_backward", lambda: _in_gluon(call, **made), lambda: _in_triton(call, made)
+    )
 
 
 def promised(

@@ -6,7 +6,8 @@ Triton's kernels where this release of Triton does not compile them.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -32,6 +33,8 @@ except (ImportError, AttributeError) as error:  # Gluon is experimental: what it
 
 __all__ = ["PARTS", "delta_key_grad", "delta_query_grad", "delta_states", "delta_walk"]
 
+Made = TypeVar("Made")
+
 # Tokens of a chunk, and channels of keys and of values.
 CHUNK, CHANNELS = 64, 128
 # Chunks of all heads. Fewer are over before a call of an op from Python has paid for itself.
@@ -52,12 +55,18 @@ def serve(call: Any, chunk: int, packed: bool) -> bool:
     )
 
 
-def not_compiled(name: str, error: TritonError) -> None:
-    """From now on Triton's kernels serve; said once."""
+def or_in_triton(name: str, in_gluon: Callable[[], Made], in_triton: Callable[[], Made]) -> Made:
+    """What `in_gluon` makes for the op `name`. Where this Triton has not compiled it once, which is said, `in_triton`
+    serves, and all ops from then on."""
     global missing
-    words = " ".join(str(error).split())
-    missing = f"Triton {triton.__version__} did not compile it: {words[:200]}"
-    log.logger.warning("%s: %s; Triton's own kernels serve", name, missing)
+    if not missing:
+        try:
+            return in_gluon()
+        except TritonError as error:
+            words = " ".join(str(error).split())
+            missing = f"Triton {triton.__version__} did not compile it: {words[:200]}"
+            log.logger.warning("%s: %s; Triton's own kernels serve", name, missing)
+    return in_triton()
 
 
 def tokens(t: Tensor, lanes: int) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY
 from megacpp_compile.lowerings._kernels.triton_launch import strides
@@ -73,14 +72,13 @@ def on_hopper(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     call = Call(q, k, v, None, None, None, _hopper.CHUNK)
-    if not _hopper.missing:
-        try:
-            return _in_gluon(call, inverse, mixed, factors, initial_state)
-        except TritonError as error:
-            _hopper.not_compiled("gated_delta_rule", error)
     prepared = rows_as_they_are(call) | {"factors": factors, "ends": factors}
     tables = call.nothing, call.nothing
-    return _in_triton(call, prepared, tables, inverse, mixed, initial_state, scale, torch.bfloat16)
+    return _hopper.or_in_triton(
+        "gated_delta_rule",
+        lambda: _in_gluon(call, inverse, mixed, factors, initial_state),
+        lambda: _in_triton(call, prepared, tables, inverse, mixed, initial_state, scale, torch.bfloat16),
+    )
 
 
 def promised(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
