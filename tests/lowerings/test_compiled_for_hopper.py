@@ -29,7 +29,9 @@ pytestmark = [
 RULE = "gated_delta_rule_"
 KERNELS = {
     ("gated_delta_rule", "gate_a_head"): {"delta_prepare", "delta_walk"},
-    ("gated_delta_rule", "gate_a_channel"): {"delta_mild_chunks", "delta_prepare", "delta_prepare_channels", "delta_walk"},
+    ("gated_delta_rule", "gate_a_channel"): {
+        "delta_mild_chunks", "delta_steep_chunks", "delta_prepare", "delta_prepare_channels", "delta_walk"
+    },
     ("gated_delta_rule_backward", "gate_a_head"): {
         RULE + name for name in ("prepare", "states", "reverse_walk", "query_grad", "value_grad", "key_grad")
     },
@@ -66,9 +68,17 @@ def test_a_recurrence(rand, name, label):
     assert KERNELS[name, label] <= set(compiled), compiled
 
 
+IN_GLUON = {
+    ("gated_delta_rule", "gate_a_head"): ["walk"],
+    ("gated_delta_rule", "gate_a_channel"): ["mild_chunks"],
+    ("gated_delta_rule_backward", "gate_a_head"): ["backward"],
+    ("gated_delta_rule_backward", "gate_a_channel"): ["mild_chunks", "backward_channels"],
+}
+
+
 @pytest.mark.parametrize("gluon", [True, False], ids=["in_gluon", "in_triton"])
-@pytest.mark.parametrize("name", ["gated_delta_rule", "gated_delta_rule_backward"])
-def test_a_recurrence_over_symbolic_tokens(monkeypatch, name, gluon):
+@pytest.mark.parametrize(("name", "label"), IN_GLUON)
+def test_a_recurrence_over_symbolic_tokens(monkeypatch, name, label, gluon):
     """Of a size at which Hopper has kernels in Gluon, in ops of their own."""
     from megacpp_compile.lowerings.gated_delta_rule import _hopper
 
@@ -84,7 +94,8 @@ def test_a_recurrence_over_symbolic_tokens(monkeypatch, name, gluon):
             return torch.empty(shape, dtype=dtype, device="cuda:0")
 
     q, k, v = (operand(1, tokens, heads, 128) for heads in (16, 16, 32))
-    given = [q, k, v, *(operand(1, tokens, 32, dtype=torch.float32) for _ in range(2)), None, None]
+    gates = operand(1, tokens, 32, *([128] if label == "gate_a_channel" else []), dtype=torch.float32)
+    given = [q, k, v, gates, operand(1, tokens, 32, dtype=torch.float32), None, None]
     if name.endswith("_backward"):
         states = operand(1, segments_bound(tokens, 64, None), 32, 128, 128, dtype=torch.float32)
         args = [v, None, *given, states, operand(1, tokens, 32, 64), 0.1, 1e-6, 64]
@@ -92,9 +103,9 @@ def test_a_recurrence_over_symbolic_tokens(monkeypatch, name, gluon):
         args = [*given, 0.1, 1e-6, 64, torch.bfloat16]
     with tracing(TracingContext(fakes)):
         compiled, ops = compile_for_hopper(name, args)
-    in_gluon = {"gated_delta_rule": ["walk"], "gated_delta_rule_backward": ["entering_states", "gradients"]}[name]
-    assert [op for op in ops if "megacpp_delta" in op] == [f"megacpp_delta.{op}.default" for op in in_gluon if gluon]
-    assert (KERNELS[name, "gate_a_head"] <= set(compiled)) != gluon, compiled
+    in_gluon = [f"megacpp_delta.{op}.default" for op in IN_GLUON[name, label]]
+    assert [op for op in ops if "megacpp_delta" in op] == (in_gluon if gluon else [])
+    assert (KERNELS[name, label] <= set(compiled)) != gluon, compiled
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["fixed", "drawn"])

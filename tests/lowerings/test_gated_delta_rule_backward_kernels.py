@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megacpp_compile.lowerings.gated_delta_rule import reference
+from megacpp_compile.lowerings.gated_delta_rule._chunk_tables import ChunkTables
 
 from . import relative_error
 from .agreement import disagreements, faults, of_kernels, on, poisoned_memory, reference_of
@@ -103,6 +104,49 @@ def test_chunks_that_decay_little_take_one_gemm(rand, decay, monkeypatch):
     got = made()
     monkeypatch.setattr(_mild_chunks, "told_apart", lambda wide: False)
     assert not faults(got, made(), 4 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("steep", ["none", "some", "all"])
+def test_any_number_of_programs_by_cuts(rand, steep, monkeypatch):
+    """Three and more than there are chunks give equal bits, which are those of a program for each chunk but for rounding.
+    Of two heads' 10 chunks 4 have no token."""
+    from megacpp_compile.lowerings.gated_delta_rule import _mild_chunks, cuda_triton
+
+    *given, scale, eps, chunk, out = rule(
+        rand, torch.bfloat16, documents=(5, 20, 0), hk=1, hv=2, chunk=16, gate="channel"
+    )
+    given[3][:, {"none": slice(0), "some": slice(5, 21), "all": slice(None)}[steep]] *= 100
+    given = on(DEVICE, given)
+    q, k, _, g, _, _, cu_seqlens = given
+    places = ChunkTables(cu_seqlens, chunk, 5).chunks
+    listed = _mild_chunks.MildChunks(q, k, g, places, 5, chunk, eps, True, False).steep[0]
+    assert listed == {"none": 0, "some": 2, "all": 6}[steep]
+
+    def made(programs):
+        monkeypatch.setattr(_mild_chunks, "programs", lambda device: programs)
+        with poisoned_memory():
+            o, last, states, inverse = cuda_triton.gated_delta_rule(*given, scale, eps, chunk, out)
+            args = o.flip(1), last.flip(-1), *given, states, inverse, scale, eps, chunk
+            return [o, last, *cuda_triton.gated_delta_rule_backward(*args)]
+
+    got = made(3)
+    assert all(torch.equal(*both) for both in zip(got, made(50), strict=True))
+    monkeypatch.setattr(_mild_chunks, "told_apart", lambda wide: False)
+    assert not faults(got, made(0), 4 * torch.finfo(torch.bfloat16).eps)
+
+
+def test_steep_chunks_are_listed_heads_first():
+    from megacpp_compile.lowerings.gated_delta_rule import _triton_steep
+
+    batch, chunks, heads = 2, 5, 3
+    mild = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 0, 0] * 3, dtype=torch.int32, device=DEVICE).view(batch, chunks, heads)
+    steep = mild.new_full((1 + mild.numel(),), -1)
+    static = {"num_warps": 1, "num_stages": 1, "ROWS": 4}
+    _triton_steep.steep_chunks(
+        lambda meta: (1,), static, mild=mild, steep=steep, chunks=chunks, heads=heads, count=mild.numel()
+    )
+    want = (mild.transpose(1, 2).flatten() == 0).nonzero().flatten().tolist()
+    assert steep.tolist() == [len(want), *want, *[-1] * (mild.numel() - len(want))]
 
 
 @pytest.mark.parametrize("steep", [1, 4, 30])

@@ -24,20 +24,28 @@ KERNELS = {
     "walk": {**SIZES, "BV": 64, "EVERY": 8, "FIRST": 0, "A_STAGES": 3, "B_STAGES": 2, "OUTPUT_REGISTERS": 112,
              "COPY_REGISTERS": 40},
     "walk_from_a_state": {},
+    "reverse_walk": {**SIZES, "BV": 64, "CHANNELS": 0, "LAST": 0, "STAGES": 3, "COPY_REGISTERS": 40},
+    "reverse_walk_channels": {**SIZES, "BV": 64, "CHANNELS": 1, "LAST": 1, "STAGES": 2, "COPY_REGISTERS": 40},
     "states": {**SIZES, "BV": 64, "EVERY": 8, "STAGES": 2},
     "query_grad": {**SIZES, "HB": 2, "NORM": 1},
     "query_grad_bare": {**SIZES, "HB": 1, "NORM": 0},
     "key_grad": {**SIZES, "HB": 2, "GATED": 1, "BETA": 1, "NORM": 1},
     "key_grad_bare": {**SIZES, "HB": 1, "GATED": 0, "BETA": 0, "NORM": 0},
+    "mild_chunks": {"C": 64, "K": 128, "GATE": "float32", "NORM": 1},
+    "mild_chunks_bare": {"C": 64, "K": 128, "GATE": "bfloat16", "NORM": 0},
+    "channel_grads": {**SIZES, "GATE": "float32", "WHOLE": 1, "BETA": 1, "NORM": 1},
+    "channel_grads_bare": {**SIZES, "GATE": "bfloat16", "WHOLE": 0, "BETA": 0, "NORM": 0},
 }  # fmt: skip
 KERNELS["walk_from_a_state"] = KERNELS["walk"] | {"FIRST": 1}
 TILES = {"q": (1, 64, 128), "k": (1, 64, 128), "do": (1, 64, 128), "dq": (1, 64, 128), "dk": (1, 64, 128),
          "dv": (1, 64, 128), "errors": (64, 128), "d_rows": (64, 128), "states": (128, 128), "d_states": (128, 128),
-         "d_scores": (64, 64)}  # fmt: skip
+         "d_scores": (64, 64), **dict.fromkeys(("queries", "keys", "out_keys"), (1, 64, 128))}  # fmt: skip
 # By 64 of V's channels, where the state is in registers.
 NARROW_TILES = TILES | dict.fromkeys(("v", "inverse", "mixed", "o"), (1, 64, 64)) | {
-    "solve": (64, 64), "errors": (64, 64), "states": (128, 64)}  # fmt: skip
-FLOATS = ("decay", "steps", "norms", "d_decay", "dg", "dbeta", "factors")
+    **dict.fromkeys(("solve", "turned", "errors", "d_rows"), (64, 64)), "do": (1, 64, 64),
+    **dict.fromkeys(("states", "d_states"), (128, 64))}  # fmt: skip
+LAUNCH = {"channel_grads": {"num_warps": 8}, "mild_chunks": {"num_warps": 4}}
+FLOATS = ("decay", "steps", "norms", "d_decay", "dg", "dbeta", "factors", "ends", "dots", "last", "d_initial")
 
 
 def hopper():
@@ -54,24 +62,33 @@ def assembled(label: str) -> tuple[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from megacpp_compile.lowerings._kernels.gluon_launch import numbers, tile_layout
+
     gluon = hopper()
-    which = re.match("walk|states|query_grad|key_grad", label)[0]
-    kernel = getattr(gluon, f"delta_{which}")
-    names, constants = kernel.arg_names, KERNELS[label]
-    types = {"scale": "fp32"} | dict.fromkeys(FLOATS, "*fp32")
-    for name, tile in (NARROW_TILES if which in ("walk", "states") else TILES).items():
-        layout = gluon.NVMMASharedLayout.get_default_for(list(tile), gluon.bfloat16)
+    which = re.match("walk|reverse_walk|states|query_grad|key_grad|channel_grads|mild_chunks", label)[0]
+    kernel = getattr(gluon, "delta_mild_chunks_hopper" if which == "mild_chunks" else f"delta_{which}")
+    names, constants = kernel.arg_names, dict(KERNELS[label])
+    types = {"scale": "fp32", "eps": "fp32", "mild": "*i32", "d_between": "*bf16"} | dict.fromkeys(FLOATS, "*fp32")
+    for name, tile in (NARROW_TILES if which in ("walk", "reverse_walk", "states") else TILES).items():
+        layout = tile_layout(tile, torch.bfloat16)
         types[name] = f"tensordesc<bf16{list(tile)},{layout!r}>"
-    layout = gluon.NVMMASharedLayout.get_default_for([128, 64], gluon.float32)
+    layout = tile_layout((128, 64), torch.float32)
     whole_state = f"tensordesc<fp32[128, 64],{layout!r}>"
     if which == "walk":
         types |= dict.fromkeys(("first_state", "states", "last"), whole_state)
-    else:
+    elif which == "states":
         types["kept"] = whole_state
+    if which in ("channel_grads", "mild_chunks"):
+        dtype = getattr(torch, constants["GATE"])
+        constants["GATE"], layout = numbers(dtype), tile_layout((1, 64, 128), dtype)
+        short = "fp32" if dtype == torch.float32 else "bf16"
+        types |= dict.fromkeys(("g", "dg"), f"tensordesc<{short}[1, 64, 128],{layout!r}>")
+        if not constants.get("WHOLE", 1):
+            types |= dict.fromkeys(("dq", "dk"), "*fp32")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     whole = {(names.index(n),): [["tt.divisibility", 16]] for n in FLOATS if n in names}
     source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, whole)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH.get(which, {"num_warps": 4}))
     assert made.asm["cubin"]
     return made.asm["ptx"], made.metadata.shared
 
@@ -80,64 +97,69 @@ def assembled(label: str) -> tuple[str, int]:
 @pytest.mark.parametrize("label", KERNELS)
 def test_compiles_for_hopper(label):
     text, shared = assembled(label)
-    assert shared <= (227 * 1024 if "walk" in label else HALF)
+    assert shared <= (227 * 1024 if re.search("walk|channel", label) else HALF)
     # All tiles of operands come by TMA, and GEMMs read them where they are.
     assert "cp.async.bulk.tensor.3d.shared" in text and "wgmma.mma_async" in text and "ld.global.v4" not in text
 
 
 class Call:
-    """Of 64 chunks of 32 value heads, which Gluon takes."""
+    """Of 128 chunks of 32 value heads, which Gluon takes."""
 
-    batch, chunks, heads, key_heads, K, V = 1, 64, 32, 16, 128, 128
+    batch, chunks, heads, key_heads, K, V = 1, 128, 32, 16, 128, 128
     wide = per_channel = False
-    v = torch.empty(0, device="meta")
+    g = v = torch.empty(0, device="meta")
 
 
 @needs_triton
 @pytest.mark.parametrize("change, served", [
     ({}, True), ({"key_heads": 8}, True), ({"key_heads": 4}, False), ({"K": 64}, False), ({"V": 256}, False),
-    ({"wide": True}, False), ({"per_channel": True}, False), ({"chunks": 31}, False), ({"chunks": 32}, True),
+    ({"wide": True}, False), ({"per_channel": True}, False), ({"chunks": 127}, False), ({"chunks": 64, "batch": 2}, True),
     ({"chunk": 32}, False), ({"packed": True}, False), ({"hopper": False}, False), ({"missing": "a name"}, False),
+    ({"channels": True}, False), ({"channels": True, "per_channel": True}, True),
+    ({"channels": True, "per_channel": True, "key_heads": 4}, True),
 ])  # fmt: skip
 def test_whom_it_serves(monkeypatch, change, served):
     gluon = hopper()
-    call, given = Call(), {"chunk": 64, "packed": False, "hopper": True, "missing": "", **change}
+    call, given = Call(), {"chunk": 64, "packed": False, "channels": False, "hopper": True, "missing": "", **change}
     for name in change.keys() & vars(Call).keys():
         setattr(call, name, change[name])
     monkeypatch.setattr(gluon, "on_hopper", lambda device: given["hopper"])
     monkeypatch.setattr(gluon, "missing", given["missing"])
-    assert gluon.serve(call, given["chunk"], given["packed"]) is served
+    assert gluon.serve(call, given["chunk"], given["packed"], per_channel=given["channels"]) is served
 
 
 @needs_triton
-@pytest.mark.parametrize("op", ["walk", "states", "gradients"])
+@pytest.mark.parametrize("op", ["walk", "mild_chunks", "backward", "backward_channels"])
 def test_what_does_not_compile_is_served_otherwise(monkeypatch, caplog, op):
     """By Triton's kernels, of the same arguments; said once."""
-    from megacpp_compile.lowerings.gated_delta_rule import _entering_states, _head_gradients, _walks
+    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _mild_chunks, _walks
 
     gluon, ops = hopper(), torch.ops.megacpp_delta
     monkeypatch.setattr(gluon, "missing", "")
-    for kernel in ("delta_walk", "delta_states", "delta_query_grad"):
+    for kernel in ("delta_walk", "delta_reverse_walk", "delta_mild_chunks_hopper"):
         monkeypatch.setattr(gluon, kernel, DoesNotCompile())
     asked = []
-    module = {"walk": _walks, "states": _entering_states, "gradients": _head_gradients}[op]
-    monkeypatch.setattr(module, "_in_triton", lambda call, *args: asked.append(call) or made(call))
+    module, name = {"walk": (_walks, "_in_triton"), "backward": (_behind_prepare, "_heads_in_triton"),
+                    "backward_channels": (_behind_prepare, "_channels_in_triton"),
+                    "mild_chunks": (_mild_chunks, "_in_triton")}[op]  # fmt: skip
+    monkeypatch.setattr(module, name, lambda *args: asked.append(args) or promised)
     q, k, v = (torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16) for _ in range(3))
-
-    def made(call):
-        return module._results(call, torch.bfloat16) if op == "walk" else module._results(call)
-
-    square, state = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 128, 128, dtype=torch.bfloat16)
+    square, kept, rows = torch.zeros(1, 64, 1, 64, dtype=q.dtype), torch.zeros(1, 1, 1, 128, 128), torch.zeros(1, 1, 1, 64)
+    if op == "walk":
+        args = q, k, v, square, square, torch.zeros(5, 1, 1, 64), None, 0.1
+        promised = _walks.promised(q, k, v)
+    elif op == "mild_chunks":
+        args, promised = (q, k, q.float(), None), _mild_chunks.promised(q)
+    elif op == "backward":
+        args = v, None, q, k, v, None, None, kept, square, rows, rows, torch.zeros(1, 1, 1, 2, 64), square, square, 0.1, None
+        promised = _behind_prepare.heads_promised((v, q, k, v, None, None), 0.1, None)
+    else:
+        mild, ends, g = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 3, 128), q.float()
+        args = v, None, q, k, v, g, None, kept, square, q, k, k, mild, ends, rows, square, square, 0.1, None
+        promised = _behind_prepare.channels_promised((v, q, k, v, g, None), 0.1, None)
     for _ in range(2):
-        if op == "walk":
-            ops.walk(q, k, v, square, square, torch.zeros(5, 1, 1, 64), None, 0.1)
-        elif op == "states":
-            rows, norms = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 2, 64)
-            ops.entering_states(k, v, torch.zeros(1, 1, 1, 128, 128), square, rows, rows, norms)
-        else:
-            rows, norms = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 2, 64)
-            errors = torch.zeros(1, 1, 1, 64, 128, dtype=torch.bfloat16)
-            ops.gradients(v, q, k, v, None, None, rows, rows, norms, state, errors, state, errors, 0.1, None)
+        got = getattr(ops, op)(*args)
+    assert [t.shape for t in got] == [t.shape for t in promised]
     assert len(asked) == 2 and caplog.text.count("no attribute 'barrier'") == 1 and "Triton's own" in caplog.text
 
 
@@ -146,10 +168,11 @@ def test_ops_are_there_with_the_rule():
     code = """
 import sys, torch, megacpp_compile.lowerings.gated_delta_rule
 assert not [name for name in sys.modules if name.startswith("megacpp_compile") and name.endswith("cuda_triton")]
-print(*[getattr(torch.ops.megacpp_delta, op).default for op in ("walk", "entering_states", "gradients")])
+print(*[getattr(torch.ops.megacpp_delta, op).default for op in sys.argv[1:]])
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.stdout.split() == [f"megacpp_delta.{op}.default" for op in ("walk", "entering_states", "gradients")], out
+    ops = "walk", "mild_chunks", "backward", "backward_channels"
+    out = subprocess.run([sys.executable, "-c", code, *ops], capture_output=True, text=True)
+    assert out.stdout.split() == [f"megacpp_delta.{op}.default" for op in ops], out
 
 
 NUMBERS = {
@@ -167,6 +190,18 @@ NUMBERS = {
     "rows_side_by_side": {},
     "heads_before_tokens": {"b": 2},
 }
+CHANNELS = {
+    "channels": {"hk": 4},
+    "channels_ragged": {"hk": 4, "t": 200, "b": 2},
+    "channels_two_heads_a_key_ragged": {"t": 200, "b": 2},
+    "channels_gates_in_16_bits": {"hk": 4, "t": 200},
+    "channels_two_heads_a_key": {},
+    "channels_bare": {"hk": 4, "beta": False, "initial": False},
+    "channels_keys_as_they_are": {"eps": None},
+    "channels_all_steep": {"hk": 4, "decay": "strong", "t": 640},
+    "channels_of_both_kinds": {"hk": 4, "t": 320},
+}
+NUMBERS |= {label: {"gate": "channel", **options} for label, options in CHANNELS.items()}
 # q, k and v are slices of rows that begin at odd multiples of 8 numbers, which are copied; these are not.
 ROWS = {"rows_side_by_side": True, "heads_before_tokens": False}
 
@@ -181,13 +216,19 @@ def test_numbers(rand, monkeypatch, label):
     gluon = hopper()
     monkeypatch.setattr(gluon, "LEAST_CHUNKS", 0)
     launched = []
-    kernels = ["delta_walk", "delta_states", "delta_query_grad", "delta_key_grad"]
-    for kernel in kernels:
+    of_heads = ["delta_walk", "delta_reverse_walk", "delta_states", "delta_query_grad", "delta_key_grad"]
+    mild = "delta_mild_chunks_hopper"
+    of_channels = [mild, mild, "delta_reverse_walk", "delta_channel_grads"]
+    for kernel in {*of_heads, *of_channels}:
         monkeypatch.setattr(gluon, kernel, told(getattr(gluon, kernel), launched))
     options = {"b": 1, "t": 256, "hk": 2, "hv": 4, "k": 128, "v": 128, **NUMBERS[label]}
     *given, scale, eps, chunk, out = rule(rand, torch.bfloat16, chunk=64, **options)
     if label in ROWS:
         given[:3] = (t.contiguous() if ROWS[label] else transposed(t) for t in given[:3])
+    if label == "channels_gates_in_16_bits":
+        given[3] = given[3].bfloat16()
+    if label == "channels_of_both_kinds":
+        given[3][:, 64:128] *= 40
     if given[4] is not None:
         given[4] = given[4].clone()
         given[4][:, 5::7] = 0
@@ -207,7 +248,36 @@ def test_numbers(rand, monkeypatch, label):
         do.double(), None if dfinal is None else dfinal.double(), *exact, *want[2:], scale, eps, chunk
     )
     assert not faults(got, want, 3 * eps_16)
-    assert launched == kernels
+    assert launched == (of_channels if label in CHANNELS else of_heads)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HOPPER, reason="the kernels are of Hopper's instructions")
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_in_a_cuda_graph(rand, monkeypatch, gate):
+    """Two streams are captured as one graph, and what is launched afterwards waits for both: equal bits, time after
+    time."""
+    from megacpp_compile.lowerings.gated_delta_rule import cuda_triton
+
+    monkeypatch.setattr(hopper(), "LEAST_CHUNKS", 0)
+    options = {"b": 2, "t": 2048, "hk": 4, "hv": 4, "k": 128, "v": 128, "gate": gate}
+    *given, scale, eps, chunk, out = rule(rand, torch.bfloat16, chunk=64, **options)
+    given = on("cuda", given)
+
+    def made():
+        o, last, states, inverse = cuda_triton.gated_delta_rule(*given, scale, eps, chunk, out)
+        args = o, last, *given, states, inverse, scale, eps, chunk
+        return [o, last, *cuda_triton.gated_delta_rule_backward(*args)]
+
+    want = made()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = made()
+    for _ in range(20):
+        for t in got:
+            t.zero_()
+        graph.replay()
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 def transposed(t):

@@ -34,6 +34,7 @@ class Call:
         self.inner = torch.float32 if self.wide else torch.bfloat16
         self.chunks = chunks_bound(self.tokens, chunk_size, cu_seqlens)
         self.packed = ChunkTables(cu_seqlens, chunk_size, self.chunks) if cu_seqlens is not None else None
+        self.documents = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else self.batch
         # Value heads that read one row of keys on their way to the state.
         self.per_state = 1 if self.per_channel else self.per_key
         self.cuts = chunk_size.bit_length() - 1

@@ -27,6 +27,7 @@ from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import (
     through_norm,
     tma_load,
     tma_store,
+    value_grad,
 )
 from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier, seen_as
 
@@ -41,20 +42,6 @@ def _bring_written(d_rows, errors, states, row, landed, row_s, error_s, state_s)
     tma_load(d_rows, [row * C, 0], landed.index(1), row_s)
     tma_load(errors, [row * C, 0], landed.index(1), error_s)
     bring_rows(states, row * K, landed.index(2), state_s)
-
-
-@gluon.jit
-def _value_grad(rows, errors, steps, dbeta, heads, length, BETA: gl.constexpr, C: gl.constexpr):
-    """Multiplies `rows`, dR, by beta, and stores <dR, F>: few rows at once, as it all goes through registers."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    for part in gl.static_range(C // 16):
-        at = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, L))
-        here = rows.slice(part * 16, 16)
-        d = here.load(L).to(gl.float32)
-        if BETA:
-            d_step = gl.sum(d * errors.slice(part * 16, 16).load(L).to(gl.float32), 1)
-            gl.store(dbeta + at * heads, d_step.to(dbeta.dtype.element_ty), mask=at < length)
-        here.store((d * gl.load(steps + at)[:, None]).to(rows.dtype))
 
 
 @gluon.jit
@@ -126,8 +113,8 @@ def delta_key_grad(q, k, errors, d_rows, states, d_states, d_scores, dk, dv, dec
             pairs = pairs * between * gl.load(of_row + reader)[:, None] * gl.load(of_row + writer)[None, :]
             d_total += gl.convert_layout(gl.sum(pairs, 1), TOKEN) - gl.convert_layout(column_sums(pairs), TOKEN)
         barrier()
-        _value_grad(row_s, error_s, steps + row * C, dbeta + (b * tokens + first).to(gl.int64) * heads + h, heads,
-                    tokens - first, BETA, C)
+        value_grad(row_s, error_s, steps + row * C, dbeta + (b * tokens + first).to(gl.int64) * heads + h, heads,
+                   tokens - first, BETA)
         if i > 0:
             out = out_s.load(OF_K)
         fence_async_shared()

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier
@@ -55,11 +56,65 @@ def added(to, x):
 
 
 @gluon.jit
+def power(x):
+    """2^x, here and now: made once for several places, it would be kept between them."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def product(a, b, N: gl.constexpr):
-    """a [C, .] @ b [., N] of tiles in shared memory, under way."""
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    """a [C, .] @ b [., N] of tiles in shared memory, under way; a warp group has all columns, or one of two half."""
+    GROUPS: gl.constexpr = gl.num_warps() // 4
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, N // GROUPS, 16])
     zero = gl.full([a.shape[0], N], 0.0, gl.float32, M)
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiplied(a, b, acc):
+    """acc + a @ b, done."""
+    return warpgroup_mma_wait(0, deps=[warpgroup_mma(a, b, acc, is_async=True)])
+
+
+@gluon.jit
+def put_ones(to, KIND: gl.constexpr):
+    """Into `to` [C, C] what sums rows of a tile. "behind": a row and all behind it. "middle": up to a row from the
+    middle of the tile, less what lies between where it is before that. "halves": all of the row's half."""
+    C: gl.constexpr = to.shape[0]
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    i, j = gl.arange(0, C, gl.SliceLayout(1, L))[:, None], gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
+    if KIND == "behind":
+        ones = gl.where(j >= i, 1.0, 0.0)
+    elif KIND == "middle":
+        ones = gl.where(j >= C // 2, 1.0, 0.0) - gl.where(j > i, 1.0, 0.0)
+    else:
+        ones = gl.where(j // (C // 2) == i // (C // 2), 1.0, 0.0)
+    to.store(ones.to(to.dtype))
+
+
+@gluon.jit
+def summed(ones, x, part_s, rest_s):
+    """ones @ x of float32, which is the sum of two parts of bfloat16 to 16 bits. `ones` is in shared memory: in
+    registers, as a left operand, it came out wrong in some rows (ptxas 12.8)."""
+    part = x.to(gl.bfloat16)
+    part_s.store(part)
+    rest_s.store((x - part.to(gl.float32)).to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    return multiplied(ones, rest_s, product(ones, part_s, x.shape[1]))
+
+
+@gluon.jit
+def unit_rows(rows, eps, L: gl.constexpr, NORM: gl.constexpr):
+    """Rows of a tile in shared memory divided by their lengths, and what they were multiplied by."""
+    row = rows.load(L).to(gl.float32)
+    if NORM:
+        norm = gl.rsqrt(gl.sum(row * row, 1) + eps)
+        return row * norm[:, None], norm
+    else:
+        return row, gl.full([row.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, L))
 
 
 @gluon.jit
@@ -76,6 +131,22 @@ def through_norm(grad, rows, norm, NORM: gl.constexpr):
         return (grad - unit * gl.sum(unit * grad, 1)[:, None]) * norm[:, None]
     else:
         return grad
+
+
+@gluon.jit
+def value_grad(rows, errors, steps, dbeta, heads, length, BETA: gl.constexpr):
+    """Multiplies `rows`, dR, by beta, and stores <dR, F>: few rows at once, as it all goes through registers."""
+    C: gl.constexpr = rows.shape[0]
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    AT_ONCE: gl.constexpr = 16 if gl.num_warps() < 16 else 32
+    for part in gl.static_range(C // AT_ONCE):
+        at = part * AT_ONCE + gl.arange(0, AT_ONCE, gl.SliceLayout(1, L))
+        here = rows.slice(part * AT_ONCE, AT_ONCE)
+        d = here.load(L).to(gl.float32)
+        if BETA:
+            d_step = gl.sum(d * errors.slice(part * AT_ONCE, AT_ONCE).load(L).to(gl.float32), 1)
+            gl.store(dbeta + at * heads, d_step.to(dbeta.dtype.element_ty), mask=at < length)
+        here.store((d * gl.load(steps + at)[:, None]).to(rows.dtype))
 
 
 @gluon.jit

@@ -6,28 +6,27 @@ take, three in Triton (`_triton_gradients`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings.gated_delta_rule import _hopper, _triton_gradients
 from megacpp_compile.lowerings.gated_delta_rule._backward_call import Call, only
 
 
-def gradients(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """dq, dk, dv, dg and dbeta, the last two empty where there are no gates or betas.
-
-    made: what the kernels before have written, by the names they have there.
-    """
-    if call.do.dtype != torch.bfloat16 or not _hopper.serve(call, call.C, call.packed is not None):
-        return _in_triton(call, made)
-    parts = (made[name] for name in "decay steps norms states errors d_states d_rows".split())
-    operands = call.do, call.q, call.k, call.v, call.g, call.beta
-    return torch.ops.megacpp_delta.gradients(*operands, *parts, call.scale, call.eps)
+def results(call: Call) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dg and dbeta, the last two empty where there are no gates or betas."""
+    dq, dk, dv = (call.new(*t.shape, dtype=t.dtype) for t in (call.q, call.k, call.v))
+    dg, dbeta = (call.new(0) if t is None else call.new(*t.shape, dtype=t.dtype) for t in (call.g, call.beta))
+    return dq, dk, dv, dg, dbeta
 
 
-def _in_triton(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def in_triton(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """`results`. made: what the kernels before have written, by the names it has there."""
     q, k, g, beta = call.q, call.k, call.g, call.beta
-    dq, dk, dv, dg, dbeta = _results(call)
+    dq, dk, dv, dg, dbeta = results(call)
     d_scores, d_between = (call.by_chunk(call.key_heads, call.C, call.C, dtype=call.inner) for _ in range(2))
     d_decay = call.by_chunk(call.heads, _triton_gradients.PARTS, call.C)
     launch = {"num_warps": 4, "num_stages": 1}
@@ -50,47 +49,37 @@ def _in_triton(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return dq, dk, dv, dg, dbeta
 
 
-def _results(call: Call) -> tuple[Tensor, ...]:
-    dq, dk, dv = (call.new(*t.shape, dtype=t.dtype) for t in (call.q, call.k, call.v))
-    dg, dbeta = (call.new(0) if t is None else call.new(*t.shape, dtype=t.dtype) for t in (call.g, call.beta))
-    return dq, dk, dv, dg, dbeta
+class InGluon:
+    """Into `results`: first that of q, then all others, which take two parts of it."""
 
+    def __init__(self, call: Call, made: dict[str, Tensor]) -> None:
+        """made: what the kernels before have written, or, in time for a launch, will have."""
+        self.call, self.made, self.results = call, made, results(call)
+        C, K = _hopper.CHUNK, _hopper.CHANNELS
+        d_scores = call.by_chunk(call.key_heads, C, C, dtype=torch.bfloat16)
+        d_decay = call.by_chunk(call.heads, _hopper.PARTS, C)
+        self.common: dict[str, Any] = {
+            "q": _hopper.tokens(call.q, K), "k": _hopper.tokens(call.k, K), "d_decay": d_decay,
+            "errors": _hopper.rows(made["errors"], C, K), "states": _hopper.rows(made["states"], K, K),
+            "d_scores": _hopper.rows(d_scores, C, C),
+            **only(made, "decay steps norms"), "chunks": call.chunks, "heads": call.heads,
+            "key_heads": call.key_heads, "C": C, "K": K, "V": K, "HB": call.per_key,
+            "NORM": int(call.eps is not None), "num_warps": 4,
+        }  # fmt: skip
 
-def on_hopper(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, made: dict[str, Tensor],
-    scale: float, eps: float | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    call = Call(do, q, k, v, g, beta, None, scale, eps, _hopper.CHUNK)
-    return _hopper.or_in_triton(
-        "gated_delta_rule_backward", lambda: _in_gluon(call, **made), lambda: _in_triton(call, made)
-    )
+    def query(self) -> None:
+        K = _hopper.CHANNELS
+        launch(
+            _hopper.delta_query_grad, self.call.by_key, do=_hopper.tokens(self.call.do, K),
+            dq=_hopper.tokens(self.results[0], K), scale=self.call.scale, **self.common,
+        )  # fmt: skip
 
-
-def promised(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float, eps: float | None
-) -> tuple[Tensor, ...]:
-    return _results(Call(do, q, k, v, g, beta, None, scale, eps, _hopper.CHUNK))
-
-
-def _in_gluon(
-    call: Call, decay: Tensor, steps: Tensor, norms: Tensor, states: Tensor, errors: Tensor, d_states: Tensor,
-    d_rows: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    dq, dk, dv, dg, dbeta = _results(call)
-    C, K = _hopper.CHUNK, _hopper.CHANNELS
-    d_scores = call.by_chunk(call.key_heads, C, C, dtype=torch.bfloat16)
-    d_decay = call.by_chunk(call.heads, _hopper.PARTS, C)
-    common = {"q": _hopper.tokens(call.q, K), "k": _hopper.tokens(call.k, K), "errors": _hopper.rows(errors, C, K),
-              "states": _hopper.rows(states, K, K), "d_scores": _hopper.rows(d_scores, C, C), "decay": decay,
-              "steps": steps, "norms": norms, "d_decay": d_decay, "chunks": call.chunks, "heads": call.heads,
-              "key_heads": call.key_heads, "C": C, "K": K, "V": K, "HB": call.per_key,
-              "NORM": int(call.eps is not None), "num_warps": 4}  # fmt: skip
-    _hopper.delta_query_grad[call.by_key](
-        do=_hopper.tokens(call.do, K), dq=_hopper.tokens(dq, K), scale=call.scale, **common
-    )
-    _hopper.delta_key_grad[call.by_key](
-        d_rows=_hopper.rows(d_rows, C, K), d_states=_hopper.rows(d_states, K, K), dk=_hopper.tokens(dk, K),
-        dv=_hopper.tokens(dv, K), dg=dg, dbeta=dbeta, tokens=call.tokens, GATED=int(call.g is not None),
-        BETA=int(call.beta is not None), **common,
-    )  # fmt: skip
-    return dq, dk, dv, dg, dbeta
+    def others(self) -> None:
+        call, C, K = self.call, _hopper.CHUNK, _hopper.CHANNELS
+        _, dk, dv, dg, dbeta = self.results
+        launch(
+            _hopper.delta_key_grad, call.by_key, d_rows=_hopper.rows(self.made["d_rows"], C, K),
+            d_states=_hopper.rows(self.made["d_states"], K, K),
+            dk=_hopper.tokens(dk, K), dv=_hopper.tokens(dv, K), dg=dg, dbeta=dbeta, tokens=call.tokens,
+            GATED=int(call.g is not None), BETA=int(call.beta is not None), **self.common,
+        )  # fmt: skip

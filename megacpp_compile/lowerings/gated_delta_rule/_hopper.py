@@ -1,11 +1,12 @@
 """What the delta rule's kernels in Gluon take, and how they are handed their operands.
 
-`_walks`, `_entering_states` and `_head_gradients` launch them, by ops of their own (`_hopper_ops`), and fall back to
+`_walks`, `_mild_chunks` and `_behind_prepare` launch them, by ops of their own (`_hopper_ops`), and fall back to
 Triton's kernels where this release of Triton does not compile them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,15 +16,18 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.errors import TritonError
 
+from megacpp_compile.lowerings._kernels.gluon_launch import Tile, tile_layout
 from megacpp_compile.report import log
 from megacpp_compile.targets.chips import on_hopper
 
 try:
-    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float32
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor  # launches take it
 
+    from megacpp_compile.lowerings.gated_delta_rule._gluon_channel_grads import delta_channel_grads
     from megacpp_compile.lowerings.gated_delta_rule._gluon_key_grad import delta_key_grad
+    from megacpp_compile.lowerings.gated_delta_rule._gluon_mild_chunks import delta_mild_chunks_hopper
     from megacpp_compile.lowerings.gated_delta_rule._gluon_query_grad import PARTS, delta_query_grad
+    from megacpp_compile.lowerings.gated_delta_rule._gluon_reverse_walk import delta_reverse_walk
     from megacpp_compile.lowerings.gated_delta_rule._gluon_states import delta_states
     from megacpp_compile.lowerings.gated_delta_rule._gluon_walk import delta_walk
 
@@ -31,28 +35,49 @@ try:
 except (ImportError, AttributeError) as error:  # Gluon is experimental: what it has differs between releases
     missing = f"Triton {triton.__version__} has not all of Gluon that it takes: {error}"
 
-__all__ = ["PARTS", "delta_key_grad", "delta_query_grad", "delta_states", "delta_walk"]
+__all__ = [
+    "PARTS",
+    "delta_channel_grads",
+    "delta_key_grad",
+    "delta_mild_chunks_hopper",
+    "delta_query_grad",
+    "delta_reverse_walk",
+    "delta_states",
+    "delta_walk",
+]
 
 Made = TypeVar("Made")
 
+# What gates a channel are given in.
+GATES = (torch.float32, torch.bfloat16)
 # Tokens of a chunk, and channels of keys and of values.
 CHUNK, CHANNELS = 64, 128
-# Chunks of all heads. Fewer are over before a call of an op from Python has paid for itself.
-LEAST_CHUNKS = 1024
-# Value heads of a key head: kernels have them one after the other in their code.
+# Chunks of all heads, 8192 tokens of 32. Ops from Python take 1.5 ms of the host for a step, forward and backward, and
+# Inductor's launches half: with fewer, a layer's kernels may be through before.
+LEAST_CHUNKS = 4096
+# Value heads of a key head: kernels of gates a head have them one after the other in their code.
 MOST_PER_KEY = 4
 
 
-def serve(call: Any, chunk: int, packed: bool) -> bool:
-    """Whether the kernels take a call (`cuda_triton.Call` or `_backward_call.Call`)."""
+def serve(call: Any, chunk: int, packed: bool, per_channel: bool = False) -> bool:
+    """Whether the kernels of gates a head, or a channel, take a call, of forward or backward."""
     return (
-        not missing
-        and on_hopper(call.v.device)
-        and not (call.wide or call.per_channel or packed)
-        and (chunk, call.K, call.V) == (CHUNK, CHANNELS, CHANNELS)
-        and call.heads <= call.key_heads * MOST_PER_KEY
-        and not statically_known_true(call.batch * call.chunks * call.heads < LEAST_CHUNKS)
+        not (call.wide or packed)
+        and call.per_channel == per_channel
+        and (not per_channel or call.g.dtype in GATES)
+        and (per_channel or call.heads <= call.key_heads * MOST_PER_KEY)
+        and _fit(call.v.device, chunk, {call.K, call.V}, call.batch * call.chunks * call.heads)
     )
+
+
+def serve_gates(g: Tensor, chunk: int, count: Any) -> bool:
+    """Whether the kernel that looks for mild chunks takes these, bfloat16 without documents: `count` of all heads."""
+    return g.dtype in GATES and _fit(g.device, chunk, {g.shape[3]}, count)
+
+
+def _fit(device: torch.device, chunk: int, sizes: set[int], count: Any) -> bool:
+    few = statically_known_true(count < LEAST_CHUNKS)
+    return not (missing or few) and on_hopper(device) and chunk == CHUNK and sizes == {CHANNELS}
 
 
 def or_in_triton(name: str, in_gluon: Callable[[], Made], in_triton: Callable[[], Made]) -> Made:
@@ -69,7 +94,28 @@ def or_in_triton(name: str, in_gluon: Callable[[], Made], in_triton: Callable[[]
     return in_triton()
 
 
-def tokens(t: Tensor, lanes: int) -> Any:
+@functools.cache
+def _beside(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
+
+
+def side_by_side(device: torch.device, first: Callable[[], None], second: Callable[[], None]) -> None:
+    """Launches both, `first` before `second`, which may run beside it. What is launched afterwards waits for both."""
+    if device.type != "cuda":
+        first()
+        second()
+        return
+    here, there = torch.cuda.current_stream(device), _beside(device)
+    there.wait_stream(here)
+    try:
+        first()
+        with torch.cuda.stream(there):
+            second()
+    finally:
+        here.wait_stream(there)
+
+
+def tokens(t: Tensor, lanes: int) -> Tile:
     """Of t [b, tokens, heads, channels] by tiles of a chunk's rows and so many channels: heads lie side by side. TMA
     wants them so, and rows that begin at multiples of 16 bytes; what is not is copied."""
     batch, count, heads, width = t.shape
@@ -80,12 +126,11 @@ def tokens(t: Tensor, lanes: int) -> Any:
     return _descriptor(t, [batch, count, heads * width], [*steps, 1], [1, CHUNK, lanes])
 
 
-def rows(t: Tensor, count: int, lanes: int) -> Any:
+def rows(t: Tensor, count: int, lanes: int) -> Tile:
     """Of t, contiguous, as rows of its last dimension, by tiles of so many rows and channels."""
     width = t.shape[-1]
     return _descriptor(t, [t.numel() // width, width], [width, 1], [count, lanes])
 
 
-def _descriptor(t: Tensor, shape: list[int], steps: list[int], tile: list[int]) -> Any:
-    numbers = float32 if t.dtype == torch.float32 else bfloat16
-    return TensorDescriptor(t, shape, steps, tile, NVMMASharedLayout.get_default_for(tile, numbers))
+def _descriptor(t: Tensor, shape: list[int], steps: list[int], tile: list[int]) -> Tile:
+    return Tile(t, shape, steps, tile, tile_layout(tuple(tile), t.dtype))

@@ -1,7 +1,8 @@
 """Parts of `gated_delta_rule` as ops of their own, for Inductor takes no kernels of Gluon.
 
 Registered with the op itself, as a graph from a cache on disk names them where nothing has been lowered. What they do
-is in `_walks`, `_entering_states` and `_head_gradients`, which call them, and need Triton.
+is in `_walks`, `_mild_chunks` and `_behind_prepare`, which call them, and need Triton. All take bfloat16 operands
+without documents.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ def walk(
     initial_state: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_walks.walk` of bfloat16 operands without documents and with a gate a head: o, the last state, and those that
-    enter segments."""
+    """`_walks.walk` with a gate a head: o, the last state, and those that enter segments."""
     from megacpp_compile.lowerings.gated_delta_rule import _walks
 
     return _walks.on_hopper(q, k, v, inverse, mixed, factors, initial_state, scale)
@@ -37,52 +37,96 @@ def _(q, k, v, inverse, mixed, factors, initial_state, scale):  # type: ignore[n
     return _walks.promised(q, k, v)
 
 
-@torch.library.custom_op("megacpp_delta::entering_states", mutates_args=())
-def entering_states(
-    k: Tensor, v: Tensor, kept: Tensor, solve: Tensor, decay: Tensor, steps: Tensor, norms: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`_entering_states.entering_states` of the same."""
-    from megacpp_compile.lowerings.gated_delta_rule import _entering_states
+@torch.library.custom_op("megacpp_delta::mild_chunks", mutates_args=())
+def mild_chunks(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    eps: Optional[float],  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`_mild_chunks.MildChunks`: mild, queries, keys, out_keys, dots and ends."""
+    from megacpp_compile.lowerings.gated_delta_rule import _mild_chunks
 
-    return _entering_states.on_hopper(k, v, kept, solve, decay, steps, norms)
-
-
-@entering_states.register_fake
-def _(k, v, kept, solve, decay, steps, norms):  # type: ignore[no-untyped-def]
-    from megacpp_compile.lowerings.gated_delta_rule import _entering_states
-
-    return _entering_states.promised(k, v)
+    mild, queries, keys, out_keys, dots, ends = _mild_chunks.on_hopper(q, k, g, eps)
+    return mild, queries, keys, out_keys, dots, ends
 
 
-@torch.library.custom_op("megacpp_delta::gradients", mutates_args=())
-def gradients(
+@mild_chunks.register_fake
+def _(q, k, g, eps):  # type: ignore[no-untyped-def]
+    from megacpp_compile.lowerings.gated_delta_rule import _mild_chunks
+
+    return _mild_chunks.promised(g)
+
+
+@torch.library.custom_op("megacpp_delta::backward", mutates_args=())
+def backward(
     do: Tensor,
+    dfinal: Optional[Tensor],  # noqa: UP045
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Optional[Tensor],  # noqa: UP045
     beta: Optional[Tensor],  # noqa: UP045
+    kept: Tensor,
+    inverse: Tensor,
     decay: Tensor,
     steps: Tensor,
     norms: Tensor,
-    states: Tensor,
-    errors: Tensor,
-    d_states: Tensor,
-    d_rows: Tensor,
+    solve: Tensor,
+    turned: Tensor,
     scale: float,
     eps: Optional[float],  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`_head_gradients.gradients` of the same: dq, dk, dv, dg and dbeta."""
-    from megacpp_compile.lowerings.gated_delta_rule import _head_gradients
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`_behind_prepare.of_heads`."""
+    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare
 
-    parts = {"decay": decay, "steps": steps, "norms": norms, "states": states, "errors": errors, "d_states": d_states,
-             "d_rows": d_rows}  # fmt: skip
-    dq, dk, dv, dg, dbeta = _head_gradients.on_hopper(do, q, k, v, g, beta, parts, scale, eps)
-    return dq, dk, dv, dg, dbeta
+    dq, dk, dv, dg, dbeta, d_initial = _behind_prepare.heads_on_hopper(
+        (do, q, k, v, g, beta), dfinal, kept, inverse, (decay, steps, norms, solve, turned), scale, eps
+    )
+    return dq, dk, dv, dg, dbeta, d_initial
 
 
-@gradients.register_fake
-def _(do, q, k, v, g, beta, decay, steps, norms, states, errors, d_states, d_rows, scale, eps):  # type: ignore[no-untyped-def]
-    from megacpp_compile.lowerings.gated_delta_rule import _head_gradients
+@backward.register_fake
+def _(do, dfinal, q, k, v, g, beta, kept, inverse, decay, steps, norms, solve, turned, scale, eps):  # type: ignore[no-untyped-def]
+    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare
 
-    return _head_gradients.promised(do, q, k, v, g, beta, scale, eps)
+    return _behind_prepare.heads_promised((do, q, k, v, g, beta), scale, eps)
+
+
+@torch.library.custom_op("megacpp_delta::backward_channels", mutates_args=())
+def backward_channels(
+    do: Tensor,
+    dfinal: Optional[Tensor],  # noqa: UP045
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Optional[Tensor],  # noqa: UP045
+    kept: Tensor,
+    inverse: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    out_keys: Tensor,
+    mild: Tensor,
+    ends: Tensor,
+    steps: Tensor,
+    solve: Tensor,
+    turned: Tensor,
+    scale: float,
+    eps: Optional[float],  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`_behind_prepare.of_channels`: dq, dk, dv, dg, dbeta, the first state's, d_between, states, errors, d_states."""
+    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare
+
+    parts = queries, keys, out_keys, mild, ends, steps, solve, turned
+    dq, dk, dv, dg, dbeta, d_initial, d_between, states, errors, d_states = _behind_prepare.channels_on_hopper(
+        (do, q, k, v, g, beta), dfinal, kept, inverse, parts, scale, eps
+    )
+    return dq, dk, dv, dg, dbeta, d_initial, d_between, states, errors, d_states
+
+
+@backward_channels.register_fake
+def _(do, dfinal, q, k, v, g, beta, kept, inverse, *parts_scale_eps):  # type: ignore[no-untyped-def]
+    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare
+
+    return _behind_prepare.channels_promised((do, q, k, v, g, beta), *parts_scale_eps[-2:])

@@ -4,7 +4,7 @@ Decay between two tokens, exp(G_t - G_i), is now inside the sum over channels, a
 for each GEMM operand, neither of which may grow. So pairs of tokens are told apart by halves: a chunk is cut in two,
 then each half, down to single rows, and a pair belongs to the cut that parts it. With G_m at the cut, the first row
 behind it, both factors are exp(-|G - G_m|) <= 1, and one GEMM of the chunk serves all cuts of one size. Chunks that
-decay little are not these kernels' (`_triton_mild`).
+decay little are not this kernel's (`_triton_mild`, `_triton_steep`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.gated_delta_rule._triton_inverse import unit_lower_inverse
+from megacpp_compile.lowerings.gated_delta_rule._triton_steep import nth_chunk, share
 from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import chunk_tokens, dot, inverse_norm, sums
 
 # Channels that a program takes at once: their tiles fit into registers.
@@ -31,69 +32,75 @@ def _to_cut(r, c, log):
 
 
 @triton.jit
+def _load(x, x_t, n, there):
+    """Channels n of the rows of x that are there."""
+    r = tl.arange(0, there.shape[0])
+    return tl.load(x + (r[:, None] * x_t + n[None, :]), mask=there[:, None], other=0)
+
+
+@triton.jit
 def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated_q, gated_k, out_keys, ends,
-                           mild, tokens, heads, per_key, chunks, scale, eps, q_b, q_t, q_h, k_b, k_t, k_h,
+                           steep, tokens, heads, per_key, chunks, scale, eps, q_b, q_t, q_h, k_b, k_t, k_h,
                            g_b, g_t, g_h, beta_b, beta_t, beta_h, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
                            SKIP: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr, DOCUMENTS: tl.constexpr,
                            WIDE: tl.constexpr):  # fmt: skip
-    """A chunk of a value head: `inverse` and `mixed` as `delta_prepare`.
+    """Chunks of value heads: `inverse` and `mixed` as `delta_prepare`.
 
     gated_q = q exp(G), gated_k = k exp(G), out_keys = k exp(G_C - G), all [b, tokens, heads, K] and normed;
     ends [b, chunks, heads, 3, K] = G_C in powers of 2, and twice 0 (`_triton_mild`). SKIP: leaves out mild chunks.
     factors is beta alone.
     """
     scale, eps = single(scale), single(eps)
-    c, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    first, end = chunk_tokens(places, c, tokens, C, DOCUMENTS)
-    if first >= end:
-        return
-    r = tl.arange(0, C)
-    t = first.to(tl.int64) + r
-    there = t < end
-    q += b * q_b + h // per_key * q_h + t[:, None] * q_t
-    k += b * k_b + h // per_key * k_h + t[:, None] * k_t
-    g += b * g_b + h * g_h + t[:, None] * g_t
-    every = tl.arange(0, K)[None, :]
-    chunk = (b * chunks + c) * heads + h
-    if SKIP:
-        if tl.load(mild + chunk) != 0:
-            return
-    k_norm = inverse_norm(tl.load(k + every, mask=there[:, None], other=0), eps, NORM)
-    q_norm = inverse_norm(tl.load(q + every, mask=there[:, None], other=0), eps, NORM)
-    if BETA:
-        step = tl.load(beta + b * beta_b + h * beta_h + t * beta_t, mask=there, other=0).to(tl.float32)
-    else:
-        step = there.to(tl.float32)
-    rows = ((b * tokens + t) * heads + h)[:, None]
-    lower = tl.zeros([C, C], tl.float32)
-    scores = tl.zeros([C, C], tl.float32)
-    for part in range(K // BK):
-        n = part * BK + tl.arange(0, BK)
-        keys = tl.load(k + n[None, :], mask=there[:, None], other=0).to(tl.float32) * k_norm[:, None]
-        queries = tl.load(q + n[None, :], mask=there[:, None], other=0).to(tl.float32) * q_norm[:, None]
-        gates = tl.load(g + n[None, :], mask=there[:, None], other=0).to(tl.float32) * LOG2_E
-        at = rows * K + n[None, :]
-        decay = tl.exp2(sums(r[:, None] >= r[None, :], gates, WIDE))
-        tl.store(gated_q + at, as_stored(queries * decay, gated_q), mask=there[:, None])
-        tl.store(gated_k + at, as_stored(keys * decay, gated_k), mask=there[:, None])
-        decay = tl.exp2(sums(r[:, None] < r[None, :], gates, WIDE))
-        tl.store(out_keys + at, as_stored(keys * decay, out_keys), mask=there[:, None])
-        tl.store(ends + chunk * 3 * K + n, tl.sum(gates, 0))
-        tl.store(ends + chunk * 3 * K + K + n, tl.zeros([BK], tl.float32))
-        tl.store(ends + chunk * 3 * K + 2 * K + n, tl.zeros([BK], tl.float32))
-        scores += tl.where(r[:, None] == r[None, :], tl.sum(queries * keys, 1)[:, None], 0.0)
-        for log in range(4 + C // 32):
-            decay = tl.exp2(sums(_to_cut(r, r, log), gates, WIDE))
-            parted = ((r[:, None] ^ r[None, :]) >> log == 1) & (r[:, None] > r[None, :])
-            across = tl.trans(keys * decay)
-            lower += tl.where(parted, dot(keys * decay, across, None, WIDE), 0.0)
-            scores += tl.where(parted, dot(queries * decay, across, None, WIDE), 0.0)
-    solved = unit_lower_inverse(lower * step[:, None], C, WIDE)
-    row = rows * C + r[None, :]
-    tl.store(inverse + row, as_stored(solved, inverse), mask=there[:, None])
-    tl.store(mixed + row, as_stored(dot(scores * scale, solved, None, WIDE), mixed), mask=there[:, None])
-    factors += (b * heads + h) * tokens + t
-    tl.store(factors, step, mask=there)
+    start, stop, stride = share(steep, SKIP)
+    for i in tl.range(start, stop, stride, disable_licm=True):
+        c, h, b = nth_chunk(steep, i, chunks, heads, SKIP)
+        first, end = chunk_tokens(places, c, tokens, C, DOCUMENTS)
+        if first < end:
+            r = tl.arange(0, C)
+            there = r < end - first
+            begin = first.to(tl.int64)
+            q_rows = q + b * q_b + h // per_key * q_h + begin * q_t
+            k_rows = k + b * k_b + h // per_key * k_h + begin * k_t
+            g_rows = g + b * g_b + h * g_h + begin * g_t
+            every = tl.arange(0, K)
+            chunk = (b * chunks + c) * heads + h
+            k_norm = inverse_norm(_load(k_rows, k_t, every, there), eps, NORM)
+            q_norm = inverse_norm(_load(q_rows, q_t, every, there), eps, NORM)
+            if BETA:
+                beta_rows = beta + b * beta_b + h * beta_h + begin * beta_t
+                step = tl.load(beta_rows + r * beta_t, mask=there, other=0).to(tl.float32)
+            else:
+                step = there.to(tl.float32)
+            out = (b * tokens + begin) * heads + h
+            lower = tl.zeros([C, C], tl.float32)
+            scores = tl.zeros([C, C], tl.float32)
+            for part in range(K // BK):
+                n = part * BK + tl.arange(0, BK)
+                keys = _load(k_rows, k_t, n, there).to(tl.float32) * k_norm[:, None]
+                queries = _load(q_rows, q_t, n, there).to(tl.float32) * q_norm[:, None]
+                gates = _load(g_rows, g_t, n, there).to(tl.float32) * LOG2_E
+                at = r[:, None] * (heads * K) + n[None, :]
+                decay = tl.exp2(sums(r[:, None] >= r[None, :], gates, WIDE))
+                tl.store(gated_q + out * K + at, as_stored(queries * decay, gated_q), mask=there[:, None])
+                tl.store(gated_k + out * K + at, as_stored(keys * decay, gated_k), mask=there[:, None])
+                decay = tl.exp2(sums(r[:, None] < r[None, :], gates, WIDE))
+                tl.store(out_keys + out * K + at, as_stored(keys * decay, out_keys), mask=there[:, None])
+                tl.store(ends + chunk * 3 * K + n, tl.sum(gates, 0))
+                tl.store(ends + chunk * 3 * K + K + n, tl.zeros([BK], tl.float32))
+                tl.store(ends + chunk * 3 * K + 2 * K + n, tl.zeros([BK], tl.float32))
+                scores += tl.where(r[:, None] == r[None, :], tl.sum(queries * keys, 1)[:, None], 0.0)
+                for log in range(4 + C // 32):
+                    decay = tl.exp2(sums(_to_cut(r, r, log), gates, WIDE))
+                    parted = ((r[:, None] ^ r[None, :]) >> log == 1) & (r[:, None] > r[None, :])
+                    across = tl.trans(keys * decay)
+                    lower += tl.where(parted, dot(keys * decay, across, None, WIDE), 0.0)
+                    scores += tl.where(parted, dot(queries * decay, across, None, WIDE), 0.0)
+            solved = unit_lower_inverse(lower * step[:, None], C, WIDE)
+            at = r[:, None] * (heads * C) + r[None, :]
+            tl.store(inverse + out * C + at, as_stored(solved, inverse), mask=there[:, None])
+            scores = dot(scores * scale, solved, None, WIDE)
+            tl.store(mixed + out * C + at, as_stored(scores, mixed), mask=there[:, None])
+            tl.store(factors + (b * heads + h) * tokens + begin + r, step, mask=there)
 
 
 prepare = Kernel(delta_prepare_channels, [{"num_warps": w, "num_stages": 1} for w in (4, 8)], key=("heads", "C", "K"))

@@ -3,8 +3,8 @@
 The decay from token i to t is 2^(G_t - G_m) 2^(G_m - G_i), with G_m of the last row of the chunk's first half. Queries
 and keys that read take the first, keys that write the second, and the chunk is one of a rule without gates, whose state
 enters times 2^G_m and is written to times 2^(G_C - G_m). One of the two factors grows, so that this serves where no
-channel decays by more than 2^MOST over half a chunk. Every kernel is launched twice, for the mild chunks and for the
-others (`_triton_channels`, `_triton_backward_channels`), and leaves the other's alone: both in one spill registers.
+channel decays by more than 2^MOST over half a chunk. Mild chunks and the others have kernels of their own
+(`_triton_steep`, `_triton_channels`, `_triton_backward_channels`), as both in one spill registers.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY
+from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _hopper, _triton_walk
 from megacpp_compile.lowerings.gated_delta_rule._forward_call import COLUMNS, STAGES, Call
@@ -93,7 +94,8 @@ def _in_gluon(
     first = last if initial_state is None else initial_state.float().contiguous()
     by_columns = {"v": call.v, "inverse": inverse, "mixed": mixed, "o": o}
     by_keys = {"first_state": first, "states": states, "last": last}
-    _hopper.delta_walk[(call.V // _GLUON_COLUMNS, call.heads, call.batch)](
+    launch(
+        _hopper.delta_walk, (call.V // _GLUON_COLUMNS, call.heads, call.batch),
         q=_hopper.tokens(call.q, K), k=_hopper.tokens(call.k, K), factors=factors,
         **{name: _hopper.tokens(t, _GLUON_COLUMNS) for name, t in by_columns.items()},
         **{name: _hopper.rows(t, K, _GLUON_COLUMNS) for name, t in by_keys.items()},

@@ -119,8 +119,8 @@ def _prepared(
     )
     launch = {"num_warps": 4, "num_stages": 1}
     _triton_channels.prepare(
-        grid, launch, gated_q=chunks.queries, gated_k=chunks.keys, out_keys=chunks.out_keys, ends=chunks.ends,
-        mild=chunks.mild, SKIP=int(chunks.told_apart), BK=min(call.K, _triton_channels.AT_ONCE),
+        lambda meta: (chunks.programs,), launch, gated_q=chunks.queries, gated_k=chunks.keys,
+        out_keys=chunks.out_keys, ends=chunks.ends, BK=min(call.K, _triton_channels.AT_ONCE), **chunks.by_cuts(),
         **{name: arg for name, arg in common.items() if name != "GATED"},
     )  # fmt: skip
     if chunks.told_apart:
