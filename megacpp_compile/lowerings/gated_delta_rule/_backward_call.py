@@ -12,6 +12,8 @@ from megacpp_compile.lowerings._kernels.chunk_grid import chunks_bound
 from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens, last_dim_contiguous, strides
 from megacpp_compile.lowerings.gated_delta_rule._chunk_tables import ChunkTables
 
+# Launches of kernels over chunks.
+NARROW, BROAD = {"num_warps": 4, "num_stages": 1}, {"num_warps": 8, "num_stages": 1}
 # Channels of v that a program of the reverse walk has, and chunks it has loaded or is loading.
 COLUMNS, STAGES = 32, 3
 

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _triton_backward_channels, _triton_states
-from megacpp_compile.lowerings.gated_delta_rule._backward_call import Call, only, prepare_args, prepared
+from megacpp_compile.lowerings.gated_delta_rule._backward_call import BROAD, NARROW, Call, only, prepare_args, prepared
 from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import MildChunks
-
-NARROW, BROAD = {"num_warps": 4, "num_stages": 1}, {"num_warps": 8, "num_stages": 1}
 
 
 class GatesAChannel:

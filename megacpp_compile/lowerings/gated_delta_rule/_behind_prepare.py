@@ -64,9 +64,10 @@ def _walked(
     call: Call, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor, made: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """`made`, the states, the errors, and what the walk back gives, in Triton."""
-    entered = _entering_states.results(call)
+    walked, entered = _reverse_walk.results(call), _entering_states.results(call)
     _entering_states.in_triton(call, kept, initial, made, entered)
-    return made | entered | _reverse_walk.in_triton(call, dfinal, inverse, made)
+    _reverse_walk.in_triton(call, dfinal, inverse, made, walked)
+    return made | walked | entered
 
 
 def _heads_in_triton(

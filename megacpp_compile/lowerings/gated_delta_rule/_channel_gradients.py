@@ -14,13 +14,12 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.gluon_launch import launch, numbers
 from megacpp_compile.lowerings.gated_delta_rule import _hopper, _mild_chunks, _triton_mild_gradients
-from megacpp_compile.lowerings.gated_delta_rule._backward_call import Call, only
+from megacpp_compile.lowerings.gated_delta_rule._backward_call import NARROW, Call, only
 
 # Rows of a chunk that the last kernel's loop has unrolled.
 ROWS = 8
 # Of a program in Gluon.
 WARPS = 8
-NARROW = {"num_warps": 4, "num_stages": 1}
 
 
 def results(call: Call) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import (
     added,
+    barriers,
     bring_rows,
     bring_tokens,
     multiplied,
@@ -91,11 +92,7 @@ def delta_channel_grads(queries, keys, out_keys, q, k, do, errors, d_rows, state
     parts = gl.allocate_shared_memory(T, [2, C, K], TILE)
     part_s, rest_s = parts.index(0), parts.index(1)
     gate_s = seen_as(parts, GATE, C, K, gl.NVMMASharedLayout.get_default_for([C, K], GATE))
-    landed = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
-    for which in gl.static_range(6):
-        mbarrier.init(landed.index(which), count=1)
-    fence_async_shared()
-    barrier()
+    landed = barriers(6)
     mbarrier.expect(landed.index(0), 4 * C * V)
     tma_load(d_rows, [row * C, 0], landed.index(0), row_s)
     tma_load(errors, [row * C, 0], landed.index(0), error_s)

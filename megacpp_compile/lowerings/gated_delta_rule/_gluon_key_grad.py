@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import (
     added,
+    barriers,
     bring_rows,
     bring_tokens,
     column_sums,
@@ -72,11 +73,7 @@ def delta_key_grad(q, k, errors, d_rows, states, d_states, d_scores, dk, dv, dec
     state_s_at = gl.allocate_shared_memory(T, [1, K, V], SQUARE)
     d_state_s_at = gl.allocate_shared_memory(T, [1, K, V], SQUARE)
     keys, row_s, error_s, state_s = keys_at.index(0), row_s_at.index(0), error_s_at.index(0), state_s_at.index(0)
-    landed = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for which in gl.static_range(4):
-        mbarrier.init(landed.index(which), count=1)
-    fence_async_shared()
-    barrier()
+    landed = barriers(4)
     first, block = c * C, (b * chunks + c) * heads + group * HB
     mbarrier.expect(landed.index(0), 2 * C * K)
     bring_tokens(k, b, first, group * K, landed.index(0), keys)

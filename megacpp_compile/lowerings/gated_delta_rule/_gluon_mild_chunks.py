@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import (
+    barriers,
     bring_tokens,
     product,
     put_ones,
@@ -46,11 +47,7 @@ def delta_mild_chunks_hopper(q, k, g, queries, keys, out_keys, mild, dots, ends,
     k_s = gl.allocate_shared_memory(T, [C, K], TILE)
     parts = gl.allocate_shared_memory(T, [2, C, K], TILE)
     gate_s = seen_as(parts, GATE, C, K, gl.NVMMASharedLayout.get_default_for([C, K], GATE))
-    landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for which in gl.static_range(2):
-        mbarrier.init(landed.index(which), count=1)
-    fence_async_shared()
-    barrier()
+    landed = barriers(2)
     mbarrier.expect(landed.index(0), C * K * GATE.primitive_bitwidth // 8)
     bring_tokens(g, b, first, h * K, landed.index(0), gate_s)
     mbarrier.wait(landed.index(0), 0)
@@ -72,9 +69,9 @@ def delta_mild_chunks_hopper(q, k, g, queries, keys, out_keys, mild, dots, ends,
         apart = summed(ones, gate, part_s, rest_s)
         token, lane = gl.arange(0, C, TOKEN), gl.arange(0, K, LANE)
         to = ends + row * 3 * K + lane[None, :] + token[:, None] * 0
-        gl.store(to, gl.full([C, K], 0.0, gl.float32, OF_K), mask=(token == 0)[:, None] & (lane >= 0)[None, :])
-        gl.store(to + K, gate - apart, mask=(token == 0)[:, None] & (lane >= 0)[None, :])
-        gl.store(to + 2 * K, apart, mask=(token == C - 1)[:, None] & (lane >= 0)[None, :])
+        gl.store(to, gl.full([C, K], 0.0, gl.float32, OF_K), mask=(token == 0)[:, None])
+        gl.store(to + K, gate - apart, mask=(token == 0)[:, None])
+        gl.store(to + 2 * K, apart, mask=(token == C - 1)[:, None])
         barrier()
         bring_tokens(k, b, first, key_lane, landed.index(1), k_s)
         mbarrier.wait(landed.index(1), 0)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import (
     added,
+    barriers,
     bring_rows,
     bring_tokens,
     column_sums,
@@ -68,11 +69,7 @@ def delta_query_grad(q, k, do, errors, states, dq, d_scores, decay, steps, norms
     grad_s = gl.allocate_shared_memory(T, [C, V], TILE)
     error_s = gl.allocate_shared_memory(T, [C, V], TILE)
     state_s = gl.allocate_shared_memory(T, [K, V], gl.NVMMASharedLayout.get_default_for([K, V], T))
-    landed = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for which in gl.static_range(3):
-        mbarrier.init(landed.index(which), count=1)
-    fence_async_shared()
-    barrier()
+    landed = barriers(3)
     first, block = c * C, (b * chunks + c) * heads + group * HB
     mbarrier.expect(landed.index(0), 4 * C * K)
     bring_tokens(q, b, first, group * K, landed.index(0), queries)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import bring_tokens, scaled, tma_load, tma_store
+from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import barriers, bring_tokens, scaled, tma_load, tma_store
 from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier, seen_as
 
 
@@ -65,11 +65,7 @@ def delta_states(k, v, solve, kept, states, errors, decay, steps, norms, chunks,
     kept_s = gl.allocate_shared_memory(gl.float32, [K, BV], gl.NVMMASharedLayout.get_default_for([K, BV], gl.float32))
     error_s = gl.allocate_shared_memory(T, [C, BV], SQUARE)
     rows = gl.allocate_shared_memory(gl.float32, [2, 2 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES + 1):
-        mbarrier.init(full.index(slot), count=1)
-    fence_async_shared()
-    barrier()
+    full = barriers(STAGES + 1)
     column, key_lane, value_lane = tile * BV, h // per_key * K, h * V + tile * BV
     c = segment * EVERY
     count = gl.minimum(EVERY, chunks - c)

@@ -20,6 +20,17 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @gluon.jit
+def barriers(COUNT: gl.constexpr):
+    """That many, of one arrival each, for all warps to wait at."""
+    landed = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for which in gl.static_range(COUNT):
+        mbarrier.init(landed.index(which), count=1)
+    fence_async_shared()
+    barrier()
+    return landed
+
+
+@gluon.jit
 def bring_tokens(rows, b, first, lane, landed, to):
     """A tile of `rows` [batch, tokens, lanes of all heads]; what lies beyond the last token is zero."""
     tma_load(rows, [b, first, lane], landed, to.reshape([1, to.shape[0], to.shape[1]]))
@@ -138,13 +149,12 @@ def value_grad(rows, errors, steps, dbeta, heads, length, BETA: gl.constexpr):
     """Multiplies `rows`, dR, by beta, and stores <dR, F>: few rows at once, as it all goes through registers."""
     C: gl.constexpr = rows.shape[0]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    AT_ONCE: gl.constexpr = 16 if gl.num_warps() < 16 else 32
-    for part in gl.static_range(C // AT_ONCE):
-        at = part * AT_ONCE + gl.arange(0, AT_ONCE, gl.SliceLayout(1, L))
-        here = rows.slice(part * AT_ONCE, AT_ONCE)
+    for part in gl.static_range(C // 16):
+        at = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, L))
+        here = rows.slice(part * 16, 16)
         d = here.load(L).to(gl.float32)
         if BETA:
-            d_step = gl.sum(d * errors.slice(part * AT_ONCE, AT_ONCE).load(L).to(gl.float32), 1)
+            d_step = gl.sum(d * errors.slice(part * 16, 16).load(L).to(gl.float32), 1)
             gl.store(dbeta + at * heads, d_step.to(dbeta.dtype.element_ty), mask=at < length)
         here.store((d * gl.load(steps + at)[:, None]).to(rows.dtype))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings.gated_delta_rule import _hopper, _triton_gradients
-from megacpp_compile.lowerings.gated_delta_rule._backward_call import Call, only
+from megacpp_compile.lowerings.gated_delta_rule._backward_call import BROAD, NARROW, Call, only
 
 
 def results(call: Call) -> tuple[Tensor, ...]:
@@ -29,20 +29,19 @@ def in_triton(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
     dq, dk, dv, dg, dbeta = results(call)
     d_scores, d_between = (call.by_chunk(call.key_heads, call.C, call.C, dtype=call.inner) for _ in range(2))
     d_decay = call.by_chunk(call.heads, _triton_gradients.PARTS, call.C)
-    launch = {"num_warps": 4, "num_stages": 1}
     common = {"HB": call.per_key, "key_heads": call.key_heads, "d_decay": d_decay,
               **only(made, "decay steps norms errors"), **call.common}  # fmt: skip
     norm, columns = {"NORM": int(call.eps is not None)}, call.at_once(128)
     _triton_gradients.query_grad(
-        lambda meta: call.by_key, launch, BV=columns, q=q, k=k, do=call.do, dq=dq, scale=call.scale,
+        lambda meta: call.by_key, NARROW, BV=columns, q=q, k=k, do=call.do, dq=dq, scale=call.scale,
         states=made["states"], d_scores=d_scores, **norm, **call.strides_of("q", "k", "do"), **common,
     )  # fmt: skip
     _triton_gradients.value_grad(
-        lambda meta: call.by_key, launch, BV=columns, k=k, d_rows=made["d_rows"], dv=dv, dbeta=dbeta,
+        lambda meta: call.by_key, NARROW, BV=columns, k=k, d_rows=made["d_rows"], dv=dv, dbeta=dbeta,
         d_between=d_between, BETA=int(beta is not None), **call.strides_of("k"), **common,
     )  # fmt: skip
     _triton_gradients.key_grad(
-        lambda meta: call.by_key, {"num_warps": 8, "num_stages": 1}, BV=columns, q=q, k=k, dv=dv, dk=dk, dg=dg,
+        lambda meta: call.by_key, BROAD, BV=columns, q=q, k=k, dv=dv, dk=dk, dg=dg,
         d_scores=d_scores, d_between=d_between, GATED=int(g is not None), **norm, **only(made, "states d_states"),
         **call.strides_of("q", "k"), **common,
     )  # fmt: skip

@@ -120,8 +120,8 @@ def tokens(t: Tensor, lanes: int) -> Tile:
     wants them so, and rows that begin at multiples of 16 bytes; what is not is copied."""
     batch, count, heads, width = t.shape
     steps = [t.stride(0) if batch > 1 else count * t.stride(1), t.stride(1)]
-    side_by_side = t.stride(3) == 1 and (heads == 1 or t.stride(2) == width)
-    if not side_by_side or t.data_ptr() % 16 or any(step * t.element_size() % 16 for step in steps):
+    adjacent = t.stride(3) == 1 and (heads == 1 or t.stride(2) == width)
+    if not adjacent or t.data_ptr() % 16 or any(step * t.element_size() % 16 for step in steps):
         t, steps = t.clone(memory_format=torch.contiguous_format), [count * heads * width, heads * width]
     return _descriptor(t, [batch, count, heads * width], [*steps, 1], [1, CHUNK, lanes])
 

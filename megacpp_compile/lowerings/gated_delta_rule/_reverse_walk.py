@@ -31,9 +31,11 @@ def _last(call: Call, dfinal: Tensor | None, out: dict[str, Tensor]) -> Tensor:
     return out["d_initial"] if dfinal is None else dfinal.contiguous()
 
 
-def in_triton(call: Call, dfinal: Tensor | None, inverse: Tensor, made: dict[str, Tensor]) -> dict[str, Tensor]:
-    """made: what `prepare` has written, by the names it has there."""
-    out, columns = results(call), call.at_once(COLUMNS)
+def in_triton(
+    call: Call, dfinal: Tensor | None, inverse: Tensor, made: dict[str, Tensor], out: dict[str, Tensor]
+) -> None:
+    """Into `out`. made: what `prepare` has written, by the names it has there."""
+    columns = call.at_once(COLUMNS)
     _triton_reverse_walk.reverse_walk(
         lambda meta: (call.V // columns, call.heads, call.documents),
         {"num_warps": 4, "num_stages": call.stages(STAGES)}, BV=columns, do=call.do, inverse=inverse,
@@ -42,13 +44,12 @@ def in_triton(call: Call, dfinal: Tensor | None, inverse: Tensor, made: dict[str
         **only(made, "q k out_keys turned decay steps norms ends"), **strides("q", made["q"], "bth"),
         **strides("k", made["k"], "bth"), **call.strides_of("do"), **call.common,
     )  # fmt: skip
-    return out
 
 
 def in_gluon(
     call: Call, dfinal: Tensor | None, inverse: Tensor, made: dict[str, Tensor], out: dict[str, Tensor]
 ) -> None:
-    """Into `out`."""
+    """The same, without documents."""
     C, K, columns = _hopper.CHUNK, _hopper.CHANNELS, _GLUON_COLUMNS
     by_tokens = {"q": (made["q"], K), "k": (made["k"], K), "out_keys": (made["out_keys"], K),
                  "do": (call.do, columns), "inverse": (inverse, C)}  # fmt: skip

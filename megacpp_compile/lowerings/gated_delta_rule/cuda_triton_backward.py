@@ -14,7 +14,13 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _triton_states
-from megacpp_compile.lowerings.gated_delta_rule._backward_call import Call, prepare_args, prepared, shared_memory
+from megacpp_compile.lowerings.gated_delta_rule._backward_call import (
+    NARROW,
+    Call,
+    prepare_args,
+    prepared,
+    shared_memory,
+)
 from megacpp_compile.lowerings.gated_delta_rule._backward_channels import GatesAChannel
 
 __all__ = ["gated_delta_rule_backward", "shared_memory"]
@@ -58,7 +64,7 @@ def _prepare(call: Call, inverse: Tensor) -> dict[str, Tensor]:
     g = call.do if call.g is None else call.g
     _triton_states.prepare(
         lambda meta: (call.chunks * call.heads, call.batch),
-        {"num_warps": 4, "num_stages": 1}, g=g, GATED=int(call.g is not None),
+        NARROW, g=g, GATED=int(call.g is not None),
         out_keys=call.k, dots=call.nothing, mild=call.nothing, MILD=0,
         **strides("g", g, "bth"), **made, **prepare_args(call, inverse),
     )  # fmt: skip
