@@ -82,9 +82,9 @@ def test_a_recurrence_over_symbolic_tokens(monkeypatch, name, label, gluon):
     """Of a size at which Hopper has kernels in Gluon, in ops of their own."""
     from megacpp_compile.lowerings.gated_delta_rule import _hopper
 
-    if gluon and _hopper.missing:
-        pytest.skip(_hopper.missing)
-    monkeypatch.setattr(_hopper, "on_hopper", lambda device: gluon)
+    if gluon and _hopper.kernels.missing:
+        pytest.skip(_hopper.kernels.missing)
+    monkeypatch.setattr("megacpp_compile.lowerings._kernels.hopper.on_hopper", lambda device: gluon)
     fakes = FakeTensorMode(shape_env=ShapeEnv())
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     tokens = fakes.from_tensor(torch.empty(8192), symbolic_context=context).shape[0]

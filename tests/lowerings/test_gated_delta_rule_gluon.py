@@ -19,6 +19,7 @@ needs_triton = pytest.mark.skipif(
 )
 # So much shared memory leaves room for a second program on a multiprocessor, of 228 KiB less 1 KiB a program.
 HALF = 113 * 1024
+ON_HOPPER = "megacpp_compile.lowerings._kernels.hopper.on_hopper"
 SIZES = {"C": 64, "K": 128, "V": 128}
 KERNELS = {
     "walk": {**SIZES, "BV": 64, "EVERY": 8, "FIRST": 0, "A_STAGES": 3, "B_STAGES": 2, "OUTPUT_REGISTERS": 112,
@@ -51,8 +52,8 @@ FLOATS = ("decay", "steps", "norms", "d_decay", "dg", "dbeta", "factors", "ends"
 def hopper():
     from megacpp_compile.lowerings.gated_delta_rule import _hopper
 
-    if _hopper.missing:
-        pytest.skip(_hopper.missing)
+    if _hopper.kernels.missing:
+        pytest.skip(_hopper.kernels.missing)
     return _hopper
 
 
@@ -123,8 +124,8 @@ def test_whom_it_serves(monkeypatch, change, served):
     call, given = Call(), {"chunk": 64, "packed": False, "channels": False, "hopper": True, "missing": "", **change}
     for name in change.keys() & vars(Call).keys():
         setattr(call, name, change[name])
-    monkeypatch.setattr(gluon, "on_hopper", lambda device: given["hopper"])
-    monkeypatch.setattr(gluon, "missing", given["missing"])
+    monkeypatch.setattr(ON_HOPPER, lambda device: given["hopper"])
+    monkeypatch.setattr(gluon.kernels, "missing", given["missing"])
     assert gluon.serve(call, given["chunk"], given["packed"], per_channel=given["channels"]) is served
 
 
@@ -135,7 +136,7 @@ def test_what_does_not_compile_is_served_otherwise(monkeypatch, caplog, op):
     from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _mild_chunks, _walks
 
     gluon, ops = hopper(), torch.ops.megacpp_delta
-    monkeypatch.setattr(gluon, "missing", "")
+    monkeypatch.setattr(gluon.kernels, "missing", "")
     for kernel in ("delta_walk", "delta_reverse_walk", "delta_mild_chunks_hopper"):
         monkeypatch.setattr(gluon, kernel, DoesNotCompile())
     asked = []

@@ -95,7 +95,7 @@ def heads_on_hopper(
     """What the op `megacpp_delta::backward` does. operands: do, q, k, v, g and beta. parts: those of `_OF_HEADS`."""
     call, made = _call(operands, scale, eps), dict(zip(_OF_HEADS.split(), parts, strict=True))
     made |= {"q": call.q, "k": call.k, "out_keys": call.k, "ends": made["decay"]}
-    return _hopper.or_in_triton(
+    return _hopper.kernels.or_in_triton(
         _NAME,
         lambda: _heads_in_gluon(call, dfinal, kept, inverse, made),
         lambda: _heads_in_triton(call, dfinal, kept, None, inverse, made),
@@ -120,7 +120,7 @@ def channels_on_hopper(
         spare = {"spare": call.by_chunk(call.heads, call.C, call.K)}
         return _channels_in_triton(call, dfinal, kept, None, inverse, made | spare)
 
-    return _hopper.or_in_triton(_NAME, lambda: _channels_in_gluon(call, dfinal, kept, inverse, made), in_triton)
+    return _hopper.kernels.or_in_triton(_NAME, lambda: _channels_in_gluon(call, dfinal, kept, inverse, made), in_triton)
 
 
 def channels_promised(operands: tuple[Tensor | None, ...], scale: float, eps: float | None) -> tuple[Tensor, ...]:

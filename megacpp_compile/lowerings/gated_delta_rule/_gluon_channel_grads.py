@@ -15,25 +15,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
-from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import (
+from megacpp_compile.lowerings._kernels.gluon_tiles import (
     added,
+    barrier,
     barriers,
     bring_rows,
     bring_tokens,
     multiplied,
     power,
     product,
-    put_ones,
     put_tokens,
-    summed,
-    through_norm,
+    seen_as,
     tma_load,
     tma_store,
+)
+from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
+from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import (
+    put_ones,
+    summed,
+    through_norm,
     unit_rows,
     value_grad,
 )
-from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier, seen_as
 
 
 @gluon.jit

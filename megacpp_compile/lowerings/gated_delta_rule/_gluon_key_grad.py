@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import (
+from megacpp_compile.lowerings._kernels.gluon_tiles import (
     added,
+    barrier,
     barriers,
     bring_rows,
     bring_tokens,
@@ -25,12 +26,11 @@ from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import (
     product,
     put_tokens,
     row_sum,
-    through_norm,
+    seen_as,
     tma_load,
     tma_store,
-    value_grad,
 )
-from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier, seen_as
+from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import through_norm, value_grad
 
 
 @gluon.jit

@@ -15,18 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, barriers, bring_tokens, product, put_tokens, seen_as
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
-from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import (
-    barriers,
-    bring_tokens,
-    product,
-    put_ones,
-    put_tokens,
-    summed,
-    unit_rows,
-)
+from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import put_ones, summed, unit_rows
 from megacpp_compile.lowerings.gated_delta_rule._triton_mild import MOST
-from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier, seen_as
 
 
 @gluon.jit

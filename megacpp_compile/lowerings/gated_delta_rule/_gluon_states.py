@@ -16,8 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import barriers, bring_tokens, scaled, tma_load, tma_store
-from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier, seen_as
+from megacpp_compile.lowerings._kernels.gluon_tiles import (
+    barrier,
+    barriers,
+    bring_tokens,
+    scaled,
+    seen_as,
+    tma_load,
+    tma_store,
+)
 
 
 @gluon.jit

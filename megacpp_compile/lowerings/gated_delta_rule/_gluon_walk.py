@@ -18,8 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import bring_tokens, scaled, tma_load, tma_store
-from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier
+from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, bring_tokens, scaled, tma_load, tma_store
 
 
 @gluon.jit

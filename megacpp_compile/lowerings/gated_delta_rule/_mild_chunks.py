@@ -112,7 +112,7 @@ def on_hopper(q: Tensor, k: Tensor, g: Tensor, eps: float | None) -> tuple[Tenso
         _in_triton(made, q, k, g, made[0], _hopper.CHUNK, eps, False)
         return made
 
-    return _hopper.or_in_triton("gated_delta_rule", lambda: _in_gluon(made, q, k, g, eps), in_triton)
+    return _hopper.kernels.or_in_triton("gated_delta_rule", lambda: _in_gluon(made, q, k, g, eps), in_triton)
 
 
 def promised(g: Tensor) -> tuple[Tensor, ...]:

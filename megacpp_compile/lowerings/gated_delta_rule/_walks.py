@@ -75,7 +75,7 @@ def on_hopper(
     call = Call(q, k, v, None, None, None, _hopper.CHUNK)
     prepared = rows_as_they_are(call) | {"factors": factors, "ends": factors}
     tables = call.nothing, call.nothing
-    return _hopper.or_in_triton(
+    return _hopper.kernels.or_in_triton(
         "gated_delta_rule",
         lambda: _in_gluon(call, inverse, mixed, factors, initial_state),
         lambda: _in_triton(call, prepared, tables, inverse, mixed, initial_state, scale, torch.bfloat16),

@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.mla_decode._gluon_rows import PLAIN, log2, part, queries
-from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier, load_async
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, seen_as
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.mla_decode._gluon_rows import (
     CODES,
@@ -29,7 +30,6 @@ from megacpp_compile.lowerings.mla_decode._gluon_rows import (
     read,
     scale_of,
 )
-from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier, seen_as
 
 
 @gluon.jit

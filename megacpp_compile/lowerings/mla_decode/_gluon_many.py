@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async, seen_as
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.mla_decode._gluon_rows import (
     CODES,
@@ -34,7 +35,6 @@ from megacpp_compile.lowerings.mla_decode._gluon_rows import (
     scale_of,
     scaled,
 )
-from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier, load_async, seen_as
 
 # By the name it has in Triton 3.9, and by that of 3.6.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

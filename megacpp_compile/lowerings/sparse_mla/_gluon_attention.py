@@ -21,17 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async, seen_as
 from megacpp_compile.lowerings._kernels.triton_math import LN_2, LOG2_E
-from megacpp_compile.lowerings.sparse_mla._gluon_rows import (
-    barrier,
-    bring,
-    copy,
-    kept,
-    load_async,
-    named,
-    seen_as,
-    tiles_of,
-)
+from megacpp_compile.lowerings.sparse_mla._gluon_rows import bring, copy, kept, named, tiles_of
 
 WIDE, WIDENED, FP8 = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # Bytes of two 16-bit channels of two rows each become four rows of the even channel, and of the odd one.

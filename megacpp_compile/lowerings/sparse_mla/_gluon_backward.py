@@ -21,8 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
-from megacpp_compile.lowerings.sparse_mla._gluon_rows import _copy, barrier, kept, load_async, named, tiles_of
+from megacpp_compile.lowerings.sparse_mla._gluon_rows import _copy, kept, named, tiles_of
 from megacpp_compile.lowerings.sparse_mla._gluon_rows_grad import (
     PAIRS,
     bring_back,

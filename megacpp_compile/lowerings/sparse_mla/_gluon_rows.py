@@ -11,19 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-# By the names they have in Triton 3.9, and by those of 3.6.
-load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@gluon.jit
-def seen_as(memory, dtype: gl.constexpr, ROWS: gl.constexpr, LANES: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same shared memory as [ROWS, LANES] of `dtype`."""
-    if _PUBLIC:
-        return memory.reinterpret(dtype, [ROWS, LANES], LAYOUT)
-    else:
-        return memory._reinterpret(dtype, [ROWS, LANES], LAYOUT)
+from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async
 
 
 @gluon.jit

@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings.sparse_mla._gluon_rows import _PUBLIC, barrier, load_async, valid
+from megacpp_compile.lowerings._kernels.gluon_tiles import PUBLIC, barrier, load_async
+from megacpp_compile.lowerings.sparse_mla._gluon_rows import valid
 
 PAIRS = gl.constexpr(4)  # places for tiles of probabilities and scores' gradients
 # Sums of 64 rows by 256 channels over eight warps, and by 64 over four, with four or eight neighbours in a thread.
@@ -39,7 +40,7 @@ def tiles_in(memory, BK: gl.constexpr, BH: gl.constexpr):
     """The memory of half a tile's channels as PAIRS tiles [BK, BH]."""
     T: gl.constexpr = memory.dtype
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BH], T)
-    if _PUBLIC:
+    if PUBLIC:
         return memory.reinterpret(T, [PAIRS, BK, BH], L)
     else:
         return memory._reinterpret(T, [PAIRS, BK, BH], L)

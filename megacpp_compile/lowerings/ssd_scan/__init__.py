@@ -31,7 +31,7 @@ from torch import Tensor
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
-from megacpp_compile.lowerings.ssd_scan import reference
+from megacpp_compile.lowerings.ssd_scan import _hopper_ops, reference
 
 
 @torch.library.custom_op("megacpp::ssd_scan", mutates_args=())
@@ -53,15 +53,7 @@ def ssd_scan(
 
 @ssd_scan.register_fake
 def _(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype, seq_idx=None):  # type: ignore[no-untyped-def]
-    b, t, h, p = x.shape
-    n = B.shape[-1]
-    wide = compute_dtype(x, dt, A, B, C, D, initial_state)
-    state = {"dtype": wide, "device": x.device}
-    return (
-        x.new_empty((b, t, h, p), dtype=out_dtype),
-        torch.empty((b, h, p, n), **state),
-        torch.empty((b, (t + chunk_size - 1) // chunk_size, h, p, n), **state),
-    )
+    return _hopper_ops.promised(x, B, chunk_size, out_dtype, compute_dtype(x, dt, A, B, C, D, initial_state))
 
 
 @torch.library.custom_op("megacpp::ssd_scan_backward", mutates_args=())

@@ -109,10 +109,11 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, cuts, states, entering
 
 
 @triton.jit
-def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner, decay, steps, cuts, A, d_dt, d_A,
-                   tokens, heads, chunks, A_h,
-                   L: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
-    """Gradient of dt, and each chunk's part of A's.
+def ssd_steps_grad(row_sums, column_sums, across, diagonal, query_dots, key_dots, inner, decay, steps, cuts, A, d_dt,
+                   d_A, tokens, heads, chunks, A_h,
+                   L: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
+    """Gradient of dt, and each chunk's part of A's. HALVES: row_sums and column_sums are of pairs within a half of the
+    chunk, and `across` has what the second half's rows have besides, then the first's columns.
 
     What a token's own decay multiplies: every later row of its chunk, and the state that leaves it. So the gradient of
     the summed decay is summed again, from behind.
@@ -126,7 +127,12 @@ def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner,
     step = tl.load(steps + at, mask=there, other=0)
     to_state = tl.load(key_dots + at, mask=there, other=0)
     column = to_state + tl.load(column_sums + at, mask=there, other=0)
-    d = tl.load(row_sums + at, mask=there, other=0) + tl.load(query_dots + at, mask=there, other=0) - step * column
+    sums = tl.load(row_sums + at, mask=there, other=0)
+    if HALVES:
+        late = r >= L // 2
+        sums += tl.load(across + at - L // 2, mask=there & late, other=0)
+        column += tl.load(across + at + L // 2, mask=there & (r < L // 2), other=0)
+    d = sums + tl.load(query_dots + at, mask=there, other=0) - step * column
     end = tl.exp2(tl.load(decay + row * L + L - 1, mask=there, other=0))
     if PACKED:
         cut = tl.load(cuts + (b * chunks + c) * L + r)
@@ -146,4 +152,4 @@ def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner,
 CHOICES = [{"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 2), (8, 2), (8, 3))]
 scores_grad = Kernel(ssd_scores_grad, CHOICES, key=("heads", "L", "P", "N", "HB", "PACKED"))
 group_grad = Kernel(ssd_group_grad, CHOICES, key=("heads", "L", "P", "N", "HB", "KEYS", "PACKED"))
-steps_grad = Kernel(ssd_steps_grad, [{"BH": 16, "num_warps": 4}], key=("heads", "L", "PACKED"))
+steps_grad = Kernel(ssd_steps_grad, [{"BH": 16, "num_warps": 4}], key=("heads", "L", "PACKED", "HALVES"))

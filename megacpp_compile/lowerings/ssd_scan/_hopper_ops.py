@@ -1,0 +1,75 @@
+"""`ssd_scan` and its backward on Hopper, without documents, as ops of their own: Inductor takes no kernels of Gluon.
+
+Registered with the op itself, as a graph from a cache on disk names them where nothing has been lowered. What they do
+is in `cuda_triton`, which calls them, and needs Triton. x, B and C are bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import shaped_like
+
+
+@torch.library.custom_op("megacpp_ssd::scan", mutates_args=())
+def scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    initial_state: Optional[Tensor],  # noqa: UP045
+    chunk_size: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the last state, and those that enter chunks."""
+    from megacpp_compile.lowerings.ssd_scan import cuda_triton
+
+    return cuda_triton.scan_on_hopper((x, dt, A, B, C), D, initial_state, chunk_size, out_dtype)
+
+
+@scan.register_fake
+def _(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype):  # type: ignore[no-untyped-def]
+    return promised(x, B, chunk_size, out_dtype, torch.float32)
+
+
+def promised(
+    x: Tensor, B: Tensor, chunk_size: int, out_dtype: torch.dtype, wide: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `ssd_scan` gives, on no data: y, the last state, and those that enter chunks, both in `wide`."""
+    b, t, h, p = x.shape
+    state = h, p, B.shape[-1]
+    return (
+        x.new_empty((b, t, h, p), dtype=out_dtype),
+        x.new_empty((b, *state), dtype=wide),
+        x.new_empty((b, (t + chunk_size - 1) // chunk_size, *state), dtype=wide),
+    )
+
+
+@torch.library.custom_op("megacpp_ssd::backward", mutates_args=())
+def backward(
+    dy: Tensor,
+    dfinal: Optional[Tensor],  # noqa: UP045
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],  # noqa: UP045
+    initial_state: Optional[Tensor],  # noqa: UP045
+    states: Tensor,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the operands; `states`: those that `scan` has given."""
+    from megacpp_compile.lowerings.ssd_scan import cuda_triton
+
+    return cuda_triton.backward_on_hopper(dy, dfinal, (x, dt, A, B, C), D, initial_state, states, chunk_size)
+
+
+@backward.register_fake
+def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size):  # type: ignore[no-untyped-def]
+    return shaped_like(states, (x, dt, A, B, C, D, initial_state))
