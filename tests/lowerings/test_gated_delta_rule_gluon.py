@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -10,16 +9,11 @@ import sys
 import pytest
 import torch
 
-from .agreement import DoesNotCompile, faults, interpreted, on, poisoned_memory, reference_of
+from . import gluon_kernels
+from .agreement import DoesNotCompile, faults, on, poisoned_memory, reference_of
 from .delta_cases import final_gradient, rule
+from .gluon_kernels import HALF, LEAST_CHUNKS, ON_HOPPER, needs_hopper, needs_triton, tile, told
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-needs_triton = pytest.mark.skipif(
-    interpreted() or importlib.util.find_spec("triton") is None, reason="the kernels are Triton's compiler's to compile"
-)
-# So much shared memory leaves room for a second program on a multiprocessor, of 228 KiB less 1 KiB a program.
-HALF = 113 * 1024
-ON_HOPPER = "megacpp_compile.lowerings._kernels.hopper.on_hopper"
 SIZES = {"C": 64, "K": 128, "V": 128}
 KERNELS = {
     "walk": {**SIZES, "BV": 64, "EVERY": 8, "FIRST": 0, "A_STAGES": 3, "B_STAGES": 2, "OUTPUT_REGISTERS": 112,
@@ -45,7 +39,7 @@ TILES = {"q": (1, 64, 128), "k": (1, 64, 128), "do": (1, 64, 128), "dq": (1, 64,
 NARROW_TILES = TILES | dict.fromkeys(("v", "inverse", "mixed", "o"), (1, 64, 64)) | {
     **dict.fromkeys(("solve", "turned", "errors", "d_rows"), (64, 64)), "do": (1, 64, 64),
     **dict.fromkeys(("states", "d_states"), (128, 64))}  # fmt: skip
-LAUNCH = {"channel_grads": {"num_warps": 8}, "mild_chunks": {"num_warps": 4}}
+LAUNCH = {"channel_grads": {"num_warps": 8}}
 FLOATS = ("decay", "steps", "norms", "d_decay", "dg", "dbeta", "factors", "ends", "dots", "last", "d_initial")
 
 
@@ -58,40 +52,26 @@ def hopper():
 
 
 def assembled(label: str) -> tuple[str, int]:
-    """The kernel's assembly for sm_90, and its bytes of shared memory; assembled, which needs no GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from megacpp_compile.lowerings._kernels.gluon_launch import numbers, tile_layout
+    from megacpp_compile.lowerings._kernels.gluon_launch import numbers
 
     gluon = hopper()
     which = re.match("walk|reverse_walk|states|query_grad|key_grad|channel_grads|mild_chunks", label)[0]
     kernel = getattr(gluon, "delta_mild_chunks_hopper" if which == "mild_chunks" else f"delta_{which}")
-    names, constants = kernel.arg_names, dict(KERNELS[label])
+    constants = dict(KERNELS[label])
     types = {"scale": "fp32", "eps": "fp32", "mild": "*i32", "d_between": "*bf16"} | dict.fromkeys(FLOATS, "*fp32")
-    for name, tile in (NARROW_TILES if which in ("walk", "reverse_walk", "states") else TILES).items():
-        layout = tile_layout(tile, torch.bfloat16)
-        types[name] = f"tensordesc<bf16{list(tile)},{layout!r}>"
-    layout = tile_layout((128, 64), torch.float32)
-    whole_state = f"tensordesc<fp32[128, 64],{layout!r}>"
+    tiles = NARROW_TILES if which in ("walk", "reverse_walk", "states") else TILES
+    types |= {name: tile(shape) for name, shape in tiles.items()}
     if which == "walk":
-        types |= dict.fromkeys(("first_state", "states", "last"), whole_state)
+        types |= dict.fromkeys(("first_state", "states", "last"), tile((128, 64), torch.float32))
     elif which == "states":
-        types["kept"] = whole_state
+        types["kept"] = tile((128, 64), torch.float32)
     if which in ("channel_grads", "mild_chunks"):
         dtype = getattr(torch, constants["GATE"])
-        constants["GATE"], layout = numbers(dtype), tile_layout((1, 64, 128), dtype)
-        short = "fp32" if dtype == torch.float32 else "bf16"
-        types |= dict.fromkeys(("g", "dg"), f"tensordesc<{short}[1, 64, 128],{layout!r}>")
+        constants["GATE"] = numbers(dtype)
+        types |= dict.fromkeys(("g", "dg"), tile((1, 64, 128), dtype))
         if not constants.get("WHOLE", 1):
             types |= dict.fromkeys(("dq", "dk"), "*fp32")
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    whole = {(names.index(n),): [["tt.divisibility", 16]] for n in FLOATS if n in names}
-    source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, whole)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH.get(which, {"num_warps": 4}))
-    assert made.asm["cubin"]
-    return made.asm["ptx"], made.metadata.shared
+    return gluon_kernels.assembled(kernel, types, constants, **LAUNCH.get(which, {}))
 
 
 @needs_triton
@@ -208,14 +188,14 @@ ROWS = {"rows_side_by_side": True, "heads_before_tokens": False}
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not HOPPER, reason="the kernels are of Hopper's instructions")
+@needs_hopper
 @pytest.mark.parametrize("label", NUMBERS)
 def test_numbers(rand, monkeypatch, label):
     """Against the definition in float64; and gradients of tokens that write nothing are not lost."""
     from megacpp_compile.lowerings.gated_delta_rule import cuda_triton
 
     gluon = hopper()
-    monkeypatch.setattr(gluon, "LEAST_CHUNKS", 0)
+    monkeypatch.setattr(LEAST_CHUNKS, 0)
     launched = []
     of_heads = ["delta_walk", "delta_reverse_walk", "delta_states", "delta_query_grad", "delta_key_grad"]
     mild = "delta_mild_chunks_hopper"
@@ -253,14 +233,15 @@ def test_numbers(rand, monkeypatch, label):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not HOPPER, reason="the kernels are of Hopper's instructions")
+@needs_hopper
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_in_a_cuda_graph(rand, monkeypatch, gate):
     """Two streams are captured as one graph, and what is launched afterwards waits for both: equal bits, time after
     time."""
     from megacpp_compile.lowerings.gated_delta_rule import cuda_triton
 
-    monkeypatch.setattr(hopper(), "LEAST_CHUNKS", 0)
+    hopper()
+    monkeypatch.setattr(LEAST_CHUNKS, 0)
     options = {"b": 2, "t": 2048, "hk": 4, "hv": 4, "k": 128, "v": 128, "gate": gate}
     *given, scale, eps, chunk, out = rule(rand, torch.bfloat16, chunk=64, **options)
     given = on("cuda", given)
@@ -283,12 +264,3 @@ def test_in_a_cuda_graph(rand, monkeypatch, gate):
 
 def transposed(t):
     return t.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def told(kernel, names):
-    class Told:
-        def __getitem__(self, grid):
-            names.append(kernel.fn.__name__)
-            return kernel[grid]
-
-    return Told()

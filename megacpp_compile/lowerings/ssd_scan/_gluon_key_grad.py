@@ -90,7 +90,7 @@ def ssd_key_grad_hopper(x, B, C, d_scores, decay, steps, left, entering, d_B, do
     landed = barriers(4)
     lane, h, first = part * HB // per_group * N, part * HB, c * L
     row = (b * chunks + c) * heads + h
-    queries = seen_as(parts_s.index(0), T, L, N, TILE)
+    queries = seen_as(parts_s, T, L, N, TILE)
     mbarrier.expect(landed.index(2), 4 * L * N)
     bring_tokens(B, b, first, lane, landed.index(2), keys)
     bring_tokens(C, b, first, lane, landed.index(2), queries)
@@ -124,8 +124,9 @@ def ssd_key_grad_hopper(x, B, C, d_scores, decay, steps, left, entering, d_B, do
             _bring_entering(entering, row + 1, landed.index(3), enters_s)
         d = warpgroup_mma(x_s.index(slot), parts_s.index(1), zero, use_acc=False, is_async=True)
         d = warpgroup_mma(x_s.index(slot), parts_s.index(0), d, is_async=True)
-        gl.store(inner + row, gl.sum(product, 0))
         d = warpgroup_mma_wait(0, deps=[d])
+        # Here, not while that GEMM is under way: of groups of one head some rows then came out wrong (ptxas 12.8).
+        gl.store(inner + row, gl.sum(product, 0))
         barrier()
         if i + 2 < HB:
             _bring(x, left, b, first, (h + 2) * P, row + 2, landed.index(slot), x_s.index(slot), state_s.index(slot))
@@ -138,5 +139,5 @@ def ssd_key_grad_hopper(x, B, C, d_scores, decay, steps, left, entering, d_B, do
         put_tokens(keys, total, d_B, b, first, part * N)
     else:
         both: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, N], F)
-        put_tokens(seen_as(state_s.index(0), F, L, N, both), total, d_B, b, first, part * N)
+        put_tokens(seen_as(state_s, F, L, N, both), total, d_B, b, first, part * N)
     tma.store_wait(0)

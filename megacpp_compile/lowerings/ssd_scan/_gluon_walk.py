@@ -184,7 +184,7 @@ def ssd_walk_hopper(q, k, v, out, decay, steps, skip, first, states, last, heads
         if ROWS:
             read = warpgroup_mma_wait(2, deps=[read])
             barrier()
-            out_s = seen_as(high_s.index(0), OUT, L, BP, gl.NVMMASharedLayout.get_default_for([L, BP], OUT))
+            out_s = seen_as(high_s, OUT, L, BP, gl.NVMMASharedLayout.get_default_for([L, BP], OUT))
             out_s.permute((1, 0)).store(read.to(OUT))
             fence_async_shared()
             barrier()

@@ -116,9 +116,8 @@ def _all(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op's results, empty where there is no operand; grads: those of dt, A, B, C and D."""
     d_dt, d_A, d_B, d_C, d_D = grads
-    nothing = d_initial.new_empty(0)
-    d_D = nothing if D is None else d_D.to(D.dtype)
-    d_initial = nothing if initial_state is None else d_initial.to(initial_state.dtype)
+    d_D = d_D.new_empty(0) if D is None else d_D.to(D.dtype)
+    d_initial = d_initial.new_empty(0) if initial_state is None else d_initial.to(initial_state.dtype)
     return d_x, d_dt, d_A, d_B, d_C, d_D, d_initial
 
 
