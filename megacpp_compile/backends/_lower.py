@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacpp_compile._torch.fakes import FakeTensor, detect_fake_mode
+from megacpp_compile.backends.joined_pieces import compute_apart
 from megacpp_compile.backends.overlap import overlap
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import NotLoweredError
@@ -65,6 +66,7 @@ class LowerSemanticOps(GraphPass):
         for node in graph.nodes:
             if node.target in semantic_ops() and node not in held:
                 raise NotLoweredError(str(node.target), self.target.name, module_fqn(node), source_line(node))
+        compute_apart(graph)
         if self.config.overlap_collectives:
             overlap(graph)
 

@@ -1,0 +1,84 @@
+"""Computes small pieces of large joined tensors by themselves, in graphs for Inductor on a GPU.
+
+Inductor makes `cat` of pieces that have to be copied anyway one kernel, in which every element computes all pieces and
+takes one. Behind a mixer's projection the gradient of 64 step sizes, with its exponentials, is so computed 10304 times
+for a token: 0.44 ms for 16384 tokens on an H100, where the bytes take 0.24. A piece is put into memory first by
+`as_strided`, which changes nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import RESHAPES
+
+aten = torch.ops.aten
+
+# A piece is small that is so many times smaller than the whole, or more.
+TIMES_SMALLER = 16
+# Elements of a whole for which a kernel more is worth its launch.
+LEAST = 1 << 22
+# Elementwise ops behind one another that are more than a piece of a copy may cost.
+FEW_OPS = 3
+
+
+def compute_apart(graph: fx.Graph) -> None:
+    """Put small pieces that take some computing into memory, in place, in a graph that autograd has differentiated."""
+    for node in list(graph.nodes):
+        if node.target is not aten.cat.default or not _large(node):
+            continue
+        for piece in node.args[0]:
+            computed = _computed(piece)
+            if computed is not None and value(computed).numel() * TIMES_SMALLER <= value(node).numel():
+                _put_into_memory(graph, computed)
+
+
+def _large(node: Node) -> bool:
+    whole = value(node)
+    return whole.device.type == "cuda" and _fixed(whole) and whole.numel() >= LEAST
+
+
+def _fixed(t: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in t.shape)
+
+
+def _computed(piece: Node) -> Node | None:
+    """What `piece`, or what it is a reshape of, is made by, if by more than a few elementwise ops."""
+    while piece.target in RESHAPES:
+        piece = piece.args[0]  # type: ignore[assignment]
+    made = value(piece)
+    plain = isinstance(made, torch.Tensor) and _fixed(made) and made.is_contiguous()
+    return piece if plain and _elementwise(piece) and _ops(piece, FEW_OPS) > FEW_OPS else None
+
+
+def _elementwise(node: Node) -> bool:
+    cast = node.target is torch.ops.prims.convert_element_type.default
+    return cast or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _ops(node: Node, most: int) -> int:
+    """The elementwise ops that `node` is made by, without casts, counted up to `most` + 1."""
+    count, open_, seen = 0, [node], {node}
+    while open_ and count <= most:
+        node = open_.pop()
+        if _elementwise(node):
+            count += node.target is not torch.ops.prims.convert_element_type.default
+        elif node.target not in RESHAPES:
+            continue
+        new = [operand for operand in node.all_input_nodes if operand not in seen]
+        seen.update(new)
+        open_ += new
+    return count
+
+
+def _put_into_memory(graph: fx.Graph, node: Node) -> None:
+    made = value(node)
+    if any(user.target is aten.as_strided.default for user in node.users):
+        return
+    with graph.inserting_after(node):
+        there = graph.call_function(aten.as_strided.default, (node, list(made.shape), list(made.stride())))
+    there.meta.update(node.meta)
+    node.replace_all_uses_with(there, delete_user_cb=lambda user: user is not there)

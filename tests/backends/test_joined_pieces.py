@@ -1,0 +1,76 @@
+"""Small pieces of large joined tensors, which are computed by themselves: which are, and that results are the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megacpp_compile.backends.joined_pieces import LEAST, compute_apart
+
+ROWS = LEAST // 1024
+
+
+def gated(z, x, dt):
+    return torch.cat([z * 2, x, torch.log1p(dt.exp()).sigmoid() * dt], -1)
+
+
+def reshaped(z, x, dt):
+    return torch.cat([z * 2, x, (torch.log1p(dt.exp()).sigmoid() * dt).view(-1, 8)], -1)
+
+
+def few_ops(z, x, dt):
+    return torch.cat([z * 2, x, dt.exp() * 2], -1)
+
+
+def half(z, x, dt):
+    return torch.cat([torch.log1p(z.exp()).sigmoid() * z, x], -1)
+
+
+def strided(z, x, dt):
+    return torch.cat([z * 2, x, (torch.log1p(dt.t().exp()).sigmoid() * dt.t()).t()], -1)
+
+
+def traced(function, device="cuda", rows=ROWS):
+    """The function's graph on no data."""
+    with FakeTensorMode():
+        args = [torch.empty(rows, width, device=device) for width in (512, 512, 8)]
+    return make_fx(function)(*args)
+
+
+def put(gm):
+    return [n.args[0].target for n in gm.graph.nodes if n.target is torch.ops.aten.as_strided.default]
+
+
+@pytest.mark.parametrize("function, apart", [(gated, 1), (reshaped, 1), (few_ops, 0), (half, 0), (strided, 0)])
+def test_which_are_put_into_memory(function, apart):
+    gm = traced(function)
+    for _ in range(2):  # and no more the second time
+        compute_apart(gm.graph)
+        gm.graph.lint()
+        assert put(gm) == [torch.ops.aten.mul.Tensor] * apart
+
+
+@pytest.mark.parametrize("change", [{"rows": ROWS // 2}, {"device": "cpu"}], ids=["small", "cpu"])
+def test_whole_that_stays(change):
+    gm = traced(gated, **change)
+    compute_apart(gm.graph)
+    assert not put(gm)
+
+
+def test_all_readers_read_what_is_in_memory_and_results_are_the_same():
+    def both(z, x, dt):
+        made = torch.log1p(dt.exp()).sigmoid() * dt
+        return torch.cat([z * 2, x, made], -1), made.sum(0)
+
+    gm = traced(both)
+    compute_apart(gm.graph)
+    gm.recompile()
+    (there,) = (n for n in gm.graph.nodes if n.target is torch.ops.aten.as_strided.default)
+    assert len(there.args[0].users) == 1 and len(there.users) == 2
+    args = [torch.randn(4, width) for width in (512, 512, 8)]
+    there.args = (there.args[0], [4, 8], [8, 1])
+    gm.recompile()
+    for got, want in zip(gm(*args), both(*args), strict=True):
+        assert torch.equal(got, want)

@@ -1,0 +1,58 @@
+"""What tests of kernels in Gluon share: compiling one for Hopper, which needs no GPU, and telling which were launched."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from .agreement import interpreted
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+needs_triton = pytest.mark.skipif(
+    interpreted() or importlib.util.find_spec("triton") is None, reason="the kernels are Triton's compiler's to compile"
+)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="the kernels are of Hopper's instructions")
+# So much shared memory leaves room for a second program on a multiprocessor, of 228 KiB less 1 KiB a program.
+HALF = 113 * 1024
+# Where `GluonKernels` asks for the chip, and for how many chunks there are to be.
+ON_HOPPER = "megacpp_compile.lowerings._kernels.hopper.on_hopper"
+LEAST_CHUNKS = "megacpp_compile.lowerings._kernels.hopper.LEAST_CHUNKS"
+
+
+def tile(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> str:
+    """The type of an argument that describes tiles of that shape."""
+    from megacpp_compile.lowerings._kernels.gluon_launch import tile_layout
+
+    short = "fp32" if dtype == torch.float32 else "bf16"
+    return f"tensordesc<{short}{list(shape)},{tile_layout(tuple(shape), dtype)!r}>"
+
+
+def assembled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> tuple[str, int]:
+    """The kernel's assembly for sm_90, and its bytes of shared memory; assembled. Arguments of no type are int32, and
+    pointers to float32 begin at multiples of 16 bytes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    whole = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n] == "*fp32"}
+    source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, whole)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options})
+    assert made.asm["cubin"]
+    return made.asm["ptx"], made.metadata.shared
+
+
+def told(kernel: Any, names: list[str]) -> Any:
+    """The kernel, which puts its name into `names` when it is launched."""
+
+    class Told:
+        def __getitem__(self, grid: Any) -> Any:
+            names.append(kernel.fn.__name__)
+            return kernel[grid]
+
+    return Told()
