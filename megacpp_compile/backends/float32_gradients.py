@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.fakes import detect_fake_mode
 from megacpp_compile.fx.aliasing import memory_of
-from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.edit import Builder, drop_dead, value
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 
@@ -40,6 +40,7 @@ def keep_float32(graph: fx.Graph) -> None:
     output = graph.output_node()
     wide = _Wide(graph, asked)
     output.args = fx.map_arg(output.args, lambda n: wide.of(n) or n)
+    drop_dead(graph)
 
 
 class KeepFloat32(GraphPass):
