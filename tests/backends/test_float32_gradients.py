@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
@@ -158,17 +161,15 @@ def test_all_else_stays_as_it_is(rand, recipe):
     assert all(map(exact, full[2:]))
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current"])
-def test_through_inductor_s_kernels_and_its_caches(rand, recipe):
+def test_through_inductor_s_kernels_and_its_caches(rand):
     """The second compilation finds the first one's code; a frame whose parameters ask for none does not."""
-    x, grads = rand(1, 128, DIM), []
-    for model in (wide(Stack(1)), wide(Stack(1)), Stack(1)):
+    x, grads = rand(128, DIM), []
+    for asks in (True, True, False):
         torch._dynamo.reset()
-        grads.append(gradients(compiled(model, recipe), model, x))
+        model = by(F.linear, HIDDEN, DIM)
+        grads.append(gradients(compiled(wide(model) if asks else model), model, x)["0.weight"])
     first, second, narrow = grads
-    assert in_float32(first) == set(first)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert all(torch.equal(first[name].bfloat16(), narrow[name]) for name in first)
+    assert exact(first) and torch.equal(first, second) and torch.equal(first.bfloat16(), narrow)
 
 
 # --- how a step is run
@@ -385,6 +386,23 @@ def test_leaves_alone(rand, why):
     if y.requires_grad:
         y.float().square().sum().backward()
         assert weight.grad is None if why == "frozen" else rounded(weight.grad)
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_a_dtensor_s_gradient_is_rounded_and_cast(rand):
+    """AOTAutograd hands it out as a DTensor of the parameter's dtype, whatever its local part is."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = dist.init_device_mesh("cpu", (2,))
+        ways = {"blocks.0.gate": ColwiseParallel(), "blocks.0.up": ColwiseParallel(), "blocks.0.down": RowwiseParallel()}
+        model = wide(parallelize_module(Stack(1), mesh, ways))
+        with megacpp_compile.record() as report:
+            got = gradients(compiled(model), model, rand(2, 128, DIM))
+        assert [(site.pass_name, site.note) for site in report.sites] == [("linear", "")] * 3
+        local = [grad.to_local() for grad in got.values()]
+        assert all(g.dtype == torch.float32 and rounded(g) and g.any() for g in local[:2])
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("no_kernels")
