@@ -13,6 +13,7 @@ where the frame runs with a parameter that has no such `grad_dtype`, or no longe
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,27 +21,26 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile._torch.fakes import detect_fake_mode
-from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import Builder, drop_dead, value
 from megacpp_compile.fx.inductor_pass import GraphPass
-from megacpp_compile.fx.views import COPIES, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
+from megacpp_compile.fx.views import COPIES, PERMUTATIONS, RESHAPES, SPLITS, UNIT_DIMS, is_cast
 
 aten = torch.ops.aten
-_MOVES = RESHAPES | PERMUTATIONS | UNIT_DIMS | COPIES
+_MOVES = RESHAPES | PERMUTATIONS | UNIT_DIMS | COPIES | SPLITS | {operator.getitem}
 _OF_WEIGHTS = 1  # which of the results of an op's backward
-_CAST = torch.ops.prims.convert_element_type.default
 
 
 def keep_float32(graph: fx.Graph) -> None:
-    """Change `graph`, which autograd has made, in place: what it returns of weights' gradients in float32
-    is that, moved and added up as it was."""
-    asked = {n for n in graph.nodes if n.op == "call_function" and _writes_float32(n)}
-    if not asked:
-        return
-    output = graph.output_node()
-    wide = _Wide(graph, asked)
-    output.args = fx.map_arg(output.args, lambda n: wide.of(n) or n)
-    drop_dead(graph)
+    """Change `graph`, which autograd has made, in place: of weights' gradients that it has in float32 it returns these,
+    moved and added up as what was rounded."""
+    exact: dict[Node, Node] = {}  # node -> the same without rounding
+    for node in list(graph.nodes):
+        if (made := _exact(graph, node, exact)) is not None:
+            exact[node] = made
+    if exact:
+        output = graph.output_node()
+        output.args = fx.map_arg(output.args, lambda n: exact.get(n, n))
+        drop_dead(graph)
 
 
 class KeepFloat32(GraphPass):
@@ -59,6 +59,29 @@ class KeepFloat32(GraphPass):
         return KeepFloat32, (self.before,)
 
 
+def _exact(graph: fx.Graph, node: Node, known: Mapping[Node, Node]) -> Node | None:
+    """What `node` is without rounding: itself, or made for it; None where it is no gradient in float32, nor made of one
+    by moves, casts and sums."""
+    args: tuple[Any, ...] = node.args
+    if node.target is operator.getitem and args[1] == _OF_WEIGHTS and _writes_float32(args[0]):
+        return node
+    if node.op != "call_function" or known.keys().isdisjoint(node.all_input_nodes):
+        return None
+    if is_cast(node) or node.target is torch.ops.prims.convert_element_type.default:
+        return known[args[0]]
+    if node.target in _MOVES or node.target is aten.add.Tensor:
+        new = [known.get(a, a) if isinstance(a, Node) else a for a in args]
+    elif node.target is aten.cat.default:
+        new = [[known.get(a, a) for a in args[0]], *args[1:]]
+    else:
+        return None
+    if new == list(args):
+        return node
+    mode = detect_fake_mode(value(node))
+    assert mode is not None
+    return Builder(graph, mode, node.next, node)(node.target, *new, **node.kwargs)
+
+
 def _writes_float32(node: Node) -> bool:
     """Whether `node` was asked for gradients of 16-bit weights in float32."""
     ops = torch.ops.megacpp
@@ -67,53 +90,3 @@ def _writes_float32(node: Node) -> bool:
     weights: Any = node.args[3]
     weight = weights[0] if isinstance(weights, (list, tuple)) else weights
     return bool(value(node)[_OF_WEIGHTS].dtype == torch.float32 != value(weight).dtype)
-
-
-class _Wide:
-    """Gradients in float32 of nodes that hold them rounded."""
-
-    def __init__(self, graph: fx.Graph, asked: set[Node]) -> None:
-        self.graph, self.asked = graph, asked
-        self.found: dict[Node, Node | None] = {}
-
-    def of(self, node: Node) -> Node | None:
-        """What `node` is without rounding, made where it does not exist; None where none of it is such a gradient."""
-        if node not in self.found:
-            self.found[node] = self._made(node)
-        return self.found[node]
-
-    def _made(self, node: Node) -> Node | None:
-        held = value(node)
-        if not isinstance(held, torch.Tensor) or node.op != "call_function":
-            return None
-        if held.dtype == torch.float32:
-            return node if self._is_asked(node) else None
-        if _casts(node):
-            return self.of(node.args[0])  # type: ignore[arg-type]
-        if node.target in _MOVES:
-            wide = self.of(node.args[0])  # type: ignore[arg-type]
-            return None if wide is None else self._again(node, wide, *node.args[1:])
-        if node.target is aten.add.Tensor:
-            parts = [self.of(a) or a for a in node.args]  # type: ignore[arg-type]
-            return None if parts == [*node.args] else self._again(node, *parts)
-        if node.target is aten.cat.default:
-            parts = [self.of(a) or a for a in node.args[0]]  # type: ignore[union-attr, arg-type]
-            return None if parts == [*node.args[0]] else self._again(node, parts, *node.args[1:])  # type: ignore[misc]
-        return None
-
-    def _is_asked(self, node: Node) -> bool:
-        source = memory_of(node)
-        while source.target in COPIES:
-            source = memory_of(source.args[0])
-        return source.target is operator.getitem and source.args[0] in self.asked and source.args[1] == _OF_WEIGHTS
-
-    def _again(self, node: Node, *args: Any) -> Node:
-        """The call of `node` on other arguments, behind it."""
-        mode = detect_fake_mode(value(node))
-        assert mode is not None
-        return Builder(self.graph, mode, node.next, node)(node.target, *args, **node.kwargs)
-
-
-def _casts(node: Node) -> bool:
-    """Whether `node` is a cast, as it stands before or behind Inductor's decompositions."""
-    return is_cast(node) or node.target is _CAST

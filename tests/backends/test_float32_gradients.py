@@ -293,6 +293,7 @@ WAYS = {
     "of_three_dimensions": (lambda x, w: F.linear(x, w.view(HIDDEN, DIM)), 2, HIDDEN // 2, DIM),
     "permuted": (lambda x, w: F.linear(x, w.permute(1, 0, 2).reshape(HIDDEN, DIM)), HIDDEN // 2, 2, DIM),
     "squeezed": (lambda x, w: F.linear(x, w.squeeze(0)), 1, HIDDEN, DIM),
+    "cast_up_and_down": (lambda x, w: F.linear(x, w.float().view(HIDDEN, DIM).bfloat16()), HIDDEN // 2, 2, DIM),
     "cloned": (lambda x, w: F.linear(x, w.clone()), HIDDEN, DIM),
     "read_twice": (lambda x, w: F.linear(x, w) + F.linear(x * 2, w).tanh(), HIDDEN, DIM),
     "read_by_others_too": (lambda x, w: F.linear(x, w) * w.mean(1), HIDDEN, DIM),
