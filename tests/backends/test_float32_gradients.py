@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import megacpp_compile
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.fx.edit import value
+from megacpp_compile.lowerings._gemm.float8_support import no_block_scales, no_float8
 from megacpp_compile.lowerings.fp8_block_linear import fp8_quantize_tiles
 from megacpp_compile.lowerings.fp8_linear import fp8_quantize
 from megacpp_compile.passes import linear
@@ -424,3 +425,22 @@ def test_verified_and_told(rand):
         got = gradients(compiled(model, "fp8_delayed", verify="each"), model, rand(2, 128, DIM))
     assert in_float32(got) == set(got)
     assert [site.note for site in report.sites] == [ONE] * 3 and str(report).count(ONE.split()[-1]) >= 3
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_on_a_gpu(rand, recipe):
+    """cuBLASLt writes it, in the place of the one in bfloat16."""
+    if missing := (no_block_scales if recipe == "fp8_block" else no_float8)(torch.device("cuda")):
+        pytest.skip(missing)
+    x, grads = rand(4, 128, DIM).cuda(), []
+    for asks in (True, False):
+        torch._dynamo.reset()
+        model = by(F.linear, HIDDEN, DIM).cuda()
+        with megacpp_compile.record() as report:
+            grads.append(gradients(compiled(wide(model) if asks else model, recipe), model, x)["0.weight"])
+        assert [(site.effective, site.note) for site in report.sites] == [("cuda_scaled_mm", ONE if asks else "")]
+        assert report.frames[0].backward.get(report.sites[0].op, ["cuda_scaled_mm"]) == ["cuda_scaled_mm"]
+    full, narrow = grads
+    assert exact(full) and narrow.dtype == torch.bfloat16 and relative_error(full, narrow) < 2**-8
