@@ -26,6 +26,10 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
             "test_the_backward_is_lowered", "test_what_is_asked_of_the_model_is_not_asked_of_its_backward",
         ),
         "backends/test_cuda_graph_reports.py": ("test_inductor_s_own_reason",),
+        "backends/test_float32_gradients.py": (
+            "test_all_else_stays_as_it_is", "test_moved_on_its_way", "test_symbolic_sizes",
+            "test_whatever_is_recomputed",
+        ),
         "backends/test_held_ops.py": ("test_forward_and_backward",),
         "config/test_given.py": ("test_a_config_is_accepted_and_counts", "test_every_way_warns"),
         "config/test_option_effects.py": ("test_shared_inputs_that_stay_by_themselves",),

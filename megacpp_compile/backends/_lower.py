@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacpp_compile._torch.fakes import FakeTensor, detect_fake_mode
+from megacpp_compile.backends.float32_gradients import keep_float32
 from megacpp_compile.backends.joined_pieces import compute_apart
 from megacpp_compile.backends.overlap import overlap
 from megacpp_compile.config.options import Config
@@ -56,6 +57,7 @@ class LowerSemanticOps(GraphPass):
     @stages.in_stage("lowering")
     def run(self, graph: fx.Graph) -> None:
         _sum_gradient.erase(graph)
+        keep_float32(graph)
         traced: dict[Any, GraphModule] = {}
         with autotune(self.config.autotune):
             ops = [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]

@@ -22,6 +22,7 @@ from megacpp_compile.backends import cuda_graphs, static_launch
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.backends.automatic import Automatic, AutomaticPartitioner
+from megacpp_compile.backends.float32_gradients import KeepFloat32
 from megacpp_compile.backends.inductor_stages import why_alone
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import fake_inputs
@@ -122,6 +123,9 @@ def _with_policy(settings: Settings, gm: GraphModule, example_inputs: Sequence[A
     config, patches = settings.config, settings.patches
     user = patches.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
     policy = config.own_policy
+    if policy is not None or settings.on_auto is not None:
+        user = KeepFloat32(user)
+        patches = {**patches, "joint_custom_post_pass": user}
     if policy is None:
         return {**patches, "joint_custom_post_pass": KeepChoices(user)} if has_regions(gm) else patches
     inputs = tuple(

@@ -37,6 +37,8 @@ from megacpp_compile.report.records import MissedFusion
 
 # In the metadata of a placeholder that is a parameter of a module, the same tensor in every call.
 PARAMETER = "megacpp_parameter"
+# In that of one that is a leaf with a gradient in float32, though it has 16 bits itself.
+FLOAT32_GRADIENT = "megacpp_float32_gradient"
 
 
 @dataclasses.dataclass
@@ -137,10 +139,21 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
         if isinstance(value, torch.nn.Parameter):
             weights.add(new)
             new.meta[PARAMETER] = True
+        if isinstance(value, torch.Tensor) and _has_float32_gradient(value):
+            new.meta[FLOAT32_GRADIENT] = True
     exported.meta.update(gm.meta)
     _inherit_sources(gm, exported)
     exported.recompile()
     return Captured(exported, mode, frozenset(weights | trained), frozenset(trained), given_up)
+
+
+def _has_float32_gradient(leaf: torch.Tensor) -> bool:
+    """Whether autograd gives `leaf`, of 16 bits, a gradient in float32. Within a wrapper subclass, as DTensor is one,
+    gradients have the dtype that the whole has."""
+    if leaf.dtype not in (torch.bfloat16, torch.float16) or not (leaf.is_leaf and leaf.requires_grad):
+        return False
+    # torch 2.9 knows no other dtype than the leaf's own.
+    return getattr(leaf, "grad_dtype", None) == torch.float32 and not is_traceable_wrapper_subclass(leaf)
 
 
 def _forget_counts(mode: FakeTensorMode) -> None:

@@ -62,7 +62,7 @@ class Estimate:
 
     Attributes:
         parameters, buffers: those of the model, tied ones once.
-        gradients: of the trainable parameters, in their dtype.
+        gradients: of the trainable parameters, in the dtype that autograd gives them.
         optimizer: state of `optimizer_name`.
         activations: by kind of block, what is outside of blocks last.
         fields: what eager autograd keeps, in bytes by what it is (`memory.fields.FIELDS`): a router's input and scores,
@@ -188,7 +188,7 @@ def estimate(
     found = Estimate(
         parameters=sum(map(bytes_of, parameters)),
         buffers=sum(map(bytes_of, model.buffers())),
-        gradients=sum(map(bytes_of, trainable)),
+        gradients=sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trainable),
         optimizer=int(per_parameter * sum(p.numel() for p in trainable)),
         optimizer_name=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes a parameter",
         activations=tuple(_activations(kinds, eager, graphs)),

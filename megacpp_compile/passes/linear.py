@@ -14,6 +14,8 @@ After, under "fp8_delayed", the same with
 After, under "fp8_block":
         `x8, sx = megacpp.fp8_quantize_tiles(x, 1)`, `w8, sw = megacpp.fp8_quantize_tiles(w, 128)`;
         `y = megacpp.fp8_block_linear(x, w, x8, sx, w8, sw, b, dtype)`
+Where the weight's gradient is to be in float32 (`_rewrites/float32_gradients.py`), each has `float32` behind its other
+arguments, and linears share a GEMM only with such.
 
 Safe only where the user asks for float8: this is the one pass that changes numerics; without a plan it does nothing. It
 runs before the passes that take linears into ops of their own, so a projection in float8 saves its payload instead
@@ -48,6 +50,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.passes._rewrites.delayed_scaling import no_parameter, no_past
+from megacpp_compile.passes._rewrites.float32_gradients import has_float32_gradient
 from megacpp_compile.passes._rule import Match
 
 name = "linear"
@@ -66,13 +69,15 @@ Payloads = dict[tuple[Node, object, object], Node]  # (tensor, region, how it is
 @dataclasses.dataclass(frozen=True)
 class Wanted:
     """A linear that can be in float8. recipe: what it runs in. shape: as the gate has it, None where sizes are not
-    fixed. gate: why it does not pay alone, "" where it does. note: why it does not run in the recipe of the plan."""
+    fixed. gate: why it does not pay alone, "" where it does. note: why it does not run in the recipe of the plan.
+    wide: whether its weight's gradient is written in float32."""
 
     linear: Linear
     recipe: str
     shape: fp8_gain.Shape | None
     gate: str
     note: str = ""
+    wide: bool = False
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
@@ -119,13 +124,18 @@ def _check(view: GraphView, plan: PrecisionPlan, linear: Linear) -> Wanted | Mat
     misfit = _misfit(value(node).dtype, recipe, k, n, rows)
     if misfit is not None:
         return MatchFailure(node, *(("gate", gate) if gate else misfit))
-    return Wanted(linear, recipe, shape, gate, note)
+    wide = _recorded(view, node) and has_float32_gradient(linear.w)
+    return Wanted(linear, recipe, shape, gate, note, wide)
+
+
+def _recorded(view: GraphView, node: Node) -> bool:
+    """Whether `node` runs where autograd records."""
+    return torch.is_grad_enabled() and view.mode_states[node].grad
 
 
 def _without_past(view: GraphView, linear: Linear) -> str:
     """Why there is no past that could scale the tensors of `linear`, "" where there is."""
-    node = linear.node
-    if not (torch.is_grad_enabled() and view.mode_states[node].grad and view.needs_grad(node)):
+    if not (_recorded(view, linear.node) and view.needs_grad(linear.node)):
         return "fp8_current: nothing is trained here"
     return f"fp8_current: {why}, so it has no past" if (why := no_parameter(linear.w)) else ""
 
@@ -147,7 +157,7 @@ def _together(view: GraphView, wanted: Sequence[Wanted]) -> dict[Node, list[Want
         linear = one.linear
         if one.recipe != "fp8_block" and one.shape is not None and type(linear) is Linear:
             kind = linear.x, one.recipe, view.mode_states[linear.node], value(linear.node).dtype, linear.b is None
-            sharing.setdefault((*kind, value(linear.w).dtype, view.needs_grad(linear.w)), []).append(one)
+            sharing.setdefault((*kind, value(linear.w).dtype, view.needs_grad(linear.w), one.wide), []).append(one)
     groups = (_group([o for o in own if _before(o, own[0])]) for own in sharing.values())
     return {one.linear.node: group for group in groups for one in group}
 
@@ -180,7 +190,9 @@ def _match(view: GraphView, group: Sequence[Wanted], payloads: Payloads) -> Matc
     inputs = list(dict.fromkeys(i for one in linears for i in (one.x, one.w, one.b) if i is not None))
     notes = [f"{len(group)} linears, one in backward"] if len(group) > 1 else []
     notes += dict.fromkeys(one.note for one in group if one.note)
-    rewrite = lambda build: _rewrite(view, build, linears, group[0].recipe, payloads)  # noqa: E731
+    if wide := group[0].wide:
+        notes.append("weights' gradients in float32" if len(group) > 1 else "its weight's gradient in float32")
+    rewrite = lambda build: _rewrite(view, build, linears, group[0].recipe, payloads, wide)  # noqa: E731
     return Match(outputs[0], inputs, outputs, rewrite, note="; ".join(notes))
 
 
@@ -189,7 +201,7 @@ def _no_device_for(recipe: str) -> Callable[[torch.device], str]:
 
 
 def _rewrite(
-    view: GraphView, build: Builder, linears: Sequence[Linear], recipe: str, payloads: Payloads
+    view: GraphView, build: Builder, linears: Sequence[Linear], recipe: str, payloads: Payloads, wide: bool
 ) -> tuple[Node, list[Node]]:
     first = linears[0]
     build.anchor = first.node  # a linear stays where it is, behind those that it shares payloads with
@@ -211,7 +223,8 @@ def _rewrite(
     if recipe == "fp8_block":
         tiles = ops.fp8_quantize_tiles.default
         quantised = [*parts(payload(x, tiles, 1), 0, 1), *parts(payload(weights[0], tiles, SCALE_BLOCK), 0, 1)]
-        new = build(ops.fp8_block_linear.default, x, weights[0], *quantised, first.b, dtype)
+        of_gradient = [torch.float32] if wide else []
+        new = build(ops.fp8_block_linear.default, x, weights[0], *quantised, first.b, dtype, *of_gradient)
         return new, [new]
     biases = [linear.b for linear in linears if linear.b is not None]
     delayed = recipe == "fp8_delayed"
@@ -222,5 +235,6 @@ def _rewrite(
     w = weights[0] if len(weights) == 1 else build(aten.cat.default, weights)
     quantised = [x8, x_scale, *parts(payload(w, one, FORWARD, *of_w), 0, scale)]
     past = [None, None, *columns] if turned else []
+    past += [*[None] * (3 - len(past)), torch.float32] if wide else []
     new = build(ops.fp8_linear.default, x, weights, *quantised, biases, GRADIENT, dtype, *past)
     return new, [build.item(new, i) for i in range(len(linears))]

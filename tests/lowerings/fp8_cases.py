@@ -45,16 +45,16 @@ for label, options in LINEARS.items():
 # --- both operands quantised
 
 
-def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True, grad_format="e4m3", parts=(1,), past=()):
+def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True, grad_format="e4m3", parts=(1,), past=(), wide=False):
     """Operands of fp8_linear, one of them of very small numbers. parts: the weights' rows, in sixteens. past: largest
-    magnitudes of gradients in earlier steps, of which the first counts; none without delayed scaling."""
+    magnitudes of gradients in earlier steps, of which the first counts; none without delayed scaling. wide: the weights'
+    gradients are in float32."""
     x, w = rand(*outer, k, dtype=dtype), rand(n, k, dtype=dtype) * 1e-4
     quantise = reference_of("fp8_quantize")
     weights, b = _parts(w, parts), _parts(rand(n, dtype=dtype), parts) if bias else []
     args = x, weights, *quantise(x, "e4m3"), *quantise(w, "e4m3"), b, grad_format, dtype
-    if not past:
-        return args
-    return *args, torch.tensor(past), torch.zeros(()), args[2].flatten(0, -2).t().contiguous()
+    delayed = (torch.tensor(past), torch.zeros(()), args[2].flatten(0, -2).t().contiguous()) if past else ()
+    return (*args, *(delayed or [None] * 3), torch.float32) if wide else (*args, *delayed)
 
 
 def _parts(t, parts):
@@ -71,6 +71,8 @@ QUANTISED = {
     "delayed": {"past": (4e3, 1.0)},
     "delayed_first_step": {"past": (0.0,), "bias": False},
     "delayed_in_e5m2": {"past": (4e3,), "grad_format": "e5m2"},
+    "float32_gradients": {"n": 64, "parts": (3, 1), "wide": True},
+    "delayed_float32_gradients": {"past": (4e3,), "bias": False, "wide": True},
     "delayed_beyond_the_past": {"past": (200.0,), "n": 64, "parts": (3, 1), "bias": False},
 }
 for label, options in QUANTISED.items():
@@ -85,18 +87,25 @@ for label, options in QUANTISED.items():
         grads = [rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3 for w in weights]
         if not delayed:
             return grads, x8, x_scale, weights, w_scale, grad_format, dtype
-        largest, _, turned = delayed
-        return grads, turned, x_scale, weights, w_scale, grad_format, dtype, largest, True
+        largest, _, turned, *wide = delayed
+        x8 = x8 if turned is None else turned
+        return grads, x8, x_scale, weights, w_scale, grad_format, dtype, largest, turned is not None, *wide
 
 
-def _by_blocks(rand, dtype, outer=(2, 128), k=256, n=128, bias=True):
-    """Operands of fp8_block_linear."""
+def _by_blocks(rand, dtype, outer=(2, 128), k=256, n=128, bias=True, wide=False):
+    """Operands of fp8_block_linear. wide: the weight's gradient is in float32."""
     x, w = rand(*outer, k, dtype=dtype), rand(n, k, dtype=dtype) * 1e-4
     quantise = reference_of("fp8_quantize_tiles")
-    return x, w, *quantise(x, 1), *quantise(w, 128), rand(n, dtype=dtype) if bias else None, dtype
+    b = rand(n, dtype=dtype) if bias else None
+    return x, w, *quantise(x, 1), *quantise(w, 128), b, dtype, *([torch.float32] if wide else [])
 
 
-for label, options in {"blocks": {}, "flat_ragged": {"outer": (40,), "k": 144, "n": 48, "bias": False}}.items():
+BY_BLOCKS = {
+    "blocks": {},
+    "flat_ragged": {"outer": (40,), "k": 144, "n": 48, "bias": False},
+    "float32_gradients": {"wide": True},
+}
+for label, options in BY_BLOCKS.items():
 
     @case("fp8_block_linear", label)
     def _(rand, dtype, options=options):
@@ -104,8 +113,8 @@ for label, options in {"blocks": {}, "flat_ragged": {"outer": (40,), "k": 144, "
 
     @case("fp8_block_linear_backward", label)
     def _(rand, dtype, options=options):
-        x, w, x8, x_scale, _, w_scale, *_ = _by_blocks(rand, dtype, **options)
-        return rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3, x8, x_scale, w, w_scale, dtype
+        x, w, x8, x_scale, _, w_scale, _, *dtypes = _by_blocks(rand, dtype, **options)
+        return rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3, x8, x_scale, w, w_scale, *dtypes
 
     @case("fp8_quantize_tiles", label)
     def _(rand, dtype, options=options):

@@ -24,7 +24,8 @@ def kind(draw: random.Random, op: str) -> Kind:
         widths={"n": draw.choice(sizes), "k": draw.choice(sizes)},
         dtypes={"main": draw.choice(FLOATS), "out": draw.choice((torch.bfloat16, torch.bfloat16, *FLOATS))},
         layout=(False, False, False),
-        flags={"per": per, "bias": draw.random() < 0.5, "in_place": False, "format": draw.choice(("e4m3", "e5m2"))},
+        flags={"per": per, "bias": draw.random() < 0.5, "in_place": False, "format": draw.choice(("e4m3", "e5m2")),
+               "wide": draw.random() < 0.3},
         patterns={"main": pattern(draw, dims)}, table_dims=(),
     )  # fmt: skip
 
@@ -66,7 +67,8 @@ def _quantised(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tu
     if kind.op == "fp8_linear_backward":
         grads = [make.normal(main)(*x.shape[:-1], w.shape[0]) for w in weights]
         delayed = (past, False) if kind.flags["per"] != "tensor" else ()
-        return grads, x8, x_scale, weights, w_scale, format, out, *delayed
+        wide = (*(delayed or (None, False)), torch.float32) if kind.flags["wide"] else delayed
+        return grads, x8, x_scale, weights, w_scale, format, out, *wide
     biases = [make.normal(main)(w.shape[0]) for w in weights] if kind.flags["bias"] else []
     return x, weights, x8, x_scale, w8, w_scale, biases, format, out
 
@@ -78,5 +80,6 @@ def _by_blocks(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tu
     weight = make.normal(main)(n, kind.widths["k"])
     (x8, x_scale), (w8, w_scale) = quantise(x, 1), quantise(weight, 128)
     if kind.op == "fp8_block_linear_backward":
-        return make.normal(main)(*x.shape[:-1], n), x8, x_scale, weight, w_scale, out
+        wide = [torch.float32] if kind.flags["wide"] else []
+        return make.normal(main)(*x.shape[:-1], n), x8, x_scale, weight, w_scale, out, *wide
     return x, weight, x8, x_scale, w8, w_scale, make.normal(main)(n) if kind.flags["bias"] else None, out

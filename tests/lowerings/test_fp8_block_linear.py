@@ -104,8 +104,8 @@ def test_saved_for_backward(rand):
     assert x8.element_size() == 1 and x_scale.numel() * 128 == x8.numel()
 
 
-@pytest.mark.parametrize("k, n", [(512, 256), (256, 512), (384, 128)])
-def test_operands_of_the_gemms(rand, monkeypatch, k, n):
+@pytest.mark.parametrize("k, n, wide", [(512, 256, False), (256, 512, True), (384, 128, False)])
+def test_operands_of_the_gemms(rand, monkeypatch, k, n, wide):
     """What the lowering for CUDA gives to cuBLASLt are the right operands in the layouts it takes."""
     monkeypatch.setattr(block_scaled.torch, "_scaled_mm", block_scaled_as_torch_has_it)
     args = operands(rand, k=k, n=n)
@@ -114,10 +114,13 @@ def test_operands_of_the_gemms(rand, monkeypatch, k, n):
         want = [reference.fp8_block_linear(*args)]
         x, w, x8, x_scale, _, w_scale, *_ = args
         back = rand(*x.shape[:-1], n, dtype=torch.bfloat16), x8, x_scale, w, w_scale, x.dtype
+        back += (torch.float32,) if wide else ()
         got += cuda_scaled_mm.fp8_block_linear_backward(*back)
         want += reference.fp8_block_linear_backward(*back)
     assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in want]
     assert max(map(relative_error, got, want)) < 2**-8
+    assert got[2].dtype == (torch.float32 if wide else torch.bfloat16)
+    assert not wide or relative_error(got[2], want[2]) < 1e-6
 
 
 def test_products_are_tried_before_they_are_used(monkeypatch):

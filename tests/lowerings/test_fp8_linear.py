@@ -130,6 +130,32 @@ def test_a_linear_without_a_loss_has_no_gradient(rand):
     assert parts[1].grad is None and parts[0].grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("lowering", [fp8_linear_backward, cuda_scaled_mm.fp8_linear_backward], ids=["op", "cuda"])
+def test_weights_gradients_in_float32(rand, lowering):
+    """What the GEMM has summed, which without is rounded to the weights' dtype; all else to the bit. A CPU's
+    `torch._scaled_mm` computes for cuBLASLt."""
+    x, weights, x8, sx, _, sw, _, format, dtype = operands(rand, bias=False)
+    grad = rand(*x.shape[:-1], 48, dtype=torch.bfloat16)
+    with torch.no_grad():
+        args = [grad], x8, sx, weights, sw, format, dtype, None, False
+        (dx, narrow, seen), (wide_dx, wide, wide_seen) = lowering(*args), lowering(*args, torch.float32)
+        want = widened(*fp8_quantize(grad, format)).flatten(0, -2).t() @ widened(x8, sx).flatten(0, -2)
+    assert (narrow.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(wide.bfloat16(), narrow) and torch.equal(dx, wide_dx) and torch.equal(seen, wide_seen)
+    assert relative_error(wide, want) < 1e-6 < 1e-3 < relative_error(narrow, want)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="there from torch 2.10 on")
+def test_a_leaf_has_its_gradient_as_the_gemm_writes_it(rand):
+    for asked in (None, torch.float32):
+        x, (w,), *quantised = operands(rand, bias=False)
+        w.grad_dtype = torch.float32
+        (y,) = fp8_linear(x, [w], *quantised, None, None, None, asked)
+        y.float().square().sum().backward()
+        assert w.grad.dtype == torch.float32
+        assert torch.equal(w.grad, w.grad.bfloat16().float()) == (asked is None)
+
+
 @pytest.mark.parametrize("label", CASES["fp8_linear"])
 def test_the_device_that_is_asked_is_the_operands(rand, label):
     """Which of the arguments are tensors and which lists differs between forward and backward."""

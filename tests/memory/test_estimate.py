@@ -87,6 +87,10 @@ def test_state():
         assert (found.parameters, found.gradients, found.optimizer) == (
             width * everything, width * trainable, 8 * trainable,
         )  # fmt: skip
+    if hasattr(torch.Tensor, "grad_dtype"):  # from torch 2.10 on
+        for p in model.parameters():
+            p.grad_dtype = torch.float32
+        assert estimate(model, ids(), compiled=False).gradients == 4 * trainable
     for optimizer, width in (("adamw_master", 12), ("sgd", 0), (3.5, 3.5)):
         assert estimate(model, ids(), optimizer=optimizer, compiled=False).optimizer == int(width * trainable)
 

@@ -89,6 +89,23 @@ getitem_12: bf16[2, 16, 32] = fp8_linear_2[0]
 return [getitem_12]""")
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="there from torch 2.10 on")
+@pytest.mark.parametrize("recipe, given", [("fp8_current", "None, None, None"), ("fp8_delayed", "None, None, getitem_1")])
+def test_graph_of_a_gradient_in_float32(float8, recipe, given):
+    """The parameter's `grad_dtype` is the op's last argument; all else is as it is without."""
+    plan = PrecisionPlan(rules=(("*", recipe),), gate=False)
+    graphs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        module = MLP()
+        module.gate_proj.weight.grad_dtype = dtype
+        frames = run(module, hidden(), config(plan))
+        graphs.append(render(frames.graph).splitlines())
+        assert [s.note for a in frames.analyses for s in a.outcome.sites][1:] == ["", ""]
+    (plain, asked), *others = [(a, b) for a, b in zip(*graphs, strict=True) if a != b]
+    assert not others and "gate_proj_weight" in plain and "megacpp.fp8_linear(" in plain
+    assert asked == plain.removesuffix(f", {given})").removesuffix(")") + f", {given}, float32)"
+
+
 def test_bias_and_a_matmul(float8):
     class Other(nn.Module):
         def __init__(self):

@@ -56,7 +56,7 @@ def no_linear(args: Sequence[Any], backward: bool, multiple: int) -> str | None:
     weights = weights if isinstance(weights, (list, tuple)) else [weights]
     if any(n % multiple for n in (x8[..., 0].numel(), *(n for w in weights for n in w.shape)) if isinstance(n, int)):
         return f"rows, k and n have to be multiples of {multiple}"
-    made = {next(a for a in args if isinstance(a, torch.dtype)), *((weights[0].dtype,) if backward else ())}
+    made = {*(a for a in args if isinstance(a, torch.dtype)), *((weights[0].dtype,) if backward else ())}
     if odd := made - {torch.bfloat16, torch.float16, torch.float32}:
         return f"results in {odd.pop()}"
     return None

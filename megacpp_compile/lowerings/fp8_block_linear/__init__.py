@@ -2,12 +2,13 @@
 
     fp8_quantize_tiles(x, rows)     payload, x's shape [..., r, k] in e4m3, and scales [..., ceil(r / rows),
                                     ceil(k / 128)], float32: the largest of rows x 128 numbers becomes e4m3's largest
-    fp8_block_linear(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype)
+    fp8_block_linear(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype, weight_grad)
         x           [..., k], of two dimensions or more; takes the gradient, and is not read
         weight      [n, k]; takes the gradient, and is read in backward only
         x8          x's payload, x_scale [..., k / 128]: 1 x 128
         w8          the weight's, w_scale [n / 128, k / 128]: 128 x 128
         bias        [n] or None
+        weight_grad     dtype of the weight's gradient as the GEMM writes it; None for the weight's own
         returns     y [..., n] in `out_dtype`
 
 Gradients are rounded to e4m3, too: 1 x 128 along n for x's gradient, 128 x 1 along tokens for the weight's, for which
@@ -58,40 +59,48 @@ def fp8_block_linear(
     w_scale: Tensor,
     bias: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
     out_dtype: torch.dtype,
+    weight_grad: torch.dtype | None = None,
 ) -> Tensor:
     with no_autocast(x):
         return reference.fp8_block_linear(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype)
 
 
 @fp8_block_linear.register_fake
-def _(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype):  # type: ignore[no-untyped-def]
+def _(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype, weight_grad=None):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
 @torch.library.custom_op("megacpp::fp8_block_linear_backward", mutates_args=())
 def fp8_block_linear_backward(
-    grad: Tensor, x8: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, x_dtype: torch.dtype
+    grad: Tensor,
+    x8: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    x_dtype: torch.dtype,
+    weight_grad: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
     with no_autocast(grad):
-        return reference.fp8_block_linear_backward(grad, x8, x_scale, weight, w_scale, x_dtype)
+        return reference.fp8_block_linear_backward(grad, x8, x_scale, weight, w_scale, x_dtype, weight_grad)
 
 
 @fp8_block_linear_backward.register_fake
-def _(grad, x8, x_scale, weight, w_scale, x_dtype):  # type: ignore[no-untyped-def]
-    return grad.new_empty(x8.shape, dtype=x_dtype), weight.new_empty(weight.shape)
+def _(grad, x8, x_scale, weight, w_scale, x_dtype, weight_grad=None):  # type: ignore[no-untyped-def]
+    return grad.new_empty(x8.shape, dtype=x_dtype), weight.new_empty(weight.shape, dtype=weight_grad or weight.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, x8, x_scale, _, w_scale, bias, _ = inputs
+    x, weight, x8, x_scale, _, w_scale, bias, _, ctx.weight_grad = inputs
     ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(x8, x_scale, weight, w_scale)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dx, dw = fp8_block_linear_backward(grad, *ctx.saved_tensors, ctx.x_dtype)
+    dx, dw = fp8_block_linear_backward(grad, *ctx.saved_tensors, ctx.x_dtype, ctx.weight_grad)
     db = None if ctx.bias_dtype is None else bias_gradient(grad, ctx.bias_dtype)
-    return dx, dw, None, None, None, None, db, None
+    # One for every argument the caller gave, defaults not counted.
+    return (dx, dw, None, None, None, None, db, None, None)[: len(ctx.needs_input_grad)]
 
 
 fp8_block_linear.register_autograd(_backward, setup_context=_setup_context)

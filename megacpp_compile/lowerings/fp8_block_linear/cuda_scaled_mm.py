@@ -44,6 +44,7 @@ def fp8_block_linear(
     w_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    weight_grad: torch.dtype | None = None,
 ) -> Tensor:
     y = by_squares(x8.flatten(0, -2), x_scale.flatten(0, -2).t().contiguous(), w8, w_scale, out_dtype)
     y = y if bias is None else (y + bias).to(out_dtype)
@@ -51,7 +52,13 @@ def fp8_block_linear(
 
 
 def fp8_block_linear_backward(
-    grad: Tensor, x8: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, x_dtype: torch.dtype
+    grad: Tensor,
+    x8: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    x_dtype: torch.dtype,
+    weight_grad: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     grad = grad.flatten(0, -2).to(torch.float32)
     rows, rows_scale = round_by_tiles(grad, 1, SCALE_BLOCK)
@@ -60,7 +67,7 @@ def fp8_block_linear_backward(
     w = rounded_by_tiles(wide, columns_of_w, SCALE_BLOCK, SCALE_BLOCK, torch.float8_e4m3fn).contiguous()
     dx = by_squares(rows.contiguous(), rows_scale.t().contiguous(), w, columns_of_w, x_dtype)
     x = widened_by_tiles(x8, x_scale, 1, SCALE_BLOCK, torch.float32).flatten(0, -2)
-    dw = torch.ops.megacpp.block_scaled_mm(*_columns(grad), *_columns(x), weight.dtype)
+    dw = torch.ops.megacpp.block_scaled_mm(*_columns(grad), *_columns(x), weight_grad or weight.dtype)
     return dx.unflatten(0, x8.shape[:-1]), dw
 
 

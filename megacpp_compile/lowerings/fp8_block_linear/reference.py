@@ -24,6 +24,7 @@ def fp8_block_linear(
     w_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    weight_grad: torch.dtype | None = None,
 ) -> Tensor:
     wide = widened_by_tiles(x8, x_scale, 1, SCALE_BLOCK, torch.float32)
     y = wide @ widened_by_tiles(w8, w_scale, SCALE_BLOCK, SCALE_BLOCK, torch.float32).t()
@@ -31,14 +32,20 @@ def fp8_block_linear(
 
 
 def fp8_block_linear_backward(
-    grad: Tensor, x8: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, x_dtype: torch.dtype
+    grad: Tensor,
+    x8: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    x_dtype: torch.dtype,
+    weight_grad: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     grad = grad.flatten(0, -2).to(torch.float32)
     w8 = rounded_by_tiles(weight.to(torch.float32), w_scale, SCALE_BLOCK, SCALE_BLOCK, torch.float8_e4m3fn)
     dx = _as_rounded(grad, 1, SCALE_BLOCK) @ widened_by_tiles(w8, w_scale, SCALE_BLOCK, SCALE_BLOCK, torch.float32)
     x = widened_by_tiles(x8, x_scale, 1, SCALE_BLOCK, torch.float32).flatten(0, -2)
     dw = _as_rounded(grad, SCALE_BLOCK, 1).t() @ _as_rounded(x, SCALE_BLOCK, 1)
-    return dx.view(x8.shape).to(x_dtype), dw.to(weight.dtype)
+    return dx.view(x8.shape).to(x_dtype), dw.to(weight_grad or weight.dtype)
 
 
 def _as_rounded(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -12,7 +12,7 @@
                                 row less; and the largest of each column, over and over [n, ALIGNED], so that a kernel
                                 may be given a row. What is not finite counts as 0
     fp8_linear(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype, grad_largest, grad_seen,
-               x_turned)
+               x_turned, weight_grad)
         x           [..., k]; takes the gradient, and is not read
         weights     one [n_i, k] of each linear; they take the gradients, and are read in backward only
         x8, w8      the payloads in e4m3 of x and of all weights, one below the other [n, k], with their scales
@@ -20,6 +20,7 @@
         grad_largest, grad_seen     with delayed scaling: what scales the gradient, as `largest` does x; and a tensor []
                     that backward writes the gradient's largest magnitude to. None with current scaling
         x_turned    x8 as [k, rows], which backward keeps in the place of x8; None to keep x8
+        weight_grad     dtype of the weights' gradients as the GEMM writes them; None for the weights' own
         returns     y_i [..., n_i] of each, in `out_dtype`: parts of (x8 @ w8.T) * x_scale_inv * w_scale_inv, plus bias
 
 In backward the linears are one: one GEMM has all gradients of the weights, and one the gradient of x, which needs no
@@ -100,6 +101,7 @@ def fp8_linear(
     grad_largest: Tensor | None = None,
     grad_seen: Tensor | None = None,
     x_turned: Tensor | None = None,
+    weight_grad: torch.dtype | None = None,
 ) -> list[Tensor]:
     with no_autocast(x):
         return reference.fp8_linear(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype)
@@ -107,7 +109,7 @@ def fp8_linear(
 
 @fp8_linear.register_fake
 def _(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype,
-      grad_largest=None, grad_seen=None, x_turned=None):  # type: ignore[no-untyped-def]  # fmt: skip
+      grad_largest=None, grad_seen=None, x_turned=None, weight_grad=None):  # type: ignore[no-untyped-def]  # fmt: skip
     return [x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype) for w in weights]
 
 
@@ -122,26 +124,28 @@ def fp8_linear_backward(
     x_dtype: torch.dtype,
     largest: Tensor | None = None,
     turned: bool = False,
+    weight_grad: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x and of the weights, one below the other [n, k], and the largest magnitude of `grads` []. turned:
     x8 is [k, rows]."""
     with no_autocast(x8):
         return reference.fp8_linear_backward(
-            grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype, largest, turned
+            grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype, largest, turned, weight_grad
         )
 
 
 @fp8_linear_backward.register_fake
 def _(grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype,
-      largest=None, turned=False):  # type: ignore[no-untyped-def]  # fmt: skip
+      largest=None, turned=False, weight_grad=None):  # type: ignore[no-untyped-def]  # fmt: skip
     n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
-    dx, dw = grads[0].new_empty((*grads[0].shape[:-1], k), dtype=x_dtype), weights[0].new_empty((n, k))
+    dx = grads[0].new_empty((*grads[0].shape[:-1], k), dtype=x_dtype)
+    dw = weights[0].new_empty((n, k), dtype=weight_grad or weights[0].dtype)
     return dx, dw, x8.new_empty((), dtype=torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weights, x8, x_scale_inv, _, w_scale_inv, biases, ctx.grad_format, _, *delayed = inputs
-    grad_largest, ctx.grad_seen, x_turned = delayed
+    grad_largest, ctx.grad_seen, x_turned, ctx.weight_grad = delayed
     ctx.set_materialize_grads(False)
     ctx.x_dtype, ctx.bias_dtypes = x.dtype, [b.dtype for b in biases]
     # Not saved: backward writes to `grad_seen`, and reads nothing of it.
@@ -157,15 +161,16 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     used = {i: g for i, g in enumerate(grads) if g is not None}
     own = [weights[i] for i in used]
     dx, dw, seen = fp8_linear_backward(
-        list(used.values()), x8, x_scale_inv, own, w_scale_inv, ctx.grad_format, ctx.x_dtype, largest, ctx.turned
-    )
+        list(used.values()), x8, x_scale_inv, own, w_scale_inv, ctx.grad_format, ctx.x_dtype, largest, ctx.turned,
+        ctx.weight_grad,
+    )  # fmt: skip
     if ctx.grad_seen is not None:
         ctx.grad_seen.copy_(seen)
     rows_of = dict(zip(used, dw.split([w.shape[0] for w in own]) if len(own) > 1 else [dw], strict=True))
     dbs = [None if (g := used.get(i)) is None else bias_gradient(g, d) for i, d in enumerate(ctx.bias_dtypes)]
     dws = [rows_of.get(i) for i in range(len(weights))]
     # One for every argument the caller gave, defaults not counted.
-    return (dx, dws, None, None, None, None, dbs, *[None] * 5)[: len(ctx.needs_input_grad)]
+    return (dx, dws, None, None, None, None, dbs, *[None] * 6)[: len(ctx.needs_input_grad)]
 
 
 fp8_linear.register_autograd(_backward, setup_context=_setup_context)

@@ -65,6 +65,7 @@ def fp8_linear(
     grad_largest: Tensor | None = None,
     grad_seen: Tensor | None = None,
     x_turned: Tensor | None = None,
+    weight_grad: torch.dtype | None = None,
 ) -> list[Tensor]:
     # A GEMM each: parts of one result would keep all of it alive for as long as any of them.
     payloads = [w8] if len(weights) == 1 else w8.split([w.shape[0] for w in weights])
@@ -85,6 +86,7 @@ def fp8_linear_backward(
     x_dtype: torch.dtype,
     largest: Tensor | None = None,
     turned: bool = False,
+    weight_grad: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = _joined(grads, -1)
     rows, columns, scale_inv, seen = _gradient(grad.flatten(0, -2), grad_format, largest)
@@ -92,7 +94,7 @@ def fp8_linear_backward(
     w_columns = _joined(turned_weights, 1).contiguous()
     dx = fp8_gemm(rows, scale_inv, w_columns, w_scale_inv, x_dtype).unflatten(0, grad.shape[:-1])
     x_columns = x8 if turned else x8.flatten(0, -2).t().contiguous()
-    dw = fp8_gemm(columns, scale_inv, x_columns, x_scale_inv, weights[0].dtype)
+    dw = fp8_gemm(columns, scale_inv, x_columns, x_scale_inv, weight_grad or weights[0].dtype)
     return dx, dw, seen
 
 
