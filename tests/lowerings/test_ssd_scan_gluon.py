@@ -15,9 +15,10 @@ from .gluon_kernels import HALF, LEAST_CHUNKS, ON_HOPPER, needs_hopper, needs_tr
 from .rounding import moved_by_rounding
 
 SIZES = {"P": 64, "N": 128}
-WALK = {**SIZES, "L": 64, "REVERSE": 0, "SKIP": 1, "FIRST": 1, "ROWS": 1, "STAGES": 2, "v": "bfloat16", "out": "bfloat16"}
-PAIRS = {**SIZES, "L": 128, "HB": 8, "dy": "bfloat16"}
-KEYS = {**SIZES, "L": 128, "HB": 8, "d_B": "bfloat16"}
+WALK = {**SIZES, "L": 64, "REVERSE": 0, "SKIP": 1, "FIRST": 1, "ROWS": 1, "PACKED": 0, "STAGES": 2}
+WALK |= {"v": "bfloat16", "out": "bfloat16"}
+PAIRS = {**SIZES, "L": 128, "HB": 8, "PACKED": 0, "dy": "bfloat16"}
+KEYS = {**SIZES, "L": 128, "HB": 8, "PACKED": 0, "d_B": "bfloat16"}
 KERNELS = {
     "walk": WALK,
     "walk_to_float32": {**WALK, "out": "float32", "FIRST": 0},
@@ -31,6 +32,10 @@ KERNELS = {
     "key_grad": KEYS,
     "key_grad_in_parts": {**KEYS, "d_B": "float32"},
     "key_grad_of_one_head": {**KEYS, "N": 64, "HB": 1},
+    "walk_of_documents": {**WALK, "PACKED": 1},
+    "walk_back_of_documents": {**WALK, "REVERSE": 1, "v": "float32", "PACKED": 1},
+    "scores_grad_of_documents": {**PAIRS, "dy": "float32", "PACKED": 1},
+    "key_grad_of_documents": {**KEYS, "PACKED": 1},
 }
 FLOATS = ("decay", "steps", "skip", "first", "states", "last", "d_scores", "row_sums", "column_sums", "across",
           "diagonal", "d_skip", "dots", "inner")  # fmt: skip
@@ -51,7 +56,7 @@ def assembled(label: str) -> tuple[str, int]:
                      "d_B": (gluon.ssd_key_grad_hopper, 8)}[own]  # fmt: skip
     dtypes = {name: getattr(torch, constants.pop(name)) for name in ("v", own) if name in constants}
     P, N, rows = constants["P"], constants["N"], 128 if own == "d_B" else 64
-    types = dict.fromkeys(FLOATS, "*fp32") | {name: tile((1, rows, N)) for name in ("q", "k", "B", "C")}
+    types = dict.fromkeys(FLOATS, "*fp32") | {"cuts": "*i32"} | {name: tile((1, rows, N)) for name in ("q", "k", "B", "C")}
     types |= {name: tile((1, rows, P), dtypes.get(name, torch.bfloat16)) for name in ("v", "x", "dy", "out")}
     types |= {"d_B": tile((1, rows, N), dtypes.get("d_B", torch.bfloat16))}
     types |= dict.fromkeys(("left", "entering"), tile((P, N), torch.float32))
@@ -72,7 +77,7 @@ class Call:
     """Of 64 chunks of 64 tokens of 64 heads, which Gluon takes."""
 
     x = B = C = torch.empty(0, dtype=torch.bfloat16, device="meta")
-    batch, heads, p, n, chunk, seq_idx = 1, 64, 64, 128, 256, None
+    batch, heads, p, n, chunk = 1, 64, 64, 128, 256
 
     def __init__(self, **change):
         self.count = change.pop("count", 64)
@@ -90,8 +95,7 @@ FLOAT32 = torch.empty(0, device="meta")
 @pytest.mark.parametrize(("change", "served"), [
     ({}, True), ({"n": 64}, True), ({"rows": torch.float32}, True), ({"chunk": 64}, True), ({"batch": 2, "count": 32}, True),
     ({"n": 256}, False), ({"p": 128}, False), ({"chunk": 32}, False), ({"x": FLOAT32}, False), ({"C": FLOAT32}, False),
-    ({"rows": torch.float16}, False), ({"seq_idx": FLOAT32}, False), ({"count": 63}, False), ({"hopper": False}, False),
-    ({"missing": "a name"}, False),
+    ({"rows": torch.float16}, False), ({"count": 63}, False), ({"hopper": False}, False), ({"missing": "a name"}, False),
 ])  # fmt: skip
 def test_whom_it_serves(monkeypatch, change, served):
     gluon, change = hopper(), dict(change)
@@ -104,8 +108,8 @@ def test_whom_it_serves(monkeypatch, change, served):
 
 def scan(rand, **options):
     given = {"b": 1, "t": 200, "h": 8, "g": 2, "p": 64, "n": 128, "chunk": 256, **options}
-    *args, out = _scan(rand, torch.bfloat16, **given)
-    return args, out
+    made = _scan(rand, torch.bfloat16, **given)
+    return list(made[:8]), made[8], made[9] if len(made) > 9 else None
 
 
 @needs_triton
@@ -118,15 +122,15 @@ def test_what_does_not_compile_is_served_otherwise(rand, monkeypatch, caplog, op
     monkeypatch.setattr(gluon.kernels, "missing", "")
     monkeypatch.setattr(gluon, "ssd_walk_hopper", DoesNotCompile())
     monkeypatch.setattr(_call.Call, "decay", lambda call, length: (call.dt, call.dt))
-    args, out = scan(rand)
+    args, out, _ = scan(rand)
     y, last, states = reference_of("ssd_scan")(*args, out)
     promised = (y, last, states) if op == "scan" else (*args[:6],)
     asked = []
     monkeypatch.setattr(cuda_triton, f"_{op}", lambda *given: asked.append(given) or promised)
     if op == "scan":
-        got = [cuda_triton.scan_on_hopper(tuple(args[:5]), *args[5:], out) for _ in range(2)][1]
+        got = [cuda_triton.scan_on_hopper(tuple(args[:5]), *args[5:], out, None) for _ in range(2)][1]
     else:
-        call = y, last, tuple(args[:5]), *args[5:7], states, args[7]
+        call = y, last, tuple(args[:5]), *args[5:7], states, args[7], None
         got = [cuda_triton.backward_on_hopper(*call) for _ in range(2)][1]
     assert got is promised and len(asked) == 2
     assert caplog.text.count("no attribute 'barrier'") == 1 and "Triton's own" in caplog.text
@@ -140,9 +144,9 @@ assert not [name for name in sys.modules if name.startswith("megacpp_compile") a
 def draw(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 x, B, dt, A = draw(2, 100, 4, 64), draw(2, 100, 2, 128), draw(2, 100, 4, dtype=torch.float32), draw(4, dtype=torch.float32)
-args = [x, dt, A, B, B, A, None, 64, torch.float32]
+args = [x, dt, A, B, B, A, None, 64, torch.float32, None]
 ours, own = torch.ops.megacpp_ssd.scan(*args), torch.ops.megacpp.ssd_scan(*args)
-back = [own[0], None, *args[:7], own[2], 64]
+back = [own[0], None, *args[:7], own[2], 64, None]
 ours += torch.ops.megacpp_ssd.backward(*back)
 own += torch.ops.megacpp.ssd_scan_backward(*back)
 assert [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in own]
@@ -166,6 +170,9 @@ NUMBERS = {
     "strong_decay": {"rates": (1.0, 40.0), "t": 400},
     "no_decay": {"rates": (0.0, 0.0)},
     "rows_together": {},
+    "documents": {"t": 300, "b": 2, "begins": [(0, 3, 64, 70, 127, 128, 191), (250,)]},
+    "documents_in_short_chunks": {"t": 520, "chunk": 64, "begins": [(1, 63, 65, 256, 400)], "initial": False},
+    "documents_of_one_group": {"t": 300, "g": 1, "h": 24, "chunk": 128, "begins": [(130,)]},
 }
 
 
@@ -182,19 +189,20 @@ def test_numbers(rand, monkeypatch, label, rows):
     names = "ssd_walk_hopper", "ssd_scores_grad_hopper", "ssd_key_grad_hopper"
     for name in names:
         monkeypatch.setattr(gluon, name, told(getattr(gluon, name), launched))
-    args, _ = scan(rand, **NUMBERS[label])
+    args, _, documents = scan(rand, **NUMBERS[label])
     # x, B and C are slices of rows that begin at odd multiples of 8 numbers, which are copied; these are not.
     args = on("cuda", [t.contiguous() if label == "rows_together" and t is not None and hasattr(t, "shape") else t
                        for t in args])  # fmt: skip
+    (documents,) = on("cuda", (documents,))
     with poisoned_memory():
-        y, last, states = cuda_triton.ssd_scan(*args, rows)
+        y, last, states = cuda_triton.ssd_scan(*args, rows, documents)
     exact = on("cuda", args, torch.float64)
-    want = reference_of("ssd_scan")(*exact, torch.float64)
+    want = reference_of("ssd_scan")(*exact, torch.float64, documents)
     unit = torch.finfo(torch.bfloat16).eps if rows == torch.bfloat16 else 3 * INNER_UNIT
     assert not faults((y,), want[:1], unit) and not faults((last, states), want[1:], 3 * INNER_UNIT)
     (dy,) = on("cuda", (rand(*y.shape, dtype=rows),))
     dlast = last if NUMBERS[label].get("initial", True) else None
-    back = dy, dlast, *args[:7], states, args[7]
+    back = dy, dlast, *args[:7], states, args[7], documents
     with poisoned_memory():
         got = cuda_triton.ssd_scan_backward(*back)
     exact_back = on("cuda", back, torch.float64)
@@ -223,7 +231,7 @@ def test_in_a_cuda_graph(rand, monkeypatch):
 
     hopper()
     monkeypatch.setattr(LEAST_CHUNKS, 0)
-    args, _ = scan(rand, b=2, t=1024)
+    args, *_ = scan(rand, b=2, t=1024)
     args = on("cuda", args)
 
     def made():

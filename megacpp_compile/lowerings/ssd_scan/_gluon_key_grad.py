@@ -46,13 +46,19 @@ def _bring_entering(entering, row, landed, enters_s):
 
 
 @gluon.jit
-def _factors(decay, steps, row, there, L: gl.constexpr):
-    """Of a head's chunk, number `row`: how far each token reaches the state, and the steps [2 L]."""
+def _factors(decay, steps, cuts, row, chunk, there, L: gl.constexpr, PACKED: gl.constexpr):
+    """Of a head's chunk, number `row`: how far each token reaches the state, and the steps [2 L]. chunk: its number in
+    `cuts`."""
     place = gl.arange(0, 2 * L, gl.BlockedLayout([1], [32], [8], [0]))
     token, there = row * L + place % L, (place >= 0) & there
     reach = gl.load(decay + row * L + L - 1 + place * 0, mask=there & (place < L), other=0.0)
     reach -= gl.load(decay + token, mask=there & (place < L), other=0.0)
-    return gl.where(place < L, power(reach), gl.load(steps + token, mask=there & (place >= L), other=0.0))
+    reach = power(reach)
+    if PACKED:
+        cut = gl.load(cuts + chunk * L + place % L, mask=there, other=0)
+        last = gl.load(cuts + chunk * L + L - 1 + place * 0, mask=there, other=0)
+        reach = gl.where(cut == last, reach, 0.0)
+    return gl.where(place < L, reach, gl.load(steps + token, mask=there & (place >= L), other=0.0))
 
 
 @gluon.jit
@@ -68,8 +74,9 @@ def _within(d_scores, queries, zero, L: gl.constexpr):
 
 
 @gluon.jit
-def ssd_key_grad_hopper(x, B, C, d_scores, decay, steps, left, entering, d_B, dots, inner, heads, chunks, per_group,
-                        parts, L: gl.constexpr, P: gl.constexpr, N: gl.constexpr, HB: gl.constexpr):  # fmt: skip
+def ssd_key_grad_hopper(x, B, C, d_scores, decay, steps, cuts, left, entering, d_B, dots, inner, heads, chunks,
+                        per_group, parts, L: gl.constexpr, P: gl.constexpr, N: gl.constexpr, HB: gl.constexpr,
+                        PACKED: gl.constexpr):  # fmt: skip
     """x is a descriptor of [b, tokens, channels of all heads] by tiles [1, L, P]; B, C and d_B of all groups, or parts,
     by [1, L, N]; left, the gradients of the states that leave chunks, and entering, of rows [b c h P] by [P, N]."""
     gl.static_assert(gl.num_warps() == 8 and L == 128)
@@ -98,7 +105,7 @@ def ssd_key_grad_hopper(x, B, C, d_scores, decay, steps, left, entering, d_B, do
     if HB > 1:
         _bring(x, left, b, first, (h + 1) * P, row + 1, landed.index(1), x_s.index(1), state_s.index(1))
     _bring_entering(entering, row, landed.index(3), enters_s)
-    rows.index(0).store(_factors(decay, steps, row, True, L))
+    rows.index(0).store(_factors(decay, steps, cuts, row, b * chunks + c, True, L, PACKED))
     zero = gl.full([L, N], 0.0, F, OF_N)
     mbarrier.wait(landed.index(2), 0)
     at = ((b * chunks + c) * parts + part).to(gl.int64) * L * L
@@ -107,7 +114,7 @@ def ssd_key_grad_hopper(x, B, C, d_scores, decay, steps, left, entering, d_B, do
     barrier()
     for i in range(HB):
         slot, mine = i & 1, rows.index(i & 1)
-        coming = _factors(decay, steps, row + 1, i + 1 < HB, L)
+        coming = _factors(decay, steps, cuts, row + 1, b * chunks + c, i + 1 < HB, L, PACKED)
         mbarrier.wait(landed.index(slot), (i >> 1) & 1)
         mbarrier.wait(landed.index(3), slot)
         product = gl.full([16], 0.0, F, gl.SliceLayout(1, FLAT))

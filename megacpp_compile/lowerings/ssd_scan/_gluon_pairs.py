@@ -56,27 +56,27 @@ def _by_rows(a_s, b_s, OF_A: gl.constexpr, OF: gl.constexpr):
 
 
 @gluon.jit
-def ssd_scores_grad_hopper(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, across, diagonal, d_skip,
+def ssd_scores_grad_hopper(dy, x, B, C, decay, steps, cuts, d_scores, row_sums, column_sums, across, diagonal, d_skip,
                            heads, chunks, per_group, parts, L: gl.constexpr, P: gl.constexpr, N: gl.constexpr,
-                           HB: gl.constexpr):  # fmt: skip
+                           HB: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
     """dy and x are descriptors of [b, tokens, channels of all heads] by tiles [1, 64, P], B and C of all groups by
     [1, 64, N].
 
     row_sums, column_sums, diagonal [b, c, h, L] and d_skip [b, c, h, 2] are as Triton's kernel has them, of a half of
     the chunk by itself; across [b, c, h, L]: what the second half's rows have besides, then the first's columns."""
     if gl.program_id(0) % 3 == 1:
-        _heads(dy, x, B, C, decay, steps, d_scores, across, across, across, across, heads, chunks, per_group, parts,
-               1, 0, False, L, P, N, HB)  # fmt: skip
+        _heads(dy, x, B, C, decay, steps, cuts, d_scores, across, across, across, across, heads, chunks, per_group,
+               parts, 1, 0, False, L, P, N, HB, PACKED)  # fmt: skip
     else:
         half = gl.program_id(0) % 3 // 2
-        _heads(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, diagonal, d_skip, heads, chunks, per_group,
-               parts, half, half, True, L, P, N, HB)  # fmt: skip
+        _heads(dy, x, B, C, decay, steps, cuts, d_scores, row_sums, column_sums, diagonal, d_skip, heads, chunks,
+               per_group, parts, half, half, True, L, P, N, HB, PACKED)  # fmt: skip
 
 
 @gluon.jit
-def _heads(dy, x, B, C, decay, steps, d_scores, row_sums, column_totals, diagonal, d_skip, heads, chunks, per_group,
-           parts, late, early, DIAGONAL: gl.constexpr, L: gl.constexpr, P: gl.constexpr, N: gl.constexpr,
-           HB: gl.constexpr):  # fmt: skip
+def _heads(dy, x, B, C, decay, steps, cuts, d_scores, row_sums, column_totals, diagonal, d_skip, heads, chunks,
+           per_group, parts, late, early, DIAGONAL: gl.constexpr, L: gl.constexpr, P: gl.constexpr, N: gl.constexpr,
+           HB: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
     """The block of readers in half `late` of a chunk and writers in half `early`."""
     gl.static_assert(gl.num_warps() == 4 and L == 128)
     T: gl.constexpr = gl.bfloat16
@@ -126,6 +126,10 @@ def _heads(dy, x, B, C, decay, steps, d_scores, row_sums, column_totals, diagona
         apart = mine.slice(0, H).load(ROW)[:, None] - mine.slice(H, H).load(COLUMN)[None, :]
         if DIAGONAL:
             apart = gl.where(r[:, None] >= s[None, :], apart, float("-inf"))
+        if PACKED:
+            of_chunk = cuts + (b * chunks + c) * L
+            of_r, of_s = gl.load(of_chunk + late * H + r), gl.load(of_chunk + early * H + s)
+            apart = gl.where(of_r[:, None] == of_s[None, :], apart, float("-inf"))
         d = d * power(apart)
         gl.store(column_totals + row * L + early * H + (0 if DIAGONAL else H) + s,
                  gl.convert_layout(column_sums(scores * d), COLUMN))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The walk over the chunks of a head on Hopper, in Gluon: as `_triton_walk.ssd_walk`, without documents.
+"""The walk over the chunks of a head on Hopper, in Gluon: as `_triton_walk.ssd_walk`.
 
 There a program waits for every tile, and numbers that it has no registers for go to memory and back in every chunk.
 Here the state is transposed, in registers, as wgmma's left operand, and so are the values: of what GEMMs hand to each
@@ -31,9 +31,9 @@ from megacpp_compile.lowerings._kernels.gluon_tiles import (
 
 
 @gluon.jit
-def _factors(decay, steps, row, there, L: gl.constexpr, REVERSE: gl.constexpr):
-    """Of a chunk, number `row`, for each token [4 L]: the logarithm that scores decay by, the step, what multiplies
-    what it reads of the state, and what it adds to it."""
+def _factors(decay, steps, cuts, row, chunk, there, L: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr):
+    """Of a head's chunk, number `row`, for each token [4 L]: the logarithm that scores decay by, the step, what
+    multiplies what it reads of the state, and what it adds to it. chunk: its number in `cuts`."""
     place = gl.arange(0, 4 * L, gl.BlockedLayout([2], [32], [4], [0]))
     kind, token = place // L, place % L
     there = (place >= 0) & there
@@ -42,8 +42,21 @@ def _factors(decay, steps, row, there, L: gl.constexpr, REVERSE: gl.constexpr):
     step = gl.load(steps + row * L + token, mask=there, other=0.0)
     late: gl.constexpr = 2 if REVERSE else 3
     of_decay = power(gl.where(kind == late, end - a, a)) * gl.where(kind == late, step, 1.0)
+    if PACKED:
+        cut = gl.load(cuts + chunk * L + token, mask=there, other=0)
+        last = gl.load(cuts + chunk * L + L - 1 + place * 0, mask=there, other=0)
+        of_decay = gl.where(cut == gl.where(kind == late, last, 0), of_decay, 0.0)
     sign: gl.constexpr = -1.0 if REVERSE else 1.0
     return gl.where(kind == 0, sign * a, gl.where(kind == 1, step, of_decay))
+
+
+@gluon.jit
+def _whole(decay, cuts, row, chunk, there, L: gl.constexpr, PACKED: gl.constexpr):
+    """The logarithm of the decay over a chunk."""
+    whole = gl.load(decay + row * L + L - 1, mask=there, other=0.0)
+    if PACKED:
+        whole = gl.where(gl.load(cuts + chunk * L + L - 1, mask=there, other=0) == 0, whole, float("-inf"))
+    return whole
 
 
 @gluon.jit
@@ -63,9 +76,9 @@ def _bring_values(v, b, first, lane, landed, v_s):
 
 
 @gluon.jit
-def ssd_walk_hopper(q, k, v, out, decay, steps, skip, first, states, last, heads, chunks, per_group, every,
+def ssd_walk_hopper(q, k, v, out, decay, steps, cuts, skip, first, states, last, heads, chunks, per_group, every,
                     kept, skip_h, L: gl.constexpr, P: gl.constexpr, N: gl.constexpr, REVERSE: gl.constexpr,
-                    SKIP: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr,
+                    SKIP: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr, PACKED: gl.constexpr,
                     STAGES: gl.constexpr):  # fmt: skip
     """q, k, v and out are descriptors of [b, tokens, channels of all groups or heads] by tiles [1, L, N or 64]. Of a
     head's P channels a program has 64."""
@@ -114,15 +127,16 @@ def ssd_walk_hopper(q, k, v, out, decay, steps, skip, first, states, last, heads
             _bring(q, k, b, (c + slot * forth) * L, key_lane, full.index(slot), q_s.index(slot), k_s.index(slot), ROWS)
     values_full = full.index(STAGES)
     _bring_values(v, b, c * L, value_lane, values_full, v_s)
-    rows.index(0).store(_factors(decay, steps, row, True, L, REVERSE))
-    whole = gl.load(decay + row * L + L - 1)
+    rows.index(0).store(_factors(decay, steps, cuts, row, b * chunks + c, True, L, REVERSE, PACKED))
+    whole = _whole(decay, cuts, row, b * chunks + c, True, L, PACKED)
     barrier()
     slot, phase = 0, 0
     for i in range(chunks):
         mine = rows.index(i & 1)
         more = i + 1 < chunks
-        coming = _factors(decay, steps, row + forth * heads, more, L, REVERSE)
-        whole_coming = gl.load(decay + (row + forth * heads) * L + L - 1, mask=more, other=0.0)
+        chunk = b * chunks + c + forth
+        coming = _factors(decay, steps, cuts, row + forth * heads, chunk, more, L, REVERSE, PACKED)
+        whole_coming = _whole(decay, cuts, row + forth * heads, chunk, more, L, PACKED)
         # REVERSE: how far the chunk is from being the last of those that make one, or of all.
         behind = gl.minimum(every - 1 - c % every, i) if REVERSE else c % every
         if behind == 0:
@@ -135,6 +149,9 @@ def ssd_walk_hopper(q, k, v, out, decay, steps, skip, first, states, last, heads
             scores = warpgroup_mma_wait(0, deps=[scores])
             apart = mine.slice(0, L).load(ROW)[:, None] - mine.slice(0, L).load(COLUMN)[None, :]
             keep = row_r <= row_s if REVERSE else row_r >= row_s
+            if PACKED:
+                of_chunk = cuts + (b * chunks + c) * L
+                keep = keep & (gl.load(of_chunk + row_r) == gl.load(of_chunk + row_s))
             weighted = scores * power(gl.where(keep, apart, float("-inf")))
             if REVERSE:
                 weighted = weighted * mine.slice(L, L).load(ROW)[:, None]
@@ -145,14 +162,9 @@ def ssd_walk_hopper(q, k, v, out, decay, steps, skip, first, states, last, heads
             barrier()
             high_s.index(0).store(high)
             high_s.index(1).store(low)
-        mbarrier.wait(values_full, i & 1)
-        values = v_s.permute((1, 0)).load(OF_L)
         rows.index(1 - (i & 1)).store(coming)
         fence_async_shared()
         barrier()
-        if more:
-            _bring_values(v, b, (c + forth) * L, value_lane, values_full, v_s)
-        wide = values.to(gl.float32)
         if ROWS:
             high, low = in_parts(state)
             read = warpgroup_mma(
@@ -165,6 +177,15 @@ def ssd_walk_hopper(q, k, v, out, decay, steps, skip, first, states, last, heads
         if ROWS:
             read = warpgroup_mma_wait(0, deps=[read])
             read = read * mine.slice(2 * L, L).load(COLUMN)[None, :]
+        # Not before that GEMM is done: beside what it has in registers these have no place.
+        mbarrier.wait(values_full, i & 1)
+        values = v_s.permute((1, 0)).load(OF_L)
+        wide = values.to(gl.float32)
+        if not ROWS:
+            barrier()
+            if more:
+                _bring_values(v, b, (c + forth) * L, value_lane, values_full, v_s)
+        if ROWS:
             if SKIP:
                 read += wide * own
             if VALUES == T:
@@ -184,6 +205,8 @@ def ssd_walk_hopper(q, k, v, out, decay, steps, skip, first, states, last, heads
         if ROWS:
             read = warpgroup_mma_wait(2, deps=[read])
             barrier()
+            if more:
+                _bring_values(v, b, (c + forth) * L, value_lane, values_full, v_s)
             out_s = seen_as(high_s, OUT, L, BP, gl.NVMMASharedLayout.get_default_for([L, BP], OUT))
             out_s.permute((1, 0)).store(read.to(OUT))
             fence_async_shared()

@@ -37,7 +37,6 @@ def serve(call: Call, rows_dtype: torch.dtype) -> bool:
     return (
         {call.x.dtype, call.B.dtype, call.C.dtype} == {torch.bfloat16}
         and rows_dtype in (torch.bfloat16, torch.float32)
-        and call.seq_idx is None
         and call.p == CHANNELS
         and call.n in STATE_SIZES
         and call.chunk % CHUNK == 0
@@ -47,14 +46,14 @@ def serve(call: Call, rows_dtype: torch.dtype) -> bool:
 
 def walk(
     call: Call, v: Tensor, skip: Tensor | None, first: Tensor | None, chunk: int, out: Tensor | None, reverse: bool,
-    decays: tuple[Tensor, Tensor], made: tuple[Tensor, Tensor],
+    decays: tuple[Tensor, Tensor], cuts: dict[str, Any], made: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """`Call.walk` into `made`, which `Call.walked` gives."""
+    """`Call.walk` into `made`, which `Call.walked` gives. cuts: of chunks of CHUNK tokens, as decays."""
     (q, k), (decay, steps), N = call.read_and_written(reverse), decays, call.n
     launch(
         ssd_walk_hopper, (call.p // LANES, call.heads, call.batch), q=tokens(q, N), k=tokens(k, N),
         v=tokens(v, LANES), out=tokens(v if out is None else out, LANES), decay=decay, steps=steps,
-        **call.ends(skip, first, *made), heads=call.heads, chunks=call.chunks_of(CHUNK),
+        **_packed(call, cuts), **call.ends(skip, first, *made), heads=call.heads, chunks=call.chunks_of(CHUNK),
         per_group=call.heads // call.groups, every=chunk // CHUNK, kept=call.chunks_of(chunk), L=CHUNK, P=call.p, N=N,
         REVERSE=int(reverse), ROWS=int(out is not None), STAGES=2, num_warps=4,
     )  # fmt: skip
@@ -63,7 +62,7 @@ def walk(
 def forward(call: Call, D: Tensor | None, initial_state: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]:
     """Writes y; the states that enter chunks, and the last."""
     made = call.walked(call.chunk)
-    walk(call, call.x, D, initial_state, call.chunk, y, False, call.decay(CHUNK), made)
+    walk(call, call.x, D, initial_state, call.chunk, y, False, call.decay(CHUNK), call.cuts(CHUNK), made)
     return made
 
 
@@ -72,16 +71,16 @@ def backward(
     d_x: Tensor,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Writes d_x; the gradient of the first state, and those of dt, A, B, C and D. states: those forward has kept."""
-    decays = call.decay(CHUNK)
+    decays, cuts = call.decay(CHUNK), call.cuts(CHUNK)
     entering = (states.contiguous(), states) if call.chunk == BACKWARD_CHUNK else call.walked(BACKWARD_CHUNK)
     left = call.walked(BACKWARD_CHUNK)
 
     def back() -> None:
-        walk(call, dy, D, dfinal, BACKWARD_CHUNK, d_x, True, decays, left)
+        walk(call, dy, D, dfinal, BACKWARD_CHUNK, d_x, True, decays, cuts, left)
 
     def forth() -> None:
         if call.chunk != BACKWARD_CHUNK:
-            walk(call, call.x, None, initial_state, BACKWARD_CHUNK, None, False, decays, entering)
+            walk(call, call.x, None, initial_state, BACKWARD_CHUNK, None, False, decays, cuts, entering)
 
     side_by_side(call.x.device, back, forth)
     made = Gradients(call, dy, entering[0], left[0], BACKWARD_CHUNK)
@@ -92,12 +91,17 @@ def backward(
     return left[1], made.results()
 
 
+def _packed(call: Call, cuts: dict[str, Any]) -> dict[str, Any]:
+    """What tells documents apart, as `Call.cuts` gives it; of a call without any it is not read."""
+    return {"cuts": call.A if cuts["cuts"] is None else cuts["cuts"], "PACKED": cuts["PACKED"]}
+
+
 def _common(made: Gradients) -> dict[str, Any]:
     call = made.call
     return {"x": call.x, "B": call.B, "C": call.C, "d_scores": made.d_scores, "decay": made.decay,
             "steps": made.steps, "heads": call.heads, "chunks": call.chunks_of(made.length),
             "per_group": made.per_group, "parts": made.parts, "L": made.length, "P": call.p, "N": call.n,
-            "HB": made.at_once}  # fmt: skip
+            "HB": made.at_once, **_packed(call, made.packed)}  # fmt: skip
 
 
 def _of_scores(made: Gradients) -> None:

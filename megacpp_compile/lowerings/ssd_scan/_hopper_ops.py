@@ -1,4 +1,4 @@
-"""`ssd_scan` and its backward on Hopper, without documents, as ops of their own: Inductor takes no kernels of Gluon.
+"""`ssd_scan` and its backward on Hopper, as ops of their own: Inductor takes no kernels of Gluon.
 
 Registered with the op itself, as a graph from a cache on disk names them where nothing has been lowered. What they do
 is in `cuda_triton`, which calls them, and needs Triton. x, B and C are bfloat16.
@@ -25,15 +25,16 @@ def scan(
     initial_state: Optional[Tensor],  # noqa: UP045
     chunk_size: int,
     out_dtype: torch.dtype,
+    seq_idx: Optional[Tensor],  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the last state, and those that enter chunks."""
     from megacpp_compile.lowerings.ssd_scan import cuda_triton
 
-    return cuda_triton.scan_on_hopper((x, dt, A, B, C), D, initial_state, chunk_size, out_dtype)
+    return cuda_triton.scan_on_hopper((x, dt, A, B, C), D, initial_state, chunk_size, out_dtype, seq_idx)
 
 
 @scan.register_fake
-def _(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype):  # type: ignore[no-untyped-def]
+def _(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype, seq_idx):  # type: ignore[no-untyped-def]
     return promised(x, B, chunk_size, out_dtype, torch.float32)
 
 
@@ -63,13 +64,14 @@ def backward(
     initial_state: Optional[Tensor],  # noqa: UP045
     states: Tensor,
     chunk_size: int,
+    seq_idx: Optional[Tensor],  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the operands; `states`: those that `scan` has given."""
     from megacpp_compile.lowerings.ssd_scan import cuda_triton
 
-    return cuda_triton.backward_on_hopper(dy, dfinal, (x, dt, A, B, C), D, initial_state, states, chunk_size)
+    return cuda_triton.backward_on_hopper(dy, dfinal, (x, dt, A, B, C), D, initial_state, states, chunk_size, seq_idx)
 
 
 @backward.register_fake
-def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size):  # type: ignore[no-untyped-def]
+def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx):  # type: ignore[no-untyped-def]
     return shaped_like(states, (x, dt, A, B, C, D, initial_state))

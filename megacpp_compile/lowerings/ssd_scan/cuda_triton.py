@@ -67,7 +67,7 @@ def ssd_scan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = Call(x, dt, A, B, C, chunk_size, seq_idx)
     if _hopper.serve(call, out_dtype):
-        return torch.ops.megacpp_ssd.scan(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype)
+        return torch.ops.megacpp_ssd.scan(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype, seq_idx)
     return _scan(call, D, initial_state, out_dtype)
 
 
@@ -95,7 +95,8 @@ def ssd_scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = Call(x, dt, A, B, C, chunk_size, seq_idx)
     if _hopper.serve(call, dy.dtype):
-        return torch.ops.megacpp_ssd.backward(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size)
+        operands = x, dt, A, B, C, D, initial_state
+        return torch.ops.megacpp_ssd.backward(dy, dfinal, *operands, states, chunk_size, seq_idx)
     return _backward(call, dy, dfinal, D, initial_state, states)
 
 
@@ -124,17 +125,17 @@ def _all(
 # --- on Hopper
 
 
-def _call(operands: tuple[Tensor, ...], chunk_size: int) -> Call:
+def _call(operands: tuple[Tensor, ...], chunk_size: int, seq_idx: Tensor | None) -> Call:
     x, dt, A, B, C = operands
-    return Call(x, dt, A, B, C, chunk_size, None)
+    return Call(x, dt, A, B, C, chunk_size, seq_idx)
 
 
 def scan_on_hopper(
     operands: tuple[Tensor, ...], D: Tensor | None, initial_state: Tensor | None, chunk_size: int,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype, seq_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What the op `megacpp_ssd::scan` does. operands: x, dt, A, B and C."""
-    call = _call(operands, chunk_size)
+    call = _call(operands, chunk_size, seq_idx)
 
     def in_gluon() -> tuple[Tensor, Tensor, Tensor]:
         y = call.new(*call.x.shape, dtype=out_dtype)
@@ -149,10 +150,10 @@ def scan_on_hopper(
 
 def backward_on_hopper(
     dy: Tensor, dfinal: Tensor | None, operands: tuple[Tensor, ...], D: Tensor | None, initial_state: Tensor | None,
-    states: Tensor, chunk_size: int,
+    states: Tensor, chunk_size: int, seq_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What the op `megacpp_ssd::backward` does."""
-    call = _call(operands, chunk_size)
+    call = _call(operands, chunk_size, seq_idx)
 
     def in_gluon() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         d_x = call.new(*call.x.shape, dtype=call.x.dtype)
