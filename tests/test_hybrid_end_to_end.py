@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import megacpp_compile
 from benchmarks.models import Scan
+from tests.lowerings.gluon_kernels import LEAST_CHUNKS, needs_hopper, told
 from tests.test_end_to_end import EXACT, more_by_chance
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -90,7 +91,9 @@ def results(function, module: nn.Module, args: tuple[Tensor, ...], grad: Tensor)
     return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], grad)]
 
 
-def compare(make, args: tuple[Tensor, ...], sites: dict[str, int], bound: float, fullgraph: bool = True):
+def compare(
+    make, args: tuple[Tensor, ...], sites: dict[str, int], bound: float, fullgraph: bool = True, dynamic: bool = False
+):
     """Outputs and gradients in bfloat16 err at most `bound` times as much as eager's, by float64; gives the step.
 
     Over several draws of the input: a gradient of a few numbers (one a head) is more or less exact by chance, by how
@@ -100,7 +103,8 @@ def compare(make, args: tuple[Tensor, ...], sites: dict[str, int], bound: float,
     half = copy.deepcopy(exact).bfloat16()
     exact.load_state_dict(half.state_dict())
     with megacpp_compile.record() as report:
-        compiled = torch.compile(half, backend="megacpp", options={"strict": True}, fullgraph=fullgraph)
+        compiled = torch.compile(half, backend="megacpp", options={"strict": True}, fullgraph=fullgraph,
+                                 dynamic=dynamic or None)  # fmt: skip
         errors = []
         for _ in range(DRAWS):
             args = (torch.randn_like(args[0]), *args[1:])
@@ -143,3 +147,23 @@ def test_mixer(groups, batch, tokens):
     x = torch.randn(batch, tokens, DIM, device="cuda", dtype=torch.bfloat16)
     step = compare(lambda: Mixer(groups=groups), (x,), {"ssd_scan": 1, "causal_conv1d": 1, "gated_rms_norm": 1}, 1.35)
     never_waits(step)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_mixer_in_gluon(monkeypatch, dynamic):
+    """Of sizes that Gluon's kernels of the scan take, in Inductor's graphs, with tokens that are known or symbolic."""
+    from megacpp_compile.lowerings.ssd_scan import _hopper
+
+    if _hopper.kernels.missing:
+        pytest.skip(_hopper.kernels.missing)
+    monkeypatch.setattr(LEAST_CHUNKS, 0)
+    launched, walk, others = [], "ssd_walk_hopper", ["ssd_scores_grad_hopper", "ssd_key_grad_hopper"]
+    for name in (walk, *others):
+        monkeypatch.setattr(_hopper, name, told(getattr(_hopper, name), launched))
+    x = torch.randn(2, 320, DIM, device="cuda", dtype=torch.bfloat16)
+    sites = {"ssd_scan": 1, "causal_conv1d": 1, "gated_rms_norm": 1}
+    step = compare(lambda: Mixer(heads=8, p=64, n=128, chunk=64), (x,), sites, 1.35, dynamic=dynamic)
+    launched.clear()
+    never_waits(step)
+    assert launched == [walk, walk, walk, *others] and not _hopper.kernels.missing

@@ -248,10 +248,10 @@ def test_inference():
         assert_fires(NAME, module.requires_grad_(False), tuple(a.detach() for a in args))
 
 
-@pytest.mark.parametrize("model", [1, 8, 16, 100, 256, 4096])
+@pytest.mark.parametrize("model", [0, 1, 8, 16, 100, 256, 4096])
 def test_chunk_size_is_one_the_op_takes(model):
     assert chunk_size(model) in (16, 32, 64, 128, 256)
-    assert chunk_size(model) >= min(model, 256)
+    assert chunk_size(model) >= (min(model, 256) or 256)  # 0 is not known
 
 
 # --- modes
@@ -274,6 +274,16 @@ def test_dynamic_lengths_in_chunks():
     torch._dynamo.mark_dynamic(args[0], 1)
     frames = check(module, args)
     assert frames.counts[NAME] == 1, frames.misses
+
+
+def test_chunks_of_a_dynamic_length_are_the_models():
+    """Tokens over how many chunks there are is no number to torch."""
+    module = PlainMamba2(einsums, chunk=32, heads=2, groups=1)
+    args = module.example_inputs(length=96)
+    torch._dynamo.mark_dynamic(args[0], 1)
+    frames = check(module, args)
+    (op,) = (n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.ssd_scan.default)
+    assert isinstance(op.args[0].meta["val"].shape[1], torch.SymInt) and op.args[7] == 32
 
 
 def test_a_loop_over_chunks_of_a_dynamic_length():

@@ -245,10 +245,11 @@ class Roles:
         return louder
 
     def _chunk(self, t: Dim) -> int:
-        """The size of the model's chunks: the tokens' inner dimension, perhaps once they are padded."""
+        """The size of the model's chunks: the tokens' inner dimension, perhaps once they are padded. Of a symbolic one
+        its hint, as of tokens over their chunks' count, which is one number for all that guards allow; 0 without."""
         padded = [flat(eq.whole) for eq in self.r.axes.lengths if [flat(d) for d in eq.parts] == [t]]
         size = next((d[-1].size for d in (t, *padded) if len(d) > 1), next((d[-1].size for d in (*padded, t) if d), 1))
-        return size if isinstance(size, int) else 0
+        return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 def arranged(axes: Axes, t: Tensor, dims: list[Dim], target: list[Dim]) -> Tensor:
