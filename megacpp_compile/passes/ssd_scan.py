@@ -175,6 +175,6 @@ def _documents(build: Builder, scan: Scan, state: Node | None) -> tuple[list[Nod
 
 
 def chunk_size(model: int) -> int:
-    """The model's, as a power of two the op takes, the largest for 0, which is not known; it is free, as it decides only
-    how the scan is computed."""
+    """The model's, as a power of two the op takes, and the largest for 0, which is not known; it is free, as it decides
+    only how the scan is computed."""
     return min(MOST_CHUNK, max(LEAST_CHUNK, 1 << (model - 1).bit_length())) if model else MOST_CHUNK

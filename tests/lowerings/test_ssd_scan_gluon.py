@@ -74,13 +74,13 @@ def test_compiles_for_hopper(label):
 
 
 class Call:
-    """Of 64 chunks of 64 tokens of 64 heads, which Gluon takes."""
+    """Of 128 chunks of 64 tokens of 64 heads, which Gluon takes."""
 
     x = B = C = torch.empty(0, dtype=torch.bfloat16, device="meta")
     batch, heads, p, n, chunk = 1, 64, 64, 128, 256
 
     def __init__(self, **change):
-        self.count = change.pop("count", 64)
+        self.count = change.pop("count", 128)
         for name, value in change.items():
             setattr(self, name, value)
 
@@ -93,9 +93,9 @@ FLOAT32 = torch.empty(0, device="meta")
 
 @needs_triton
 @pytest.mark.parametrize(("change", "served"), [
-    ({}, True), ({"n": 64}, True), ({"rows": torch.float32}, True), ({"chunk": 64}, True), ({"batch": 2, "count": 32}, True),
+    ({}, True), ({"n": 64}, True), ({"rows": torch.float32}, True), ({"chunk": 64}, True), ({"batch": 2, "count": 64}, True),
     ({"n": 256}, False), ({"p": 128}, False), ({"chunk": 32}, False), ({"x": FLOAT32}, False), ({"C": FLOAT32}, False),
-    ({"rows": torch.float16}, False), ({"count": 63}, False), ({"hopper": False}, False), ({"missing": "a name"}, False),
+    ({"rows": torch.float16}, False), ({"count": 127}, False), ({"hopper": False}, False), ({"missing": "a name"}, False),
 ])  # fmt: skip
 def test_whom_it_serves(monkeypatch, change, served):
     gluon, change = hopper(), dict(change)

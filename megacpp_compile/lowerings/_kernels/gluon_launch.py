@@ -1,4 +1,4 @@
-"""Launching Gluon's kernels again, past what Triton looks up for every launch.
+"""Launching kernels again, Gluon's and those beside them, past what Triton looks up for every launch.
 
 With some ten descriptors of tiles Triton takes 0.2 ms of the host for a launch: it checks each of them, and describes
 each in words for its cache of compiled kernels. A call that differs from one before in no way that a kernel is compiled

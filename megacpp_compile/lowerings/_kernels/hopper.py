@@ -29,14 +29,15 @@ LEAST_CHUNKS = 4096
 
 
 class GluonKernels:
-    """An op's kernels in Gluon. `missing`: why this Triton has them not, or nothing."""
+    """An op's kernels in Gluon. `missing`: why this Triton has them not, or nothing. least: of how many times as many
+    chunks as LEAST_CHUNKS they serve."""
 
-    def __init__(self, missing: str) -> None:
-        self.missing = missing
+    def __init__(self, missing: str, least: int = 1) -> None:
+        self.missing, self.least = missing, least
 
     def serve(self, device: torch.device, chunks: Any) -> bool:
         """Whether they take a call of so many chunks of all heads, which may be symbolic."""
-        few = statically_known_true(chunks < LEAST_CHUNKS)
+        few = statically_known_true(chunks < self.least * LEAST_CHUNKS)
         return not (self.missing or few) and on_hopper(device)
 
     def or_in_triton(self, name: str, in_gluon: Callable[[], Made], in_triton: Callable[[], Made]) -> Made:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import wrap_triton
 
+from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.trace_options import measuring, traced
 
 # Choices that are the compiler's, not arguments of the kernel.
@@ -25,21 +26,28 @@ class Kernel:
     once for all lengths of a dynamic dimension. It writes the choice beside the kernel's code in its cache directory,
     where other processes find it (`torch._inductor.config.autotune_local_cache`). A launch outside a graph is Triton's
     to tune: per `key` (head sizes and counts), and in this process only unless TRITON_CACHE_AUTOTUNING=1.
+
+    quick: it is launched outside of graphs, too, within ops of kernels that Inductor does not take (`gluon_launch`).
     """
 
     def __init__(
-        self, fn: Any, choices: Sequence[dict[str, int]], key: Sequence[str], restore: Sequence[str] = ()
-    ) -> None:
+        self, fn: Any, choices: Sequence[dict[str, int]], key: Sequence[str], restore: Sequence[str] = (),
+        quick: bool = False,
+    ) -> None:  # fmt: skip
         configs = [
             triton.Config(
                 {k: v for k, v in c.items() if k not in LAUNCH}, **{k: v for k, v in c.items() if k in LAUNCH}
             )
             for c in choices
         ]
+        self.quick = quick
         self.fn, self.tuned = fn, triton.autotune(configs, key=list(key), restore_value=list(restore))(fn)
 
     def __call__(self, grid: Callable[[dict[str, Any]], tuple[Any, ...]], static: dict[str, int], **args: Any) -> None:
         compiled = isinstance(self.fn, triton.JITFunction)
+        if self.quick and compiled and not (measuring() or traced()):
+            launch(self.fn, grid({**args, **static}), **args, **static)
+            return
         kernel, sizes = (self.tuned, {}) if measuring() and compiled else (self.fn, static)
         (wrap_triton(kernel) if traced() else kernel)[grid](**args, **sizes)
 

@@ -13,6 +13,9 @@ from megacpp_compile.lowerings._kernels.hopper import CHUNK, GluonKernels, lacki
 from megacpp_compile.lowerings.ssd_scan._call import LANES, Call
 from megacpp_compile.lowerings.ssd_scan._gradients import Gradients
 
+# A head of 64 channels takes a quarter of the time of one of 128 with states of 128 x 128, and the host as long.
+LEAST = 2
+
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor  # launches take it
 
@@ -20,7 +23,7 @@ try:
     from megacpp_compile.lowerings.ssd_scan._gluon_pairs import ssd_scores_grad_hopper
     from megacpp_compile.lowerings.ssd_scan._gluon_walk import ssd_walk_hopper
 
-    kernels = GluonKernels("")
+    kernels = GluonKernels("", LEAST)
 except (ImportError, AttributeError) as error:
     kernels = GluonKernels(lacking(error))
 
@@ -28,6 +31,8 @@ except (ImportError, AttributeError) as error:
 CHANNELS, STATE_SIZES = 64, (64, 128)
 # Tokens of a chunk of backward: at the ends of these it has states in memory.
 BACKWARD_CHUNK = 128
+# Of a walk, so many programs a GPU takes at once.
+PROGRAMS = 264
 # Registers of the scores' gradient, so that three programs share a multiprocessor.
 PAIR_REGISTERS = 168
 
@@ -82,7 +87,11 @@ def backward(
         if call.chunk != BACKWARD_CHUNK:
             walk(call, call.x, None, initial_state, BACKWARD_CHUNK, None, False, decays, cuts, entering)
 
-    side_by_side(call.x.device, back, forth)
+    if call.batch * call.heads * call.p // LANES <= PROGRAMS // 2:
+        side_by_side(call.x.device, back, forth)
+    else:
+        back()
+        forth()
     made = Gradients(call, dy, entering[0], left[0], BACKWARD_CHUNK)
     _of_scores(made)
     made.of_queries()

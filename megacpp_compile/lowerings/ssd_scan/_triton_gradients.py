@@ -151,5 +151,5 @@ def ssd_steps_grad(row_sums, column_sums, across, diagonal, query_dots, key_dots
 
 CHOICES = [{"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 2), (8, 2), (8, 3))]
 scores_grad = Kernel(ssd_scores_grad, CHOICES, key=("heads", "L", "P", "N", "HB", "PACKED"))
-group_grad = Kernel(ssd_group_grad, CHOICES, key=("heads", "L", "P", "N", "HB", "KEYS", "PACKED"))
-steps_grad = Kernel(ssd_steps_grad, [{"BH": 16, "num_warps": 4}], key=("heads", "L", "PACKED", "HALVES"))
+group_grad = Kernel(ssd_group_grad, CHOICES, key=("heads", "L", "P", "N", "HB", "KEYS", "PACKED"), quick=True)
+steps_grad = Kernel(ssd_steps_grad, [{"BH": 16, "num_warps": 4}], key=("heads", "L", "PACKED", "HALVES"), quick=True)
