@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.hopper import CHUNK, GluonKernels, lacking, rows, side_by_side, tokens
+from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens
 from megacpp_compile.lowerings.ssd_scan._call import LANES, Call
 from megacpp_compile.lowerings.ssd_scan._gradients import Gradients
 
@@ -31,7 +32,7 @@ except (ImportError, AttributeError) as error:
 CHANNELS, STATE_SIZES = 64, (64, 128)
 # Tokens of a chunk of backward: at the ends of these it has states in memory.
 BACKWARD_CHUNK = 128
-# Of a walk, so many programs a GPU takes at once.
+# So many programs of a walk a GPU takes at once.
 PROGRAMS = 264
 # Registers of the scores' gradient, so that three programs share a multiprocessor.
 PAIR_REGISTERS = 168
@@ -76,7 +77,7 @@ def backward(
     d_x: Tensor,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Writes d_x; the gradient of the first state, and those of dt, A, B, C and D. states: those forward has kept."""
-    decays, cuts = call.decay(CHUNK), call.cuts(CHUNK)
+    dy, decays, cuts = in_sixteens(dy), call.decay(CHUNK), call.cuts(CHUNK)
     entering = (states.contiguous(), states) if call.chunk == BACKWARD_CHUNK else call.walked(BACKWARD_CHUNK)
     left = call.walked(BACKWARD_CHUNK)
 
