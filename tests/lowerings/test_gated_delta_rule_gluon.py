@@ -12,7 +12,7 @@ import torch
 from . import gluon_kernels
 from .agreement import DoesNotCompile, faults, on, poisoned_memory, reference_of
 from .delta_cases import final_gradient, rule
-from .gluon_kernels import HALF, LEAST_CHUNKS, ON_HOPPER, needs_hopper, needs_triton, tile, told
+from .gluon_kernels import HALF, LEAST_CHUNKS, ON_HOPPER, check_replays, needs_hopper, needs_triton, tile, told
 
 SIZES = {"C": 64, "K": 128, "V": 128}
 KERNELS = {
@@ -236,8 +236,6 @@ def test_numbers(rand, monkeypatch, label):
 @needs_hopper
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_in_a_cuda_graph(rand, monkeypatch, gate):
-    """Two streams are captured as one graph, and what is launched afterwards waits for both: equal bits, time after
-    time."""
     from megacpp_compile.lowerings.gated_delta_rule import cuda_triton
 
     hopper()
@@ -251,15 +249,7 @@ def test_in_a_cuda_graph(rand, monkeypatch, gate):
         args = o, last, *given, states, inverse, scale, eps, chunk
         return [o, last, *cuda_triton.gated_delta_rule_backward(*args)]
 
-    want = made()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = made()
-    for _ in range(20):
-        for t in got:
-            t.zero_()
-        graph.replay()
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    check_replays(made)
 
 
 def transposed(t):

@@ -11,7 +11,7 @@ import torch
 from . import gluon_kernels
 from .agreement import INNER_UNIT, TIMES_ROUNDING, DoesNotCompile, faults, on, poisoned_memory, reference_of
 from .cases import _scan
-from .gluon_kernels import HALF, LEAST_CHUNKS, ON_HOPPER, needs_hopper, needs_triton, tile, told
+from .gluon_kernels import HALF, LEAST_CHUNKS, ON_HOPPER, check_replays, needs_hopper, needs_triton, tile, told
 from .rounding import moved_by_rounding
 
 SIZES = {"P": 64, "N": 128}
@@ -228,8 +228,6 @@ def test_numbers(rand, monkeypatch, label, rows):
 @pytest.mark.cuda
 @needs_hopper
 def test_in_a_cuda_graph(rand, monkeypatch):
-    """Two streams are captured as one graph, and what is launched afterwards waits for both: equal bits, time after
-    time."""
     from megacpp_compile.lowerings.ssd_scan import cuda_triton
 
     hopper()
@@ -241,12 +239,4 @@ def test_in_a_cuda_graph(rand, monkeypatch):
         y, last, states = cuda_triton.ssd_scan(*args, torch.float32)
         return [y, last, *cuda_triton.ssd_scan_backward(y, last, *args[:7], states, args[7])]
 
-    want = made()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = made()
-    for _ in range(20):
-        for t in got:
-            t.zero_()
-        graph.replay()
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    check_replays(made)
