@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacpp_compile.backends.joined_pieces import LEAST, compute_apart
+from tests.lowerings.gluon_kernels import needs_triton
 
 ROWS = LEAST // 1024
 
@@ -74,3 +77,24 @@ def test_all_readers_read_what_is_in_memory_and_results_are_the_same():
     gm.recompile()
     for got, want in zip(gm(*args), both(*args), strict=True):
         assert torch.equal(got, want)
+
+
+@needs_triton
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is not there is compiled for")
+def test_inductor_makes_a_kernel_of_its_own():
+    from tests.lowerings.hopper import inductor_for_hopper
+
+    def compiled(apart):
+        mode = FakeTensorMode()
+        with mode:
+            args = [torch.empty(ROWS, width, device="cuda:0") for width in (512, 512, 8)]
+        gm = make_fx(lambda *args: (gated(*args),))(*args)
+        if apart:
+            compute_apart(gm.graph)
+            gm.recompile()
+        with inductor_for_hopper() as kernels, tracing(TracingContext(mode)):
+            compile_fx_inner(gm, args)
+        return len(kernels)
+
+    assert compiled(apart=True) == 2 * compiled(apart=False) > 0
