@@ -13,9 +13,10 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import RESHAPES
+from megacpp_compile.fx.views import RESHAPES, is_elementwise
 
 aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
 
 # A piece is small that is so many times smaller than the whole, or more.
 TIMES_SMALLER = 16
@@ -51,12 +52,8 @@ def _computed(piece: Node) -> Node | None:
         piece = piece.args[0]  # type: ignore[assignment]
     made = value(piece)
     plain = isinstance(made, torch.Tensor) and _fixed(made) and made.is_contiguous()
-    return piece if plain and _elementwise(piece) and _ops(piece, FEW_OPS) > FEW_OPS else None
-
-
-def _elementwise(node: Node) -> bool:
-    cast = node.target is torch.ops.prims.convert_element_type.default
-    return cast or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    computed = is_elementwise(piece) or piece.target is _CAST
+    return piece if plain and computed and _ops(piece, FEW_OPS) > FEW_OPS else None
 
 
 def _ops(node: Node, most: int) -> int:
@@ -64,9 +61,9 @@ def _ops(node: Node, most: int) -> int:
     count, open_, seen = 0, [node], {node}
     while open_ and count <= most:
         node = open_.pop()
-        if _elementwise(node):
-            count += node.target is not torch.ops.prims.convert_element_type.default
-        elif node.target not in RESHAPES:
+        if is_elementwise(node):
+            count += node.target is not _CAST
+        elif node.target is not _CAST and node.target not in RESHAPES:
             continue
         new = [operand for operand in node.all_input_nodes if operand not in seen]
         seen.update(new)

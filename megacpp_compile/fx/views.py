@@ -85,6 +85,11 @@ def is_cast(node: Node) -> bool:
     return here.is_floating_point() and there.is_floating_point() and here.device == there.device
 
 
+def is_elementwise(node: Node) -> bool:
+    """Whether an op on numbers makes `node`, one by one."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def uncast(node: Any) -> Any:
     """`node` before casts; what is no node is itself."""
     while isinstance(node, Node) and is_cast(node):

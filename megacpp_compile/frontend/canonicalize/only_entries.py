@@ -14,7 +14,7 @@ from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.edit import Builder, value
-from megacpp_compile.fx.views import CASTS
+from megacpp_compile.fx.views import CASTS, is_elementwise
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ def _is_computed(node: Any) -> bool:
     """Whether an op on numbers makes `node`, perhaps in another dtype."""
     while node.target in CASTS:
         node = node.args[0]
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return is_elementwise(node)
 
 
 def _is_output(node: fx.Node) -> bool:

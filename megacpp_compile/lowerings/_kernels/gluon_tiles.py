@@ -50,7 +50,7 @@ def bring_tokens(rows, b, first, lane, landed, to):
 @gluon.jit
 def bring_rows(flat, row, landed, to):
     """As many rows as `to` has, from number `row` on, and nothing else by that barrier."""
-    mbarrier.expect(landed, 2 * to.shape[0] * to.shape[1])
+    mbarrier.expect(landed, to.shape[0] * to.shape[1] * to.dtype.primitive_bitwidth // 8)
     tma_load(flat, [row, 0], landed, to)
 
 

@@ -20,6 +20,7 @@ from megacpp_compile.lowerings._kernels.gluon_tiles import (
     added,
     barrier,
     barriers,
+    bring_rows,
     bring_tokens,
     in_parts,
     power,
@@ -37,12 +38,6 @@ def _bring(x, left, b, first, lane, row, landed, x_s, state_s):
     mbarrier.expect(landed, 2 * x_s.shape[0] * P + 4 * P * state_s.shape[1])
     tma_load(left, [row * P, 0], landed, state_s)
     bring_tokens(x, b, first, lane, landed, x_s)
-
-
-@gluon.jit
-def _bring_entering(entering, row, landed, enters_s):
-    mbarrier.expect(landed, 4 * enters_s.shape[0] * enters_s.shape[1])
-    tma_load(entering, [row * enters_s.shape[0], 0], landed, enters_s)
 
 
 @gluon.jit
@@ -104,7 +99,7 @@ def ssd_key_grad_hopper(x, B, C, d_scores, decay, steps, cuts, left, entering, d
     _bring(x, left, b, first, h * P, row, landed.index(0), x_s.index(0), state_s.index(0))
     if HB > 1:
         _bring(x, left, b, first, (h + 1) * P, row + 1, landed.index(1), x_s.index(1), state_s.index(1))
-    _bring_entering(entering, row, landed.index(3), enters_s)
+    bring_rows(entering, row * P, landed.index(3), enters_s)
     rows.index(0).store(_factors(decay, steps, cuts, row, b * chunks + c, True, L, PACKED))
     zero = gl.full([L, N], 0.0, F, OF_N)
     mbarrier.wait(landed.index(2), 0)
@@ -128,7 +123,7 @@ def ssd_key_grad_hopper(x, B, C, d_scores, decay, steps, cuts, left, entering, d
         fence_async_shared()
         barrier()
         if i + 1 < HB:
-            _bring_entering(entering, row + 1, landed.index(3), enters_s)
+            bring_rows(entering, (row + 1) * P, landed.index(3), enters_s)
         d = warpgroup_mma(x_s.index(slot), parts_s.index(1), zero, use_acc=False, is_async=True)
         d = warpgroup_mma(x_s.index(slot), parts_s.index(0), d, is_async=True)
         d = warpgroup_mma_wait(0, deps=[d])

@@ -181,10 +181,6 @@ def ssd_walk_hopper(q, k, v, out, decay, steps, cuts, skip, first, states, last,
         mbarrier.wait(values_full, i & 1)
         values = v_s.permute((1, 0)).load(OF_L)
         wide = values.to(gl.float32)
-        if not ROWS:
-            barrier()
-            if more:
-                _bring_values(v, b, (c + forth) * L, value_lane, values_full, v_s)
         if ROWS:
             if SKIP:
                 read += wide * own
@@ -199,6 +195,10 @@ def ssd_walk_hopper(q, k, v, out, decay, steps, cuts, skip, first, states, last,
                                      is_async=True)  # fmt: skip
                 read = warpgroup_mma(left, high_s.index(1).permute((1, 0)), read, is_async=True)
                 read = warpgroup_mma(left, high_s.index(0).permute((1, 0)), read, is_async=True)
+        else:
+            barrier()
+            if more:
+                _bring_values(v, b, (c + forth) * L, value_lane, values_full, v_s)
         high, low = in_parts(wide * mine.slice(3 * L, L).load(COLUMN)[None, :])
         state = warpgroup_mma(gl.convert_layout(low, LEFT), k_s.index(slot), state, is_async=True)
         state = warpgroup_mma(gl.convert_layout(high, LEFT), k_s.index(slot), state, is_async=True)
