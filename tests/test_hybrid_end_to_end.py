@@ -152,7 +152,8 @@ def test_mixer(groups, batch, tokens):
 @needs_hopper
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_mixer_in_gluon(monkeypatch, dynamic):
-    """Of sizes that Gluon's kernels of the scan take, in Inductor's graphs, with tokens that are known or symbolic."""
+    """Of sizes that Gluon's kernels of the scan take, in Inductor's graphs, with tokens that are known or symbolic.
+    Gradients that the mixer joins are written where they are joined."""
     from megacpp_compile.lowerings.ssd_scan import _hopper
 
     if _hopper.kernels.missing:
@@ -161,9 +162,12 @@ def test_mixer_in_gluon(monkeypatch, dynamic):
     launched, walk, others = [], "ssd_walk_hopper", ["ssd_scores_grad_hopper", "ssd_key_grad_hopper"]
     for name in (walk, *others):
         monkeypatch.setattr(_hopper, name, told(getattr(_hopper, name), launched))
+    joined, backward = [], _hopper.backward
+    monkeypatch.setattr(_hopper, "backward", lambda *args: joined.append(args[-1]) or backward(*args))
     x = torch.randn(2, 320, DIM, device="cuda", dtype=torch.bfloat16)
     sites = {"ssd_scan": 1, "causal_conv1d": 1, "gated_rms_norm": 1}
     step = compare(lambda: Mixer(heads=8, p=64, n=128, chunk=64), (x,), sites, 1.35, dynamic=dynamic)
     launched.clear()
     never_waits(step)
     assert launched == [walk, walk, walk, *others] and not _hopper.kernels.missing
+    assert joined and all(into is not None for into in joined)

@@ -7,7 +7,7 @@ tensors are its own choice, and the GEMMs inside are plain `aten.mm` to everythi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacpp_compile._torch.fakes import FakeTensor, detect_fake_mode
+from megacpp_compile.backends import joined_results
 from megacpp_compile.backends.float32_gradients import keep_float32
 from megacpp_compile.backends.joined_pieces import compute_apart
+from megacpp_compile.backends.joined_results import Join
 from megacpp_compile.backends.overlap import overlap
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import NotLoweredError
@@ -61,7 +63,10 @@ class LowerSemanticOps(GraphPass):
         traced: dict[Any, GraphModule] = {}
         with autotune(self.config.autotune):
             ops = [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]
-            held = {node for node in ops if _lower(graph, node, self.target, traced, self.tell)}
+            joins = joined_results.find(graph, self.target.name)
+            held = {node for node in ops if _lower(graph, node, self.target, traced, self.tell, joins.get(node))}
+            for join in dict.fromkeys(joins.values()):
+                join.finish(functools.partial(_copy, join.cat, self.target, traced))
         drop_dead(graph)
         if self.config.fuse_shared_input_gemms and self.target.cublas:
             shared_input.merge(graph)
@@ -95,10 +100,11 @@ def _lower(
     target: Target,
     traced: dict[Any, GraphModule],
     tell: Tell | None = None,
+    join: Join | None = None,
     replaced: dict[Node, Node] | None = None,
 ) -> bool:
-    """Put the lowering of `node` in its place; true where the op itself stays. replaced: is told what stands in the
-    place of which result."""
+    """Put the lowering of `node` in its place; true where the op itself stays. join: what its results are written to.
+    replaced: is told what stands in the place of which result."""
     tensors: list[Node] = []
 
     def hole(a: Any) -> Any:
@@ -108,7 +114,6 @@ def _lower(
         return a.meta["val"] if isinstance(a, Node) else a
 
     args = fx.map_arg(node.args, hole)
-    fakes = [t.meta["val"] for t in tensors]
     choice = choose(node.target, target.name, fx.map_arg(node.args, value))
     if tell is not None and (op := name_of(node)).endswith(_BACKWARD):
         tell(op.removesuffix(_BACKWARD), lowering_text(choice.requested, choice.effective, choice.reason))
@@ -116,16 +121,46 @@ def _lower(
         if not target.graphs_hold_ops:  # else the op asks again when it runs
             node.target = choice.body
         return target.graphs_hold_ops
-    in_place = _in_place(node, choice.overwrites)
-    key = (node.target, repr(args), tuple(_signature(f) for f in fakes), in_place)
+    in_place, body, promised, way = _in_place(node, choice.overwrites), choice.body, value(node), ""
+    if in_place:
+        body, way = functools.partial(body, in_place=True), "in place"
+    elif join is not None:
+        way, places = f"into {join.width} channels at {join.written[node]}", join.written[node]
+        body = functools.partial(_into, body, places, join.width)
+        args = (*args, None if join.whole is None else hole(join.whole))
+        promised = type(promised)(None if i in places else result for i, result in enumerate(promised))
+    fakes = [t.meta["val"] for t in tensors]
+    key = (node.target, repr(args), tuple(_signature(f) for f in fakes), way)
     if key not in traced:
-        body = functools.partial(choice.body, in_place=True) if in_place else choice.body
         traced[key] = _trace(body, args, fakes, target)
     with graph.inserting_before(node):
-        result = _keep_layout(graph, value(node), _inline(graph, traced[key].graph, tensors, node))
+        result = _keep_layout(graph, promised, _inline(graph, traced[key].graph, tensors, node))
+    if join is not None:
+        join.write(node, result[next(iter(join.written[node]))])
     _rewire(node, result, {} if replaced is None else replaced)
     graph.erase_node(node)
     return False
+
+
+def _into(body: Callable[..., Any], places: Mapping[int, int], width: int, *args: Any) -> Any:
+    """A lowering that writes results to a joined tensor: the last of `args`, None where it is to make it."""
+    from megacpp_compile.lowerings._kernels.columns import Columns
+
+    *own, whole = args
+    return body(*own, into={result: Columns(whole, first, width) for result, first in places.items()})
+
+
+def _copy(like: Node, target: Target, traced: dict[Any, GraphModule], whole: Node, piece: Node, first: int) -> Node:
+    """What `Join.finish` copies with, ahead of `like`."""
+    from megacpp_compile.lowerings._kernels import columns
+
+    operands = [whole, piece]
+    fakes = [value(t) for t in operands]
+    key = (columns.copy, first, tuple(_signature(f) for f in fakes))
+    if key not in traced:
+        traced[key] = _trace(columns.copy, (_Hole(0), _Hole(1), first), fakes, target)
+    with like.graph.inserting_before(like):
+        return _inline(like.graph, traced[key].graph, operands, like)  # type: ignore[no-any-return]
 
 
 def _in_place(node: Node, overwrites: Sequence[int]) -> bool:
@@ -198,7 +233,10 @@ def _trace(body: Callable[..., Any], args: Any, fakes: list[torch.Tensor], targe
 
 
 def _keep_layout(graph: fx.Graph, promised: Any, result: Any) -> Any:
-    """`result` with every tensor laid out as the op promised: what comes behind was traced on those strides."""
+    """`result` with every tensor laid out as the op promised: what comes behind was traced on those strides. What is
+    promised as None stays."""
+    if promised is None:
+        return result
     if isinstance(promised, (list, tuple)):
         return type(promised)(_keep_layout(graph, p, r) for p, r in zip(promised, result, strict=True))
     have = result.meta.get("val")

@@ -29,6 +29,8 @@ class Choice:
 
     `overwrites`: the arguments whose memory `body` returns its result in, if called with `in_place=True`. `traced`: a
     lowered graph holds the ops that `body` traces to; else it calls `body`, or on CUDA keeps the op, which calls it.
+    `writes_into`: the results that `body` writes to columns of a joined tensor, if called with `into`, by result; then
+    it returns that tensor for them. One may be written among others; several make a joined tensor of nothing else.
     """
 
     requested: str
@@ -37,6 +39,7 @@ class Choice:
     body: Callable[..., Any]
     overwrites: tuple[int, ...] = ()
     traced: bool = True
+    writes_into: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -70,7 +73,8 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     A lowering file may define `supports(op name, args) -> reason or None`; the first one without an objection serves.
     Policy beside it: `MIN_BYTES`, the size of the largest operand from which it gains, and `loses(op name, args) ->
     reason or None`; where it would not gain, the next lowering serves. `OVERWRITES`: op name -> arguments it can
-    overwrite. `TRACED`: false where no ATen graph can hold what it does.
+    overwrite. `TRACED`: false where no ATen graph can hold what it does. `writes_into(op name, args)`: results it can
+    write to columns of a joined tensor (`_kernels/columns`).
     """
     folder, name = semantic_ops()[op]
     reasons = []
@@ -90,7 +94,8 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
         if reason is None:
             overwrites = getattr(module, "OVERWRITES", {}).get(name, ())
             traced = getattr(module, "TRACED", True)
-            return Choice(wanted[0], lowering, "; ".join(reasons), getattr(module, name), overwrites, traced)
+            into = module.writes_into(name, args) if hasattr(module, "writes_into") else ()
+            return Choice(wanted[0], lowering, "; ".join(reasons), getattr(module, name), overwrites, traced, into)
         reasons.append(f"{lowering}: {reason}")
     raise AssertionError("every op has a reference lowering")
 

@@ -148,6 +148,8 @@ args = [x, dt, A, B, B, A, None, 64, torch.float32, None]
 ours, own = torch.ops.megacpp_ssd.scan(*args), torch.ops.megacpp.ssd_scan(*args)
 back = [own[0], None, *args[:7], own[2], 64, None]
 ours += torch.ops.megacpp_ssd.backward(*back)
+joined, *rest = torch.ops.megacpp_ssd.backward_joined(*back, [0, 256, 512])
+assert joined.shape == (2, 100, 768) and [t.shape for t in rest] == [ours[3 + i].shape for i in (1, 2, 5, 6)]
 own += torch.ops.megacpp.ssd_scan_backward(*back)
 assert [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in own]
 print(len(ours))
@@ -223,6 +225,28 @@ def test_numbers(rand, monkeypatch, label, rows):
                       lambda: [rounding()[i] for i in in_float32])  # fmt: skip
     walks = [names[0]] * (2 if args[7] == 128 or args[0].shape[1] <= 128 and args[0].shape[1] > 64 else 3)
     assert launched == [*walks, *names[1:]]
+
+
+@pytest.mark.cuda
+@needs_hopper
+@pytest.mark.parametrize("label", ["as_in_a_model", "ragged", "one_group", "documents"])
+def test_gradients_side_by_side(rand, monkeypatch, label):
+    """Those of x, B and C, wherever they begin, are to the bit what they are in memory of their own."""
+    from megacpp_compile.lowerings.ssd_scan import cuda_triton
+
+    hopper()
+    monkeypatch.setattr(LEAST_CHUNKS, 0)
+    args, _, documents = scan(rand, **NUMBERS[label])
+    args, (documents,) = on("cuda", args), on("cuda", (documents,))
+    y, last, states = cuda_triton.ssd_scan(*args, torch.float32, documents)
+    back = rand(*y.shape, dtype=torch.float32, device="cuda"), last, *args[:7], states, args[7], documents
+    apart = cuda_triton.ssd_scan_backward(*back)
+    parts = [apart[i].flatten(2) for i in (4, 0, 3)]  # C's, x's, B's
+    at_c, at_x, at_b = 0, parts[0].shape[-1], parts[0].shape[-1] + parts[1].shape[-1]
+    with poisoned_memory():
+        joined, *rest = torch.ops.megacpp_ssd.backward_joined(*back, [at_x, at_b, at_c])
+    assert torch.equal(joined, torch.cat(parts, -1))
+    assert all(map(torch.equal, rest, [apart[i] for i in (1, 2, 5, 6)]))
 
 
 @pytest.mark.cuda

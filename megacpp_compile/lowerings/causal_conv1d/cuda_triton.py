@@ -8,7 +8,7 @@ of weight and bias are partial sums per segment, added up afterwards in a fixed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.lowerings._kernels.columns import Columns
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, is_wide, power_of_2
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.causal_conv1d.layout import channels_adjacent, laid_out_as
 
-__all__ = ["MIN_BYTES", "causal_conv1d", "causal_conv1d_backward", "supports"]
+__all__ = ["MIN_BYTES", "causal_conv1d", "causal_conv1d_backward", "supports", "writes_into"]
 
 # Bytes of the largest operand from which this gains on what Inductor makes of the reference (H200).
 MIN_BYTES = 8 << 20
@@ -71,10 +72,11 @@ def causal_conv1d_tile(x, weight, bias, seq_idx, y, steps, channels, xb, xt, wc,
 
 @triton.jit
 def causal_conv1d_walk(grad, x, weight, bias, seq_idx, dx, partial, steps, channels, segments, gb, gt, xb, xt, wc, wk,
-                       bias_c, sb, st, db, dt, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+                       bias_c, sb, st, db, dt, dx_first, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
                        WIDE: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
                        BC: tl.constexpr):  # fmt: skip
-    """Rows of `partial` [b * segments, TAPS + 1, channels]: each tap's weight gradient, then the bias'.
+    """Rows of `partial` [b * segments, TAPS + 1, channels]: each tap's weight gradient, then the bias'. `dx` is written
+    from column `dx_first` on.
 
     `w0` belongs to the newest operand `x0`; `g0` is the gradient of the step being walked, `g1` of the one before.
     Step i of the walk writes the input gradient of the step TAPS - 1 before it.
@@ -88,7 +90,7 @@ def causal_conv1d_walk(grad, x, weight, bias, seq_idx, dx, partial, steps, chann
     begin = segment * SEGMENT + tl.zeros([BC], tl.int32)
     x += b * xb + c
     grad += b * gb + c
-    dx += b * db + c
+    dx += b * db + dx_first + c
     zero = tl.zeros([BC], dtype)
     w0 = tl.load(weight + c * wc + (TAPS - 1) * wk, mask=exists, other=0).to(dtype)
     w1 = tl.load(weight + c * wc + (TAPS - 2) * wk, mask=exists, other=0).to(dtype)
@@ -207,6 +209,10 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     return None if 2 <= taps <= MAX_TAPS else f"{taps} taps; the kernel keeps 2 to {MAX_TAPS} in registers"
 
 
+def writes_into(name: str, args: Sequence[Any]) -> tuple[int, ...]:
+    return (0,) if name == "causal_conv1d_backward" else ()
+
+
 def _shared(
     weight: Tensor, bias: Tensor | None, activation: str, x: Tensor, seq_idx: Tensor | None
 ) -> dict[str, Any]:
@@ -239,21 +245,28 @@ def causal_conv1d(
 
 
 def causal_conv1d_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, seq_idx: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, seq_idx: Tensor | None = None,
+    into: Mapping[int, Columns] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not statically_known_true(grad.stride(2) == 1):  # a sum's gradient is one number, expanded
         grad = grad.contiguous()
-    dx = laid_out_as(x, x.dtype)
     batch, steps, channels = x.shape
+    if into is None:
+        dx = laid_out_as(x, x.dtype)
+        place = {"dx": dx, "db": dx.stride(0), "dt": dx.stride(1), "dx_first": 0}
+    else:
+        columns = into[0]
+        dx = columns.of(batch, steps, like=x)
+        place = {"dx": dx, "db": steps * columns.width, "dt": columns.width, "dx_first": columns.first}
     taps, segments = weight.shape[1], triton.cdiv(steps, SEGMENT)
     wide = compute_dtype(x, weight)
     partial = torch.empty((batch * segments, taps + 1, channels), dtype=wide, device=x.device)
     _walk(
         lambda meta: (segments, triton.cdiv(channels, meta["BC"]), batch),
         {"BC": _block(channels, 256), "num_warps": 2},
-        grad=grad, gb=grad.stride(0), gt=grad.stride(1), dx=dx, db=dx.stride(0), dt=dx.stride(1), partial=partial,
-        segments=segments, SEGMENT=SEGMENT, **_shared(weight, bias, activation, x, seq_idx),
+        grad=grad, gb=grad.stride(0), gt=grad.stride(1), **place, partial=partial, segments=segments,
+        SEGMENT=SEGMENT, **_shared(weight, bias, activation, x, seq_idx),
     )  # fmt: skip
     sums = partial.sum(0)
-    d_bias = weight.new_empty(0) if bias is None else sums[taps].to(bias.dtype)
-    return dx, sums[:taps].t().to(weight.dtype, memory_format=torch.contiguous_format), d_bias
+    d_bias = weight.new_empty(0) if bias is None else sums.select(0, taps).to(bias.dtype)
+    return dx, sums.narrow(0, 0, taps).t().to(weight.dtype, memory_format=torch.contiguous_format), d_bias

@@ -6,7 +6,7 @@ registers; the programs' sums are added up afterwards in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.lowerings._kernels.columns import Columns
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, is_wide, power_of_2
 from megacpp_compile.lowerings._op import compute_dtype
 
-__all__ = ["MIN_BYTES", "gated_rms_norm", "gated_rms_norm_backward", "supports"]
+__all__ = ["MIN_BYTES", "gated_rms_norm", "gated_rms_norm_backward", "supports", "writes_into"]
 
 # Bytes of the largest operand from which this gains on what Inductor makes of the reference (H200).
 MIN_BYTES = 8 << 20
@@ -58,7 +59,7 @@ def gated_rms_norm_rows(y, z, weight, out, rrms, rows, groups, yr, zr, wc, EPS: 
 
 @triton.jit
 def gated_rms_norm_rows_backward(grad, y, z, weight, rrms, dy, dz, partial, rows, groups, gr, yr, zr, wc,
-                                 SIZE: tl.constexpr, LANES: tl.constexpr, WEIGHT: tl.constexpr,
+                                 dzr, dz_first, SIZE: tl.constexpr, LANES: tl.constexpr, WEIGHT: tl.constexpr,
                                  NORM_FIRST: tl.constexpr, SIGMOID: tl.constexpr, WIDE: tl.constexpr,
                                  PROGRAMS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -103,7 +104,7 @@ def gated_rms_norm_rows_backward(grad, y, z, weight, rrms, dy, dz, partial, rows
             dh = dh * gate
         at = r * groups * SIZE + c
         tl.store(dy + at, as_stored(dh, dy), mask=mask)
-        tl.store(dz + at, as_stored(d_gate * slope, dz), mask=mask)
+        tl.store(dz + r * dzr + dz_first + c, as_stored(d_gate * slope, dz), mask=mask)
     if WEIGHT:
         tl.store(partial + tl.program_id(0).to(tl.int64) * groups * SIZE + c, total, mask=inside)
 
@@ -127,6 +128,10 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return f"more than {MAX_GRID} groups"
     rows = (_rows_of(t) for t in (y, z))
     return None if all(r is not None for r in rows) else "rows are not evenly spaced in memory"
+
+
+def writes_into(name: str, args: Sequence[Any]) -> tuple[int, ...]:
+    return (1,) if name == "gated_rms_norm_backward" else ()
 
 
 def _rows_of(t: Tensor) -> Tensor | None:
@@ -188,12 +193,15 @@ def gated_rms_norm_backward(
     group_size: int,
     norm_before_gate: bool,
     activation: str = "silu",
+    into: Mapping[int, Columns] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     args = _operands(y, z, weight, group_size, norm_before_gate, activation)
     flat = _rows_of(grad)
     flat = _rows_of(grad.contiguous()) if flat is None else flat
     assert flat is not None
-    dy, dz = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (y, z))
+    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    columns = Columns(None, 0, z.shape[-1]) if into is None else into[1]
+    dz = columns.of(*z.shape[:-1], like=z)
     rows, groups, static = args["rows"], args["groups"], _static(args["LANES"])
     programs = max(1, PROGRAMS // groups)
     if isinstance(rows, int):
@@ -201,7 +209,7 @@ def gated_rms_norm_backward(
     partial = torch.empty((programs, y.shape[-1] if weight is not None else 0), dtype=rrms.dtype, device=y.device)
     _rows_backward(
         lambda meta: (programs, groups), static, grad=flat, gr=flat.stride(0), rrms=rrms, dy=dy, dz=dz,
-        partial=partial, PROGRAMS=programs, **args,
+        dzr=columns.width, dz_first=columns.first, partial=partial, PROGRAMS=programs, **args,
     )  # fmt: skip
     dw = rrms.new_empty(0) if weight is None else partial.sum(0).to(weight.dtype)
     return dy, dz, dw

@@ -21,17 +21,22 @@ HEADS = 8
 class Gradients:
     """By chunks of `length` tokens, from the states that enter them, and the gradients of those that leave them (left).
 
-    The scores' gradients are to be there before those of B and C, and all before those of the steps.
+    The scores' gradients are to be there before those of B and C, and all before those of the steps. into: memory for
+    those of B and C, of their shape and dtype.
     """
 
-    def __init__(self, call: Call, dy: Tensor, states: Tensor, left: Tensor, length: int) -> None:
+    def __init__(
+        self, call: Call, dy: Tensor, states: Tensor, left: Tensor, length: int,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.call, self.dy, self.states, self.left, self.length = call, dy, states, left, length
         heads, chunks = call.heads, call.chunks_of(length)
         self.per_group = heads // call.groups
         self.at_once = math.gcd(self.per_group, HEADS)
         self.parts, self.direct = heads // self.at_once, self.at_once == self.per_group
         self.d_dt = call.new(call.batch, call.tokens, heads, dtype=call.dt.dtype)
-        self.d_B, self.d_C = (
+        self.into = into
+        self.d_B, self.d_C = into if into is not None and self.direct else (
             call.new(call.batch, call.tokens, self.parts, call.n, dtype=t.dtype if self.direct else torch.float32)
             for t in (call.B, call.C)
         )
@@ -74,8 +79,8 @@ class Gradients:
         _triton_gradients.group_grad(
             self._grid(), _launch(self.call.p, self.call.n, self.length), v=v, own=own, other=other,
             d_scores=self.d_scores, states=reach, entering=self.states, out=out, dots=dots, inner=self.inner,
-            **strides("v", v, "bth"), **strides("own", own, "btg"), **strides("other", other, "btg"), KEYS=int(keys),
-            **self._common(),
+            **strides("v", v, "bth"), **strides("own", own, "btg"), **strides("other", other, "btg"),
+            **strides("out", out, "bth"), KEYS=int(keys), **self._common(),
         )  # fmt: skip
 
     def of_steps(self) -> None:
@@ -100,6 +105,8 @@ class Gradients:
         if not self.direct:
             d_B, d_C = (t.unflatten(2, (call.groups, -1)).sum(3).to(like.dtype)
                         for t, like in ((d_B, call.B), (d_C, call.C)))  # fmt: skip
+            if self.into is not None:
+                d_B, d_C = (there.copy_(t) for there, t in zip(self.into, (d_B, d_C), strict=True))
         return self.d_dt, self.d_A.sum((0, 1)).to(call.A.dtype), d_B, d_C, d_D
 
 

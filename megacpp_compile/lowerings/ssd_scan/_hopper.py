@@ -74,9 +74,10 @@ def forward(call: Call, D: Tensor | None, initial_state: Tensor | None, y: Tenso
 
 def backward(
     call: Call, dy: Tensor, dfinal: Tensor | None, D: Tensor | None, initial_state: Tensor | None, states: Tensor,
-    d_x: Tensor,
+    d_x: Tensor, into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """Writes d_x; the gradient of the first state, and those of dt, A, B, C and D. states: those forward has kept."""
+    """Writes d_x; the gradient of the first state, and those of dt, A, B, C and D. states: those forward has kept.
+    into: as `Gradients`."""
     dy, decays, cuts = in_sixteens(dy), call.decay(CHUNK), call.cuts(CHUNK)
     entering = (states.contiguous(), states) if call.chunk == BACKWARD_CHUNK else call.walked(BACKWARD_CHUNK)
     left = call.walked(BACKWARD_CHUNK)
@@ -93,7 +94,7 @@ def backward(
     else:
         back()
         forth()
-    made = Gradients(call, dy, entering[0], left[0], BACKWARD_CHUNK)
+    made = Gradients(call, dy, entering[0], left[0], BACKWARD_CHUNK, into)
     _of_scores(made)
     made.of_queries()
     _of_keys(made)

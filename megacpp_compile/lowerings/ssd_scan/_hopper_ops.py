@@ -6,6 +6,7 @@ is in `cuda_triton`, which calls them, and needs Triton. x, B and C are bfloat16
 
 from __future__ import annotations
 
+import math
 from typing import Optional
 
 import torch
@@ -75,3 +76,46 @@ def backward(
 @backward.register_fake
 def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx):  # type: ignore[no-untyped-def]
     return shaped_like(states, (x, dt, A, B, C, D, initial_state))
+
+
+@torch.library.custom_op("megacpp_ssd::backward_joined", mutates_args=())
+def backward_joined(
+    dy: Tensor,
+    dfinal: Optional[Tensor],  # noqa: UP045
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],  # noqa: UP045
+    initial_state: Optional[Tensor],  # noqa: UP045
+    states: Tensor,
+    chunk_size: int,
+    seq_idx: Optional[Tensor],  # noqa: UP045
+    first: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `backward`, the gradients of x, B and C in one tensor [b, t, channels], in which theirs begin at those of
+    `first`; then those of dt, A, D and initial_state."""
+    from megacpp_compile.lowerings.ssd_scan import cuda_triton
+
+    joined = room(x, B)
+    into = tuple(
+        joined[..., at : at + math.prod(t.shape[2:])].unflatten(-1, t.shape[2:])
+        for at, t in zip(first, (x, B, C), strict=True)
+    )
+    operands = x, dt, A, B, C
+    _, d_dt, d_A, _, _, d_D, d_initial = cuda_triton.backward_on_hopper(
+        dy, dfinal, operands, D, initial_state, states, chunk_size, seq_idx, into
+    )
+    return joined, d_dt, d_A, d_D, d_initial
+
+
+@backward_joined.register_fake
+def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx, first):  # type: ignore[no-untyped-def]
+    return room(x, B), *shaped_like(states, (dt, A, D, initial_state))
+
+
+def room(x: Tensor, B: Tensor) -> Tensor:
+    """Memory for the gradients of x, B and C side by side."""
+    b, t, h, p = x.shape
+    return x.new_empty((b, t, h * p + 2 * B.shape[2] * B.shape[3]))

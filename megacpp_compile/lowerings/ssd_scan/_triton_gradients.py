@@ -62,7 +62,7 @@ def ssd_scores_grad(dy, x, B, C, decay, steps, cuts, d_scores, row_sums, column_
 @triton.jit
 def ssd_group_grad(v, own, other, d_scores, decay, steps, cuts, states, entering, out, dots, inner,
                    tokens, heads, chunks, per_group, parts,
-                   v_b, v_t, v_h, own_b, own_t, own_g, other_b, other_t, other_g,
+                   v_b, v_t, v_h, own_b, own_t, own_g, other_b, other_t, other_g, out_b, out_t, out_h,
                    L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HB: tl.constexpr, KEYS: tl.constexpr,
                    WIDE: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """Gradient of C (own = C, other = B, v = dy, states = those entering) or, with KEYS, of B (own = B, other = C,
@@ -104,8 +104,8 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, cuts, states, entering
         if KEYS:
             grad *= tl.load(steps + row * L + r)[:, None]
         total += grad
-    out += ((b * tokens + t) * parts + part) * N
-    tl.store(out + (r * parts * N)[:, None] + n, as_stored(total, out), mask=there)
+    out += b * out_b + t * out_t + part * out_h
+    tl.store(out + (r * out_t)[:, None] + n, as_stored(total, out), mask=there)
 
 
 @triton.jit

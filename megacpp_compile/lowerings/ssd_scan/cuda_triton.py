@@ -16,22 +16,25 @@ On Hopper most of it is in Gluon (`_hopper`), with the same results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megacpp_compile.lowerings._kernels.columns import Columns
 from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens
 from megacpp_compile.lowerings.ssd_scan import _gradients, _hopper
 from megacpp_compile.lowerings.ssd_scan._call import Call
 
-__all__ = ["ssd_scan", "ssd_scan_backward", "supports"]
+__all__ = ["ssd_scan", "ssd_scan_backward", "supports", "writes_into"]
 
 HEAD_SIZES = (16, 32, 64, 128)
 STATE_SIZES = (16, 32, 64, 128, 256)
 # Blocks a launch can have along a dimension other than the first.
 MOST_BLOCKS = 65535
+# Results of backward that Hopper's kernels write side by side: the gradients of x, B and C, which a mixer makes of one.
+_JOINED = (0, 3, 4)
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -51,6 +54,14 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     if heads > MOST_BLOCKS or isinstance(x.shape[0], int) and x.shape[0] > MOST_BLOCKS:
         return f"more than {MOST_BLOCKS} heads or sequences"
     return None
+
+
+def writes_into(name: str, args: Sequence[Any]) -> tuple[int, ...]:
+    if name != "ssd_scan_backward":
+        return ()
+    dy, _, x, dt, A, B, C, _, _, _, chunk_size, *seq_idx = args
+    call = Call(x, dt, A, B, C, chunk_size, next(iter(seq_idx), None))
+    return _JOINED if _hopper.serve(call, dy.dtype) else ()
 
 
 def ssd_scan(
@@ -92,11 +103,16 @@ def ssd_scan_backward(
     states: Tensor,
     chunk_size: int,
     seq_idx: Tensor | None = None,
+    into: Mapping[int, Columns] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = Call(x, dt, A, B, C, chunk_size, seq_idx)
     if _hopper.serve(call, dy.dtype):
-        operands = x, dt, A, B, C, D, initial_state
-        return torch.ops.megacpp_ssd.backward(dy, dfinal, *operands, states, chunk_size, seq_idx)
+        args = dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx
+        if into is None:
+            return torch.ops.megacpp_ssd.backward(*args)
+        first = [into[result].first for result in _JOINED]
+        joined, d_dt, d_A, d_D, d_initial = torch.ops.megacpp_ssd.backward_joined(*args, first)
+        return joined, d_dt, d_A, joined, joined, d_D, d_initial
     return _backward(call, dy, dfinal, D, initial_state, states)
 
 
@@ -150,17 +166,20 @@ def scan_on_hopper(
 
 def backward_on_hopper(
     dy: Tensor, dfinal: Tensor | None, operands: tuple[Tensor, ...], D: Tensor | None, initial_state: Tensor | None,
-    states: Tensor, chunk_size: int, seq_idx: Tensor | None,
+    states: Tensor, chunk_size: int, seq_idx: Tensor | None, into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What the op `megacpp_ssd::backward` does."""
+    """What the op `megacpp_ssd::backward` does. into: memory for the gradients of x, B and C."""
     call = _call(operands, chunk_size, seq_idx)
 
     def in_gluon() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        d_x = call.new(*call.x.shape, dtype=call.x.dtype)
-        d_initial, grads = _hopper.backward(call, dy, dfinal, D, initial_state, states, d_x)
+        d_x = call.new(*call.x.shape, dtype=call.x.dtype) if into is None else into[0]
+        d_initial, grads = _hopper.backward(call, dy, dfinal, D, initial_state, states, d_x, into and into[1:])
         return _all(d_x, grads, d_initial, D, initial_state)
 
     def in_triton() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return _backward(call, dy, dfinal, D, initial_state, states)
+        made = _backward(call, dy, dfinal, D, initial_state, states)
+        for there, result in zip(into or (), _JOINED, strict=False):
+            there.copy_(made[result])
+        return made
 
     return in_triton() if call.empty else _hopper.kernels.or_in_triton("ssd_scan_backward", in_gluon, in_triton)
