@@ -1,4 +1,5 @@
-"""Triton device code that attention and scans share: exponentials as powers of two, and a product."""
+"""Triton device code that attention, scans and what stands beside them share: exponentials as powers of two, a product,
+and a sigmoid."""
 
 from __future__ import annotations
 
@@ -15,3 +16,18 @@ def dot(a, b, to, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, to, input_precision=PRECISION)
+
+
+@triton.jit
+def sigmoid(x, EXACT: tl.constexpr):
+    """1 / (1 + exp(-x)), with the GPU's own exponential and reciprocal, of 2 and 1 units in the last place of float32;
+    Triton puts three instructions around each for what is subnormal, of which here nothing is left. EXACT: by the
+    definition, in x's dtype, which is all that the interpreter knows."""
+    if EXACT:
+        s = 1 / (1 + tl.exp(-x))
+    else:
+        s = tl.inline_asm_elementwise(
+            "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
+            "rcp.approx.ftz.f32 $0, e; }", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return s

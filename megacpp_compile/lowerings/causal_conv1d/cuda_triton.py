@@ -1,9 +1,10 @@
 """`causal_conv1d` on CUDA: one kernel forward, one backward, channels adjacent.
 
-Forward: a program makes a tile of steps x channels; the taps' loads hit the same cache lines, in L1.
-Backward: a program owns some channels over a segment of steps and walks through time with the last few operands and
-gradients in registers, so that x and the gradient are read once and the input gradient is written once. The gradients
-of weight and bias are partial sums per segment, added up afterwards in a fixed order.
+A program owns some channels over a segment of steps and walks through time with the last few operands and gradients in
+registers, so that x and the gradient are read once and the result, or the input gradient, is written once. It takes
+four steps at a time, with the loads of the next four under way. The gradients of weight and bias are partial sums per
+segment, added up afterwards in a fixed order. With more taps than that is for, a program of the forward makes a tile of
+steps x channels, and the taps' loads hit the same cache lines, in L1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.lowerings._kernels.columns import Columns
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
-from megacpp_compile.lowerings._kernels.triton_launch import Kernel, is_wide, power_of_2
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel, interpreted, is_wide, power_of_2
+from megacpp_compile.lowerings._kernels.triton_math import sigmoid
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.causal_conv1d.layout import channels_adjacent, laid_out_as
 
@@ -34,10 +36,10 @@ MAX_GRID = 65535
 
 
 @triton.jit
-def _activated_gradient(grad, pre, SILU: tl.constexpr):
+def _activated_gradient(grad, pre, SILU: tl.constexpr, EXACT: tl.constexpr):
     """The gradient before the activation."""
     if SILU:
-        s = 1 / (1 + tl.exp(-pre))
+        s = sigmoid(pre, EXACT)
         return grad * (s * (1 + pre * (1 - s)))
     else:
         return grad
@@ -46,7 +48,7 @@ def _activated_gradient(grad, pre, SILU: tl.constexpr):
 @triton.jit
 def causal_conv1d_tile(x, weight, bias, seq_idx, y, steps, channels, xb, xt, wc, wk, bias_c, sb, st, yb, yt,
                        TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr,
-                       PACKED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+                       EXACT: tl.constexpr, PACKED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
     t = tl.program_id(0) * BT + tl.arange(0, BT)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
@@ -66,14 +68,81 @@ def causal_conv1d_tile(x, weight, bias, seq_idx, y, steps, channels, xb, xt, wc,
             tap = tl.where(seen == own, tap, 0)
         total += w * tap
     if SILU:
-        total = total / (1 + tl.exp(-total))
+        total = total * sigmoid(total, EXACT)
     tl.store(y + b * yb + t.to(tl.int64) * yt + c, as_stored(total, y), mask=exists & (t < steps))
+
+
+@triton.jit
+def causal_conv1d_steps(x, weight, bias, seq_idx, y, steps, channels, xb, xt, wc, wk, bias_c, sb, st, yb, yt,
+                        TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr,
+                        EXACT: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
+                        BC: tl.constexpr):  # fmt: skip
+    """`x0` is the newest operand of a step, `w0` its weight."""
+    dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
+    segment = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b = tl.program_id(2).to(tl.int64)
+    exists = c < channels
+    # One for every channel: Triton's interpreter (3.9) can't broadcast a truth value over channels.
+    begin = segment * SEGMENT + tl.zeros([BC], tl.int32)
+    last = tl.minimum(begin + SEGMENT, steps)
+    x += b * xb + (segment * SEGMENT).to(tl.int64) * xt
+    y += b * yb + (segment * SEGMENT).to(tl.int64) * yt
+    zero = tl.zeros([BC], dtype)
+    w0 = tl.load(weight + c * wc + (TAPS - 1) * wk, mask=exists, other=0).to(dtype)
+    w1 = tl.load(weight + c * wc + (TAPS - 2) * wk, mask=exists, other=0).to(dtype)
+    x1 = tl.load(x - xt + c, mask=exists & (begin >= 1), other=0).to(dtype)
+    w2, w3, x2, x3 = zero, zero, zero, zero
+    if TAPS > 2:
+        w2 = tl.load(weight + c * wc + (TAPS - 3) * wk, mask=exists, other=0).to(dtype)
+        x2 = tl.load(x - 2 * xt + c, mask=exists & (begin >= 2), other=0).to(dtype)
+    if TAPS > 3:
+        w3 = tl.load(weight + c * wc + (TAPS - 4) * wk, mask=exists, other=0).to(dtype)
+        x3 = tl.load(x - 3 * xt + c, mask=exists & (begin >= 3), other=0).to(dtype)
+    shift = zero
+    if BIAS:
+        shift = tl.load(bias + c * bias_c, mask=exists, other=0).to(dtype)
+    if PACKED:
+        seq_idx += b * sb
+        i1 = tl.load(seq_idx + (begin - 1).to(tl.int64) * st, mask=begin >= 1, other=0)
+        i2 = tl.load(seq_idx + (begin - 2).to(tl.int64) * st, mask=begin >= 2, other=0)
+        i3 = tl.load(seq_idx + (begin - 3).to(tl.int64) * st, mask=begin >= 3, other=0)
+    ahead0 = tl.load(x + c, mask=exists & (begin < last), other=0)
+    ahead1 = tl.load(x + xt + c, mask=exists & (begin + 1 < last), other=0)
+    ahead2 = tl.load(x + 2 * xt + c, mask=exists & (begin + 2 < last), other=0)
+    ahead3 = tl.load(x + 3 * xt + c, mask=exists & (begin + 3 < last), other=0)
+    for i in range(0, tl.minimum(SEGMENT, steps - segment * SEGMENT), 4):
+        now0, now1, now2, now3 = ahead0, ahead1, ahead2, ahead3
+        x += 4 * xt
+        t = begin + i
+        ahead0 = tl.load(x + c, mask=exists & (t + 4 < last), other=0)
+        ahead1 = tl.load(x + xt + c, mask=exists & (t + 5 < last), other=0)
+        ahead2 = tl.load(x + 2 * xt + c, mask=exists & (t + 6 < last), other=0)
+        ahead3 = tl.load(x + 3 * xt + c, mask=exists & (t + 7 < last), other=0)
+        for j in tl.static_range(4):
+            x0 = (now0 if j == 0 else now1 if j == 1 else now2 if j == 2 else now3).to(dtype)
+            if PACKED:
+                i0 = tl.load(seq_idx + (t + j).to(tl.int64) * st, mask=t + j < steps, other=0)
+                s1, s2, s3 = tl.where(i1 == i0, x1, 0), tl.where(i2 == i0, x2, 0), tl.where(i3 == i0, x3, 0)
+                i3, i2, i1 = i2, i1, i0
+            else:
+                s1, s2, s3 = x1, x2, x3
+            total = shift + w0 * x0 + w1 * s1
+            if TAPS > 2:
+                total += w2 * s2
+            if TAPS > 3:
+                total += w3 * s3
+            if SILU:
+                total = total * sigmoid(total, EXACT)
+            tl.store(y + c, as_stored(total, y), mask=exists & (t + j < last))
+            y += yt
+            x3, x2, x1 = x2, x1, x0
 
 
 @triton.jit
 def causal_conv1d_walk(grad, x, weight, bias, seq_idx, dx, partial, steps, channels, segments, gb, gt, xb, xt, wc, wk,
                        bias_c, sb, st, db, dt, dx_first, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-                       WIDE: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
+                       WIDE: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
                        BC: tl.constexpr):  # fmt: skip
     """Rows of `partial` [b * segments, TAPS + 1, channels]: each tap's weight gradient, then the bias'. `dx` is written
     from column `dx_first` on.
@@ -88,88 +157,103 @@ def causal_conv1d_walk(grad, x, weight, bias, seq_idx, dx, partial, steps, chann
     exists = c < channels
     # One for every channel: Triton's interpreter (3.9) can't broadcast a truth value over channels.
     begin = segment * SEGMENT + tl.zeros([BC], tl.int32)
-    x += b * xb + c
-    grad += b * gb + c
-    dx += b * db + dx_first + c
+    last = tl.minimum(begin + SEGMENT, steps)
+    end = tl.minimum(begin + SEGMENT + TAPS - 1, steps)
+    # Pointers to the rows of the walk's first step, which go on with it.
+    x += b * xb + (segment * SEGMENT).to(tl.int64) * xt
+    grad += b * gb + (segment * SEGMENT).to(tl.int64) * gt
+    dx += b * db + dx_first + (segment * SEGMENT - (TAPS - 1)).to(tl.int64) * dt
     zero = tl.zeros([BC], dtype)
     w0 = tl.load(weight + c * wc + (TAPS - 1) * wk, mask=exists, other=0).to(dtype)
     w1 = tl.load(weight + c * wc + (TAPS - 2) * wk, mask=exists, other=0).to(dtype)
     w2, w3 = zero, zero
-    x1 = tl.load(x + (begin - 1).to(tl.int64) * xt, mask=exists & (begin >= 1), other=0).to(dtype)
+    x1 = tl.load(x - xt + c, mask=exists & (begin >= 1), other=0).to(dtype)
     x2, x3 = zero, zero
     if TAPS > 2:
         w2 = tl.load(weight + c * wc + (TAPS - 3) * wk, mask=exists, other=0).to(dtype)
-        x2 = tl.load(x + (begin - 2).to(tl.int64) * xt, mask=exists & (begin >= 2), other=0).to(dtype)
+        x2 = tl.load(x - 2 * xt + c, mask=exists & (begin >= 2), other=0).to(dtype)
     if TAPS > 3:
         w3 = tl.load(weight + c * wc + (TAPS - 4) * wk, mask=exists, other=0).to(dtype)
-        x3 = tl.load(x + (begin - 3).to(tl.int64) * xt, mask=exists & (begin >= 3), other=0).to(dtype)
+        x3 = tl.load(x - 3 * xt + c, mask=exists & (begin >= 3), other=0).to(dtype)
     shift = zero
     if BIAS:
         shift = tl.load(bias + c * bias_c, mask=exists, other=0).to(dtype)
     # Zeros that no compiler knows to be zeros: from one and the same constant in all three Triton 3.6 makes g2 and g3
     # that constant for the whole walk.
-    g1 = tl.load(grad + (begin - 1).to(tl.int64) * gt, mask=exists & (begin < 0), other=0).to(dtype)
-    g2 = tl.load(grad + (begin - 2).to(tl.int64) * gt, mask=exists & (begin < 0), other=0).to(dtype)
-    g3 = tl.load(grad + (begin - 3).to(tl.int64) * gt, mask=exists & (begin < 0), other=0).to(dtype)
+    g1 = tl.load(grad - gt + c, mask=exists & (begin < 0), other=0).to(dtype)
+    g2 = tl.load(grad - 2 * gt + c, mask=exists & (begin < 0), other=0).to(dtype)
+    g3 = tl.load(grad - 3 * gt + c, mask=exists & (begin < 0), other=0).to(dtype)
     if PACKED:  # the documents of the steps before, as of their operands
         seq_idx += b * sb
         i1 = tl.load(seq_idx + (begin - 1).to(tl.int64) * st, mask=begin >= 1, other=0)
         i2 = tl.load(seq_idx + (begin - 2).to(tl.int64) * st, mask=begin >= 2, other=0)
         i3 = tl.load(seq_idx + (begin - 3).to(tl.int64) * st, mask=begin >= 3, other=0)
     dw0, dw1, dw2, dw3, d_shift = zero, zero, zero, zero, zero
-    # Loads run three steps ahead of the arithmetic.
-    end = tl.minimum(begin + SEGMENT + TAPS - 1, steps)
-    ahead_x1 = tl.load(x + begin.to(tl.int64) * xt, mask=exists & (begin < end), other=0)
-    ahead_g1 = tl.load(grad + begin.to(tl.int64) * gt, mask=exists & (begin < end), other=0)
-    ahead_x2 = tl.load(x + (begin + 1).to(tl.int64) * xt, mask=exists & (begin + 1 < end), other=0)
-    ahead_g2 = tl.load(grad + (begin + 1).to(tl.int64) * gt, mask=exists & (begin + 1 < end), other=0)
-    ahead_x3 = tl.load(x + (begin + 2).to(tl.int64) * xt, mask=exists & (begin + 2 < end), other=0)
-    ahead_g3 = tl.load(grad + (begin + 2).to(tl.int64) * gt, mask=exists & (begin + 2 < end), other=0)
-    walked = tl.minimum(SEGMENT, steps - segment * SEGMENT) + TAPS - 1
-    for i in range(walked):
+    # Four steps at a time, so that what is passed on from one to the next stays in its registers; their operands and
+    # gradients are loaded ahead of the four before them.
+    ahead_x0 = tl.load(x + c, mask=exists & (begin < end), other=0)
+    ahead_g0 = tl.load(grad + c, mask=exists & (begin < end), other=0)
+    ahead_x1 = tl.load(x + xt + c, mask=exists & (begin + 1 < end), other=0)
+    ahead_g1 = tl.load(grad + gt + c, mask=exists & (begin + 1 < end), other=0)
+    ahead_x2 = tl.load(x + 2 * xt + c, mask=exists & (begin + 2 < end), other=0)
+    ahead_g2 = tl.load(grad + 2 * gt + c, mask=exists & (begin + 2 < end), other=0)
+    ahead_x3 = tl.load(x + 3 * xt + c, mask=exists & (begin + 3 < end), other=0)
+    ahead_g3 = tl.load(grad + 3 * gt + c, mask=exists & (begin + 3 < end), other=0)
+    for i in range(0, tl.minimum(SEGMENT, steps - segment * SEGMENT) + TAPS - 1, 4):
+        now_x0, now_x1, now_x2, now_x3 = ahead_x0, ahead_x1, ahead_x2, ahead_x3
+        now_g0, now_g1, now_g2, now_g3 = ahead_g0, ahead_g1, ahead_g2, ahead_g3
+        x += 4 * xt
+        grad += 4 * gt
         t = begin + i
-        x0, g0 = ahead_x1.to(dtype), ahead_g1.to(dtype)
-        ahead_x1, ahead_g1, ahead_x2, ahead_g2 = ahead_x2, ahead_g2, ahead_x3, ahead_g3
-        ahead_x3 = tl.load(x + (t + 3).to(tl.int64) * xt, mask=exists & (t + 3 < end), other=0)
-        ahead_g3 = tl.load(grad + (t + 3).to(tl.int64) * gt, mask=exists & (t + 3 < end), other=0)
-        if PACKED:
-            i0 = tl.load(seq_idx + t.to(tl.int64) * st, mask=t < steps, other=0)
-            s1, s2, s3 = tl.where(i1 == i0, x1, 0), tl.where(i2 == i0, x2, 0), tl.where(i3 == i0, x3, 0)
-        else:
-            s1, s2, s3 = x1, x2, x3
-        if SILU:
-            pre = shift + w0 * x0 + w1 * s1
+        ahead_x0 = tl.load(x + c, mask=exists & (t + 4 < end), other=0)
+        ahead_g0 = tl.load(grad + c, mask=exists & (t + 4 < end), other=0)
+        ahead_x1 = tl.load(x + xt + c, mask=exists & (t + 5 < end), other=0)
+        ahead_g1 = tl.load(grad + gt + c, mask=exists & (t + 5 < end), other=0)
+        ahead_x2 = tl.load(x + 2 * xt + c, mask=exists & (t + 6 < end), other=0)
+        ahead_g2 = tl.load(grad + 2 * gt + c, mask=exists & (t + 6 < end), other=0)
+        ahead_x3 = tl.load(x + 3 * xt + c, mask=exists & (t + 7 < end), other=0)
+        ahead_g3 = tl.load(grad + 3 * gt + c, mask=exists & (t + 7 < end), other=0)
+        for j in tl.static_range(4):
+            x0 = (now_x0 if j == 0 else now_x1 if j == 1 else now_x2 if j == 2 else now_x3).to(dtype)
+            g0 = (now_g0 if j == 0 else now_g1 if j == 1 else now_g2 if j == 2 else now_g3).to(dtype)
+            if PACKED:
+                i0 = tl.load(seq_idx + (t + j).to(tl.int64) * st, mask=t + j < steps, other=0)
+                s1, s2, s3 = tl.where(i1 == i0, x1, 0), tl.where(i2 == i0, x2, 0), tl.where(i3 == i0, x3, 0)
+            else:
+                s1, s2, s3 = x1, x2, x3
+            if SILU:
+                pre = shift + w0 * x0 + w1 * s1
+                if TAPS > 2:
+                    pre += w2 * s2
+                if TAPS > 3:
+                    pre += w3 * s3
+                g0 = _activated_gradient(g0, pre, SILU, EXACT)
+            # Behind the segment only the input gradients are this program's.
+            mine = tl.where(t + j < last, g0, 0)
+            dw0 += mine * x0
+            dw1 += mine * s1
+            d_shift += mine
+            # Gradients of the steps that see the one whose input gradient is written.
+            h0, h1, h2 = g0, g1, g2
+            if PACKED:
+                target = i3 if TAPS > 3 else (i2 if TAPS > 2 else i1)
+                h0 = tl.where(i0 == target, g0, 0)
+                h1 = tl.where(i1 == target, g1, 0)
+                h2 = tl.where(i2 == target, g2, 0)
+            out = w0 * h1 + w1 * h0
             if TAPS > 2:
-                pre += w2 * s2
+                dw2 += mine * s2
+                out = w0 * h2 + w1 * h1 + w2 * h0
             if TAPS > 3:
-                pre += w3 * s3
-            g0 = _activated_gradient(g0, pre, SILU)
-        # Behind the segment only the input gradients are this program's; behind the end there is no gradient.
-        g0 = tl.where(t < steps, g0, 0)
-        mine = tl.where(i < SEGMENT, g0, 0)
-        dw0 += mine * x0
-        dw1 += mine * s1
-        d_shift += mine
-        # Gradients of the steps that see the one whose input gradient is written.
-        h0, h1, h2 = g0, g1, g2
-        if PACKED:
-            target = i3 if TAPS > 3 else (i2 if TAPS > 2 else i1)
-            h0 = tl.where(i0 == target, g0, 0)
-            h1 = tl.where(i1 == target, g1, 0)
-            h2 = tl.where(i2 == target, g2, 0)
-        out = w0 * h1 + w1 * h0
-        if TAPS > 2:
-            dw2 += mine * s2
-            out = w0 * h2 + w1 * h1 + w2 * h0
-        if TAPS > 3:
-            dw3 += mine * s3
-            out = w0 * g3 + w1 * h2 + w2 * h1 + w3 * h0
-        at = t - (TAPS - 1)
-        tl.store(dx + at.to(tl.int64) * dt, as_stored(out, dx), mask=exists & (at >= begin) & (at < steps))
-        x3, x2, x1 = x2, x1, x0
-        if PACKED:
-            i3, i2, i1 = i2, i1, i0
-        g3, g2, g1 = g2, g1, g0
+                dw3 += mine * s3
+                out = w0 * g3 + w1 * h2 + w2 * h1 + w3 * h0
+            at = t + j - (TAPS - 1)
+            tl.store(dx + c, as_stored(out, dx), mask=exists & (at >= begin) & (at < last))
+            dx += dt
+            x3, x2, x1 = x2, x1, x0
+            if PACKED:
+                i3, i2, i1 = i2, i1, i0
+            g3, g2, g1 = g2, g1, g0
     partial += (b * segments + segment) * (TAPS + 1) * channels + c
     tl.store(partial + (TAPS - 1) * channels, dw0, mask=exists)
     tl.store(partial + (TAPS - 2) * channels, dw1, mask=exists)
@@ -185,13 +269,18 @@ _tile = Kernel(
     [{"BT": bt, "BC": bc, "num_warps": 4} for bt in (8, 16, 32) for bc in (128, 256)],
     key=("channels", "TAPS"),
 )
+_steps = Kernel(
+    causal_conv1d_steps,
+    [{"BC": bc, "num_warps": warps} for bc, warps in ((128, 1), (256, 2), (256, 1), (512, 4))],
+    key=("channels", "TAPS"),
+)
 _walk = Kernel(
     causal_conv1d_walk,
     [{"BC": bc, "num_warps": warps} for bc, warps in ((64, 1), (128, 1), (128, 2), (256, 2), (256, 4), (512, 4))],
     key=("channels", "TAPS"),
 )
-# Steps a program of the backward walks through.
-SEGMENT = 128
+# Steps that a program walks through, forward and backward: the quickest on an H100.
+FORWARD_SEGMENT, SEGMENT = 64, 128
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -222,6 +311,7 @@ def _shared(
         "weight": weight, "bias": weight if bias is None else bias, "wc": weight.stride(0), "wk": weight.stride(1),
         "bias_c": 0 if bias is None else bias.stride(0), "TAPS": weight.shape[1], "BIAS": int(bias is not None),
         "SILU": int(activation == "silu"), "WIDE": int(is_wide(x.dtype, weight.dtype)),
+        "EXACT": int(is_wide(x.dtype, weight.dtype) or interpreted()),
         "steps": x.shape[1], "channels": x.shape[2], "x": x, "xb": x.stride(0), "xt": x.stride(1),
     }  # fmt: skip
 
@@ -236,10 +326,16 @@ def causal_conv1d(
 ) -> Tensor:  # fmt: skip
     y = laid_out_as(x, out_dtype)
     batch, steps, channels = x.shape
+    args = {"y": y, "yb": y.stride(0), "yt": y.stride(1), **_shared(weight, bias, activation, x, seq_idx)}
+    if 2 <= weight.shape[1] <= MAX_TAPS:
+        _steps(
+            lambda meta: (triton.cdiv(steps, FORWARD_SEGMENT), triton.cdiv(channels, meta["BC"]), batch),
+            {"BC": _block(channels, 256), "num_warps": 2}, SEGMENT=FORWARD_SEGMENT, **args,
+        )  # fmt: skip
+        return y
     _tile(
         lambda meta: (triton.cdiv(steps, meta["BT"]), triton.cdiv(channels, meta["BC"]), batch),
-        {"BT": 32, "BC": _block(channels, 128), "num_warps": 4},
-        y=y, yb=y.stride(0), yt=y.stride(1), **_shared(weight, bias, activation, x, seq_idx),
+        {"BT": 32, "BC": _block(channels, 128), "num_warps": 4}, **args,
     )  # fmt: skip
     return y
 
