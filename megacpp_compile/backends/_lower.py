@@ -31,7 +31,7 @@ from megacpp_compile.lowerings import _sum_gradient
 from megacpp_compile.lowerings._gemm import shared_input
 from megacpp_compile.lowerings._kernels.trace_options import autotune, tracing
 from megacpp_compile.lowerings._op import no_autocast
-from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.lowerings._registry import Choice, choose, semantic_ops
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.report import stages
 from megacpp_compile.report.records import lowering_text
@@ -64,6 +64,8 @@ class LowerSemanticOps(GraphPass):
         with autotune(self.config.autotune):
             ops = [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]
             joins = joined_results.find(graph, self.target.name)
+            # Those that may leave out what nobody reads come last: others drop operands where they are lowered.
+            ops.sort(key=lambda node: bool(_choice(node, self.target).leaves_out))
             held = {node for node in ops if _lower(graph, node, self.target, traced, self.tell, joins.get(node))}
             for join in dict.fromkeys(joins.values()):
                 join.finish(functools.partial(_copy, join.cat, self.target, traced))
@@ -114,7 +116,7 @@ def _lower(
         return a.meta["val"] if isinstance(a, Node) else a
 
     args = fx.map_arg(node.args, hole)
-    choice = choose(node.target, target.name, fx.map_arg(node.args, value))
+    choice = _choice(node, target)
     if tell is not None and (op := name_of(node)).endswith(_BACKWARD):
         tell(op.removesuffix(_BACKWARD), lowering_text(choice.requested, choice.effective, choice.reason))
     if not choice.traced:
@@ -124,6 +126,9 @@ def _lower(
     in_place, body, promised, way = _in_place(node, choice.overwrites), choice.body, value(node), ""
     if in_place:
         body, way = functools.partial(body, in_place=True), "in place"
+    elif unread := _unread(node, choice.leaves_out):
+        body, way = functools.partial(body, unread=unread), f"without {sorted(unread)}"
+        promised = type(promised)(None if i in unread else result for i, result in enumerate(promised))
     elif join is not None:
         way, places = f"into {join.width} channels at {join.written[node]}", join.written[node]
         body = functools.partial(_into, body, places, join.width)
@@ -140,6 +145,16 @@ def _lower(
     _rewire(node, result, {} if replaced is None else replaced)
     graph.erase_node(node)
     return False
+
+
+def _choice(node: Node, target: Target) -> Choice:
+    return choose(node.target, target.name, fx.map_arg(node.args, value))
+
+
+def _unread(node: Node, results: Sequence[int]) -> frozenset[int]:
+    """Those of an op's results that nobody reads."""
+    read = {user.args[1] for user in node.users if user.users}
+    return frozenset(results) - read
 
 
 def _into(body: Callable[..., Any], places: Mapping[int, int], width: int, *args: Any) -> Any:

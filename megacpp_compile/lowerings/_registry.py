@@ -31,6 +31,7 @@ class Choice:
     lowered graph holds the ops that `body` traces to; else it calls `body`, or on CUDA keeps the op, which calls it.
     `writes_into`: the results that `body` writes to columns of a joined tensor, if called with `into`, by result; then
     it returns that tensor for them. One may be written among others; several make a joined tensor of nothing else.
+    `leaves_out`: the results that `body` does not make, and returns as empty, where `unread` has them.
     """
 
     requested: str
@@ -40,6 +41,7 @@ class Choice:
     overwrites: tuple[int, ...] = ()
     traced: bool = True
     writes_into: tuple[int, ...] = ()
+    leaves_out: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -74,7 +76,7 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     Policy beside it: `MIN_BYTES`, the size of the largest operand from which it gains, and `loses(op name, args) ->
     reason or None`; where it would not gain, the next lowering serves. `OVERWRITES`: op name -> arguments it can
     overwrite. `TRACED`: false where no ATen graph can hold what it does. `writes_into(op name, args)`: results it can
-    write to columns of a joined tensor (`_kernels/columns`).
+    write to columns of a joined tensor (`_kernels/columns`). `LEAVES_OUT`: op name -> results that it need not make.
     """
     folder, name = semantic_ops()[op]
     reasons = []
@@ -95,7 +97,9 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
             overwrites = getattr(module, "OVERWRITES", {}).get(name, ())
             traced = getattr(module, "TRACED", True)
             into = module.writes_into(name, args) if hasattr(module, "writes_into") else ()
-            return Choice(wanted[0], lowering, "; ".join(reasons), getattr(module, name), overwrites, traced, into)
+            without = getattr(module, "LEAVES_OUT", {}).get(name, ())
+            why, body = "; ".join(reasons), getattr(module, name)
+            return Choice(wanted[0], lowering, why, body, overwrites, traced, into, without)
         reasons.append(f"{lowering}: {reason}")
     raise AssertionError("every op has a reference lowering")
 

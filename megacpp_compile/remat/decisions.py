@@ -74,6 +74,10 @@ class SaveDecisions:
         if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
             return SAVE  # a size, which holds no bytes
         if node.target is operator.getitem and not is_view(node.args[0]):  # type: ignore[arg-type]
+            # A number, as a cast's scale is, costs nothing; the cast would be run for it alone where backward reads no
+            # more of it, as of a weight.
+            if _is_number(node) and checkpointed(node) is None:
+                return SAVE
             return self.of.get(node.args[0], SAVE)  # type: ignore[arg-type]
         if is_view(node) or node.target is operator.getitem:
             # It moves no bytes; its base is what is saved.
@@ -177,6 +181,11 @@ def _is_carried(node: Node, blocks: Mapping[Node, BlockRef]) -> bool:
     if not isinstance(held, torch.Tensor) or not held.is_floating_point() or is_view(node):
         return False
     return leaves_layer(node, blocks)
+
+
+def _is_number(node: Node) -> bool:
+    held = node.meta.get("val")
+    return isinstance(held, torch.Tensor) and held.dim() == 0
 
 
 def _sources(node: Node) -> list[Node]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
+from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.errors import NotAModuleError, ScalingStateError
 from megacpp_compile.passes import linear
@@ -369,3 +370,21 @@ def test_float32_weights_under_autocast(rand):
             got, want = (step(f, model, x.float(), grad.float()) for f in (run, model))
             assert max(map(relative_error, got, want)) < 0.15
     assert largest(model.blocks[0].down.weight.bfloat16()) == megacpp_compile.scaling_state(model)["blocks.0.down.weight:w"][0]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
+def test_backward_casts_no_weight_for_its_scale(rand, monkeypatch, recipe):
+    """A policy recomputes the payloads of activations; a scale is a number, which is saved."""
+    casts, lower = [], LowerSemanticOps.run
+
+    def run(self, graph):
+        casts.append([
+            node.args[0].meta["val"].dim() == 2 for node in graph.nodes if "fp8_quantize" in str(node.target)
+        ])  # fmt: skip
+        lower(self, graph)
+
+    monkeypatch.setattr(LowerSemanticOps, "run", run)
+    x = rand(2, 16, DIM).bfloat16().requires_grad_()
+    compiled(Stack(), recipe, policy="selective")(x).float().square().sum().backward()
+    forward, backward = casts
+    assert sum(forward) > 0 and backward and not any(backward)

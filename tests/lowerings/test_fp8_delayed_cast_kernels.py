@@ -16,11 +16,11 @@ SHAPES = ((16, 16), (144, 208), (64, 128), (176, 336))
 PASTS = {"known": (3.0, 1.0), "none": (0.0, 1e-6), "beyond": (0.5, 1.0)}
 
 
-def cast(monkeypatch, x, past, turned):
+def cast(monkeypatch, x, past, turned, straight=True):
     from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
 
     with rounding_to_nearest(monkeypatch):
-        return delayed_cast(x, torch.tensor([past, 9.0], device=x.device), turned)
+        return delayed_cast(x, torch.tensor([past, 9.0], device=x.device), turned, straight)
 
 
 @pytest.mark.parametrize("past", PASTS)
@@ -45,6 +45,16 @@ def test_rows_alone(rand, monkeypatch):
     payload, columns, *_ = cast(monkeypatch, x, 3.0, False)
     other, *_ = cast(monkeypatch, x.contiguous(), 3.0, True)
     assert columns is None and torch.equal(payload.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["neither", "columns_alone"])
+def test_without_rows(rand, monkeypatch, turned):
+    """What is made is what it would be beside the rest."""
+    x = rand(48, 80, dtype=torch.bfloat16).to(DEVICE)
+    payload, columns, scale, seen = cast(monkeypatch, x, 3.0, turned, straight=False)
+    _, other, *numbers = cast(monkeypatch, x, 3.0, True)
+    assert payload is None and torch.equal(scale, numbers[0]) and torch.equal(seen, numbers[1])
+    assert torch.equal(columns.view(torch.uint8), other.view(torch.uint8)) if turned else columns is None
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter knows no NaN of float8")

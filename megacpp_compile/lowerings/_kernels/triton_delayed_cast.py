@@ -35,32 +35,33 @@ def _scale_of_past(x, largest, rows, channels, stride, MARGIN: tl.constexpr, SAM
 
 
 @triton.jit
-def _row_of_four(x, out, i: tl.constexpr, four, c, rows, channels, stride, inverse):
-    """Rows i of every four: rounded into `out`; as numbers that fit; and how large any is."""
+def _row_of_four(x, out, i: tl.constexpr, four, c, rows, channels, stride, inverse, ROWS: tl.constexpr):
+    """Rows i of every four: rounded into `out`, with ROWS; as numbers that fit; and how large any is."""
     r = 4 * four + i
     inside = (r < rows)[:, None] & (c < channels)[None, :]
     v = tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0).to(tl.float32)
     size = tl.abs(v)
     # An infinite number is no large one: what it ran over from shall be seen.
     v = tl.where(size < float("inf"), tl.minimum(tl.maximum(v * inverse, -448.0), 448.0), float("nan"))
-    tl.store(out + r.to(tl.int64)[:, None] * channels + c[None, :], v.to(tl.float8e4nv), mask=inside)
+    if ROWS:
+        tl.store(out + r.to(tl.int64)[:, None] * channels + c[None, :], v.to(tl.float8e4nv), mask=inside)
     return v, size
 
 
 @triton.jit
 def fp8_delayed_cast(x, largest, out, turned, scale, seen, rows, channels, stride, across,
-                     MARGIN: tl.constexpr, SAMPLE: tl.constexpr, ROOM: tl.constexpr, TURNED: tl.constexpr,
-                     INTERPRETED: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr):  # fmt: skip
-    """A tile of out [rows, channels] and of turned [channels, rows], and seen [tiles], the largest magnitude in it. It
-    is words of four rows that are turned, not bytes, as in `quantise_turned`."""
+                     MARGIN: tl.constexpr, SAMPLE: tl.constexpr, ROOM: tl.constexpr, ROWS: tl.constexpr,
+                     TURNED: tl.constexpr, INTERPRETED: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr):  # fmt: skip
+    """A tile of out [rows, channels], with ROWS, and of turned [channels, rows], with TURNED, and seen [tiles], the
+    largest magnitude in it. It is words of four rows that are turned, not bytes, as in `quantise_turned`."""
     tile = tl.program_id(0)
     four = (tile // across) * (RB // 4) + tl.arange(0, RB // 4)
     c = (tile % across) * CB + tl.arange(0, CB)
     of = _scale_of_past(x, largest, rows, channels, stride, MARGIN, SAMPLE, ROOM)
-    v0, s0 = _row_of_four(x, out, 0, four, c, rows, channels, stride, 1 / of)
-    v1, s1 = _row_of_four(x, out, 1, four, c, rows, channels, stride, 1 / of)
-    v2, s2 = _row_of_four(x, out, 2, four, c, rows, channels, stride, 1 / of)
-    v3, s3 = _row_of_four(x, out, 3, four, c, rows, channels, stride, 1 / of)
+    v0, s0 = _row_of_four(x, out, 0, four, c, rows, channels, stride, 1 / of, ROWS)
+    v1, s1 = _row_of_four(x, out, 1, four, c, rows, channels, stride, 1 / of, ROWS)
+    v2, s2 = _row_of_four(x, out, 2, four, c, rows, channels, stride, 1 / of, ROWS)
+    v3, s3 = _row_of_four(x, out, 3, four, c, rows, channels, stride, 1 / of, ROWS)
     if TURNED:
         word = word_of(v0, v1, v2, v3, INTERPRETED)
         words = rows // 4
@@ -73,22 +74,24 @@ def fp8_delayed_cast(x, largest, out, turned, scale, seen, rows, channels, strid
         tl.store(scale, of)
 
 
-_cast = Kernel(fp8_delayed_cast, [TILE], key=("channels", "TURNED"))
+_cast = Kernel(fp8_delayed_cast, [TILE], key=("channels", "ROWS", "TURNED"))
 
 
-def delayed_cast(x: Tensor, largest: Tensor, turned: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(payload [r, c], the same transposed [c, r] if `turned`, scale [], largest magnitude []) of x [r, c] by
-    `largest[0]`, that of its past. r is a multiple of 4. Not differentiable."""
+def delayed_cast(
+    x: Tensor, largest: Tensor, turned: bool, straight: bool = True
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """(payload [r, c] if `straight`, the same transposed [c, r] if `turned`, scale [], largest magnitude []) of
+    x [r, c] by `largest[0]`, that of its past. r is a multiple of 4. Not differentiable."""
     x = last_dim_contiguous(x)
     rows, channels = x.shape
     across, tall = -(-channels // TILE["CB"]), TILE["RB"]
-    out = torch.empty((rows, channels), dtype=FLOAT8, device=x.device)
+    out = torch.empty((rows, channels), dtype=FLOAT8, device=x.device) if straight else None
     columns = torch.empty((channels, rows), dtype=FLOAT8, device=x.device) if turned else None
     scale, seen = (x.new_empty(n, dtype=torch.float32) for n in (1, across * -(-rows // tall)))
     _cast(
-        lambda meta: (across * -(-rows // meta["RB"]),), TILE, x=x, largest=largest, out=out,
-        turned=largest if columns is None else columns, scale=scale, seen=seen, rows=rows,
-        channels=channels, stride=x.stride(0), across=across, MARGIN=MARGIN, SAMPLE=SAMPLE, ROOM=ROOM,
-        TURNED=int(turned), INTERPRETED=interpreted(),
+        lambda meta: (across * -(-rows // meta["RB"]),), TILE, x=x, largest=largest,
+        out=largest if out is None else out, turned=largest if columns is None else columns, scale=scale, seen=seen,
+        rows=rows, channels=channels, stride=x.stride(0), across=across, MARGIN=MARGIN, SAMPLE=SAMPLE, ROOM=ROOM,
+        ROWS=int(straight), TURNED=int(turned), INTERPRETED=interpreted(),
     )  # fmt: skip
     return out, columns, scale.view(()), seen.amax(0)

@@ -28,7 +28,12 @@ from megacpp_compile.lowerings._kernels.fp8 import (
 from megacpp_compile.lowerings.fp8_linear import reference
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize, push_maxima
 
-__all__ = ["fp8_linear", "fp8_linear_backward", "fp8_quantize", "fp8_quantize_delayed", "push_maxima", "supports"]
+__all__ = ["LEAVES_OUT", "fp8_linear", "fp8_linear_backward", "fp8_quantize", "fp8_quantize_delayed", "push_maxima",
+           "supports"]  # fmt: skip
+
+
+# A policy's recomputed cast needs one orientation of the payload, and so does the forward behind it.
+LEAVES_OUT = {"fp8_quantize_delayed": (0, 1)}
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -42,14 +47,16 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 
 def fp8_quantize_delayed(
-    x: Tensor, largest: Tensor, format: str, turned: bool
+    x: Tensor, largest: Tensor, format: str, turned: bool, unread: frozenset[int] = frozenset()
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if format != "e4m3":
         return reference.fp8_quantize_delayed(x, largest, format, turned)
     from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
 
-    payload, columns, scale, seen = delayed_cast(x.flatten(0, -2), largest, turned)
-    return payload.view(x.shape), payload.new_empty(0) if columns is None else columns, scale, seen
+    flat = x.flatten(0, -2)
+    payload, columns, scale, seen = delayed_cast(flat, largest, turned and 1 not in unread, 0 not in unread)
+    none = flat.new_empty(0, dtype=DTYPES[format])
+    return none if payload is None else payload.view(x.shape), none if columns is None else columns, scale, seen
 
 
 def fp8_linear(
@@ -104,7 +111,7 @@ def _gradient(grad: Tensor, format: str, largest: Tensor | None) -> tuple[Tensor
         from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
 
         payload, columns, scale, seen = delayed_cast(grad, largest, True)
-        assert columns is not None
+        assert payload is not None and columns is not None
         return payload, columns, scale, seen
     wide, dtype = grad.to(torch.float32), DTYPES[format]
     scale = scale_of(wide, dtype, whole=True) if largest is None else delayed_scale(wide, largest[0], dtype)
