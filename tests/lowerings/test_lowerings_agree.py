@@ -101,16 +101,20 @@ def test_agrees_with_the_reference(rand, device, op, folder, name, lowering, dty
         pytest.skip(f"{lowering} serves none of the cases: {set(refused.values())}")
 
 
+# Op -> how few programs are asked for, and of which cases.
+FEW = {"down_norm_up_backward": ("PROGRAMS", 2, "flat"), "gated_rms_norm_backward": ("WARPS", 8, "many_rows")}
+
+
 @DTYPES
 @pytest.mark.parametrize(
     ("device", "op", "folder", "name", "lowering"),
-    [p for p in everywhere() if p.values[3:] == ("down_norm_up_backward", "cuda_triton")],
+    [p for p in everywhere() if p.values[3] in FEW and p.values[4] == "cuda_triton"],
 )
 def test_few_programs_go_over_many_rows(rand, monkeypatch, device, op, folder, name, lowering, dtype):
     """As they do on more tokens than these cases have."""
-    module = module_of(folder, lowering)
-    monkeypatch.setattr(module, "PROGRAMS", 2)
-    args = on(device, CASES[name]["flat"](rand, dtype))
+    module, (limit, few, label) = module_of(folder, lowering), FEW[name]
+    monkeypatch.setattr(module, limit, few)
+    args = on(device, CASES[name][label](rand, dtype))
     with poisoned_memory(), torch.no_grad():
         got = tensors_of(getattr(module, name)(*args))
     assert not disagreements(got, name, args)

@@ -28,8 +28,8 @@ MIN_BYTES = 8 << 20
 MAX_SIZE = 8192
 # Programs a launch may have along its second axis.
 MAX_GRID = 65535
-# Programs a launch of the backward has at most for all groups together; also about the rows of the partial sums.
-PROGRAMS = 1056
+# Warps of a launch of the backward at most, of all groups together. They are about the rows of the partial sums, too.
+WARPS = 4224
 
 
 @triton.jit
@@ -70,14 +70,20 @@ def gated_rms_norm_rows_backward(grad, y, z, weight, rrms, dy, dz, partial, rows
     if WEIGHT:
         w = tl.load(weight + c * wc, mask=inside, other=0).to(dtype)
     total = tl.zeros([1, LANES], dtype)
+    # Rows are loaded ahead of the arithmetic on those before them.
+    r = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)[:, None]
+    mask = (r < rows) & inside
+    next_a, next_h = tl.load(grad + r * gr + c, mask=mask, other=0), tl.load(y + r * yr + c, mask=mask, other=0)
+    next_v = tl.load(z + r * zr + c, mask=mask, other=0)
+    next_scale = tl.load(rrms + r * groups + g, mask=r < rows, other=0)
     for first in range(tl.program_id(0) * BR, rows, PROGRAMS * BR):
+        a, h, v, scale = next_a.to(dtype), next_h.to(dtype), next_v.to(dtype), next_scale.to(dtype)
         r = (first + tl.arange(0, BR)).to(tl.int64)[:, None]
-        exists = r < rows
-        mask = exists & inside
-        a = tl.load(grad + r * gr + c, mask=mask, other=0).to(dtype)
-        h = tl.load(y + r * yr + c, mask=mask, other=0).to(dtype)
-        v = tl.load(z + r * zr + c, mask=mask, other=0).to(dtype)
-        scale = tl.load(rrms + r * groups + g, mask=exists, other=0).to(dtype)
+        n = r + PROGRAMS * BR
+        mask = (n < rows) & inside
+        next_a, next_h = tl.load(grad + n * gr + c, mask=mask, other=0), tl.load(y + n * yr + c, mask=mask, other=0)
+        next_v = tl.load(z + n * zr + c, mask=mask, other=0)
+        next_scale = tl.load(rrms + n * groups + g, mask=n < rows, other=0)
         s = 1 / (1 + tl.exp(-v))
         if SIGMOID:
             gate = s
@@ -102,14 +108,14 @@ def gated_rms_norm_rows_backward(grad, y, z, weight, rrms, dy, dz, partial, rows
         else:
             d_gate = dh * h
             dh = dh * gate
-        at = r * groups * SIZE + c
-        tl.store(dy + at, as_stored(dh, dy), mask=mask)
+        mask = (r < rows) & inside
+        tl.store(dy + r * groups * SIZE + c, as_stored(dh, dy), mask=mask)
         tl.store(dz + r * dzr + dz_first + c, as_stored(d_gate * slope, dz), mask=mask)
     if WEIGHT:
         tl.store(partial + tl.program_id(0).to(tl.int64) * groups * SIZE + c, total, mask=inside)
 
 
-_CHOICES = [{"BR": br, "num_warps": warps} for br in (1, 2, 4, 8) for warps in (2, 4, 8)]
+_CHOICES = [{"BR": br, "num_warps": warps} for br in (1, 2, 4, 8) for warps in (2, 4, 8, 16)]
 _rows = Kernel(gated_rms_norm_rows, _CHOICES, key=("SIZE", "rows"))
 _rows_backward = Kernel(gated_rms_norm_rows_backward, _CHOICES, key=("SIZE", "rows"))
 
@@ -148,6 +154,11 @@ def _rows_of(t: Tensor) -> Tensor | None:
 def _static(channels: int) -> dict[str, int]:
     """Blocks of one row, or of several narrow ones: of wider blocks fewer fit into the registers (H200)."""
     return {"BR": max(1, min(8, 512 // channels)), "num_warps": 2 if channels <= 512 else 4}
+
+
+def _static_backward(channels: int) -> dict[str, int]:
+    """As many rows, of four channels a thread in narrow groups: what is loaded ahead takes registers, too (H100)."""
+    return {**_static(channels), "num_warps": min(16, max(2, channels // 128))}
 
 
 def _operands(
@@ -202,8 +213,8 @@ def gated_rms_norm_backward(
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     columns = Columns(None, 0, z.shape[-1]) if into is None else into[1]
     dz = columns.of(*z.shape[:-1], like=z)
-    rows, groups, static = args["rows"], args["groups"], _static(args["LANES"])
-    programs = max(1, PROGRAMS // groups)
+    rows, groups, static = args["rows"], args["groups"], _static_backward(args["LANES"])
+    programs = max(1, WARPS // static["num_warps"] // groups)
     if isinstance(rows, int):
         programs = min(programs, triton.cdiv(rows, static["BR"]))
     partial = torch.empty((programs, y.shape[-1] if weight is not None else 0), dtype=rrms.dtype, device=y.device)
