@@ -63,7 +63,9 @@ class LowerSemanticOps(GraphPass):
         traced: dict[Any, GraphModule] = {}
         with autotune(self.config.autotune):
             ops = [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]
-            joins = joined_results.find(graph, self.target.name)
+            policy = self.config.own_policy
+            limited = policy is not None and policy.peak_gib is not None
+            joins = joined_results.find(graph, self.target.name, late=limited)
             # Those that may leave out what nobody reads come last: others drop operands where they are lowered.
             ops.sort(key=lambda node: bool(_choice(node, self.target).leaves_out))
             held = {node for node in ops if _lower(graph, node, self.target, traced, self.tell, joins.get(node))}

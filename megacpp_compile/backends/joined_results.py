@@ -75,16 +75,17 @@ class Join:
         cat.graph.erase_node(cat)
 
 
-def find(graph: fx.Graph, target: str) -> dict[Node, Join]:
-    """The joins by the ops whose lowerings are to write to them, in a graph that is not lowered yet."""
+def find(graph: fx.Graph, target: str, late: bool) -> dict[Node, Join]:
+    """The joins by the ops whose lowerings are to write to them, in a graph that is not lowered yet. late: a joined
+    tensor is not to be there before its last kernel, which a prediction of the peak does not know of."""
     found: dict[Node, Join] = {}
     for node in graph.nodes:
-        if node.target is aten.cat.default and (join := _join(node, target, found)):
+        if node.target is aten.cat.default and (join := _join(node, target, found, late)):
             found |= dict.fromkeys(join.written, join)
     return found
 
 
-def _join(cat: Node, target: str, taken: Mapping[Node, Join]) -> Join | None:
+def _join(cat: Node, target: str, taken: Mapping[Node, Join], late: bool) -> Join | None:
     """Where kernels write at least half of it; taken: those of ops that write to another."""
     pieces, whole = cat.args[0], value(cat)
     last = (cat.args[1] if len(cat.args) > 1 else 0) in (-1, whole.dim() - 1)
@@ -99,6 +100,9 @@ def _join(cat: Node, target: str, taken: Mapping[Node, Join]) -> Join | None:
         if source is not None and source.args[0] not in taken and first * whole.itemsize % ALIGNED == 0:
             made.setdefault(source.args[0], {})[source.args[1]] = first
     written = {op: places for op, results in made.items() if (places := _places(op, results, len(widths), target))}
+    if late and written:
+        last = next(node for node in reversed(cat.graph.nodes) if node in written)
+        written = {last: written[last]}
     join = Join(cat, firsts, written)
     share = sum(width for width, first in zip(widths, firsts, strict=True) if first in join.columns)
     return join if 2 * share >= join.width else None

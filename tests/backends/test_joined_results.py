@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from megacpp_compile.backends import joined_results
 from megacpp_compile.backends._lower import LowerSemanticOps
+from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.config.options import Config
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.targets import CUDA
@@ -140,10 +141,10 @@ def gluon_serves(monkeypatch):
     monkeypatch.setattr(ON_HOPPER, lambda device: device.type == "cuda")
 
 
-def lowered(function, **options):
-    gm, args, mode = traced(function, **options)
+def lowered(function, symbolic=False, **config):
+    gm, args, mode = traced(function, symbolic=symbolic)
     with tracing(TracingContext(mode)):
-        LowerSemanticOps(CUDA, Config())(gm.graph)
+        LowerSemanticOps(CUDA, Config(**config))(gm.graph)
     gm.graph.lint()
     gm.recompile()
     return gm, args, mode
@@ -187,4 +188,14 @@ def test_a_mixer_in_inductor(symbolic):
 
 def test_on_another_device():
     gm, *_ = traced(mixer, device="cpu")
-    assert not joined_results.find(gm.graph, "cpu") and not joined_results.find(gm.graph, "cuda")
+    assert not any(joined_results.find(gm.graph, target, late=False) for target in ("cpu", "cuda"))
+
+
+@needs_triton
+def test_under_a_limit_on_the_peak():
+    """No joined tensor is there before its last kernel: of the mixer's gradients the convolution's is."""
+    gm, *_ = lowered(mixer, policy=CheckpointingPolicy(peak_gib=8))
+    kernels = [node.kwargs["kwargs"] for node in gm.graph.nodes if node.target is triton_kernel_wrapper_functional]
+    (made,) = (given["dx"] for given in kernels if "dx" in given)
+    assert made.target is aten.empty.memory_format and joins(gm) == 0
+    assert sum("whole" in given for given in kernels) == 2  # copies of the gate's gradient and of the step sizes'

@@ -28,8 +28,9 @@ MIN_BYTES = 8 << 20
 MAX_SIZE = 8192
 # Programs a launch may have along its second axis.
 MAX_GRID = 65535
-# Warps of a launch of the backward at most, of all groups together. They are about the rows of the partial sums, too.
-WARPS = 4224
+# Programs a launch of the backward has at most for all groups together, and warps; also about the rows of the partial
+# sums.
+PROGRAMS, WARPS = 1056, 4224
 
 
 @triton.jit
@@ -214,7 +215,7 @@ def gated_rms_norm_backward(
     columns = Columns(None, 0, z.shape[-1]) if into is None else into[1]
     dz = columns.of(*z.shape[:-1], like=z)
     rows, groups, static = args["rows"], args["groups"], _static_backward(args["LANES"])
-    programs = max(1, WARPS // static["num_warps"] // groups)
+    programs = max(1, min(PROGRAMS, WARPS // static["num_warps"]) // groups)
     if isinstance(rows, int):
         programs = min(programs, triton.cdiv(rows, static["BR"]))
     partial = torch.empty((programs, y.shape[-1] if weight is not None else 0), dtype=rrms.dtype, device=y.device)
