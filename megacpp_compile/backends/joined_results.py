@@ -88,21 +88,21 @@ def find(graph: fx.Graph, target: str, late: bool) -> dict[Node, Join]:
 def _join(cat: Node, target: str, taken: Mapping[Node, Join], late: bool) -> Join | None:
     """Where kernels write at least half of it; taken: those of ops that write to another."""
     pieces, whole = cat.args[0], value(cat)
-    last = (cat.args[1] if len(cat.args) > 1 else 0) in (-1, whole.dim() - 1)
+    by_channels = (cat.args[1] if len(cat.args) > 1 else 0) in (-1, whole.dim() - 1)
     widths = [value(piece).shape[-1] for piece in pieces]
     known = all(isinstance(width, int) and width for width in widths) and whole.dim() > 1
-    if whole.device.type != "cuda" or not (last and known and _rows_are_apart(whole, whole.shape[-1])):
+    if whole.device.type != "cuda" or not (by_channels and known and _rows_are_apart(whole, whole.shape[-1])):
         return None
     firsts = [sum(widths[:i]) for i in range(len(widths))]
     made: dict[Node, dict[int, int]] = {}
     for piece, first in zip(pieces, firsts, strict=True):
-        source = _source(piece, whole)
+        source = _source(piece, whole) if pieces.count(piece) == 1 else None
         if source is not None and source.args[0] not in taken and first * whole.itemsize % ALIGNED == 0:
             made.setdefault(source.args[0], {})[source.args[1]] = first
     written = {op: places for op, results in made.items() if (places := _places(op, results, len(widths), target))}
     if late and written:
-        last = next(node for node in reversed(cat.graph.nodes) if node in written)
-        written = {last: written[last]}
+        latest = next(node for node in reversed(cat.graph.nodes) if node in written)
+        written = {latest: written[latest]}
     join = Join(cat, firsts, written)
     share = sum(width for width, first in zip(widths, firsts, strict=True) if first in join.columns)
     return join if 2 * share >= join.width else None

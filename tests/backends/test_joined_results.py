@@ -67,6 +67,11 @@ def read_twice(a):
     return torch.cat([dz, a["mixed"]], -1), dz.sum()
 
 
+def beside_itself(a):
+    _, dz, _ = behind_norm(a)
+    return torch.cat([dz, dz], -1)
+
+
 def small_part(a):
     _, dz, _ = behind_norm(a)
     return torch.cat([dz, a["mixed"]], -1)
@@ -155,7 +160,7 @@ def joins(gm):
 
 
 WRITTEN = {mixer: 2, larger_part: 1, in_another_order: 1, twice_in_one: 1}
-STAY = (read_twice, small_part, of_another_dtype, one_below_the_other, rows_out_of_line, begins_out_of_line, transposed,
+STAY = (read_twice, beside_itself, small_part, of_another_dtype, one_below_the_other, rows_out_of_line, begins_out_of_line, transposed,
         scan_among_others)  # fmt: skip
 
 
