@@ -73,6 +73,49 @@ def causal_conv1d_tile(x, weight, bias, seq_idx, y, steps, channels, xb, xt, wc,
 
 
 @triton.jit
+def _weights(weight, c, exists, wc, wk, dtype: tl.constexpr, TAPS: tl.constexpr):
+    """Of the newest operand and of those before it; 0 beyond the taps."""
+    w0 = tl.load(weight + c * wc + (TAPS - 1) * wk, mask=exists, other=0).to(dtype)
+    w1 = tl.load(weight + c * wc + (TAPS - 2) * wk, mask=exists, other=0).to(dtype)
+    w2, w3 = tl.zeros_like(w0), tl.zeros_like(w0)
+    if TAPS > 2:
+        w2 = tl.load(weight + c * wc + (TAPS - 3) * wk, mask=exists, other=0).to(dtype)
+    if TAPS > 3:
+        w3 = tl.load(weight + c * wc + (TAPS - 4) * wk, mask=exists, other=0).to(dtype)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _before(x, xt, c, begin, exists, dtype: tl.constexpr, TAPS: tl.constexpr):
+    """The operands of the steps before `begin`, at which x points: the last first."""
+    x1 = tl.load(x - xt + c, mask=exists & (begin >= 1), other=0).to(dtype)
+    x2, x3 = tl.zeros_like(x1), tl.zeros_like(x1)
+    if TAPS > 2:
+        x2 = tl.load(x - 2 * xt + c, mask=exists & (begin >= 2), other=0).to(dtype)
+    if TAPS > 3:
+        x3 = tl.load(x - 3 * xt + c, mask=exists & (begin >= 3), other=0).to(dtype)
+    return x1, x2, x3
+
+
+@triton.jit
+def _documents_before(seq_idx, st, begin):
+    i1 = tl.load(seq_idx + (begin - 1).to(tl.int64) * st, mask=begin >= 1, other=0)
+    i2 = tl.load(seq_idx + (begin - 2).to(tl.int64) * st, mask=begin >= 2, other=0)
+    i3 = tl.load(seq_idx + (begin - 3).to(tl.int64) * st, mask=begin >= 3, other=0)
+    return i1, i2, i3
+
+
+@triton.jit
+def _four(x, xt, c, t, end, exists):
+    """Rows of four steps from t on, at which x points; 0 from `end` on."""
+    x0 = tl.load(x + c, mask=exists & (t < end), other=0)
+    x1 = tl.load(x + xt + c, mask=exists & (t + 1 < end), other=0)
+    x2 = tl.load(x + 2 * xt + c, mask=exists & (t + 2 < end), other=0)
+    x3 = tl.load(x + 3 * xt + c, mask=exists & (t + 3 < end), other=0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
 def causal_conv1d_steps(x, weight, bias, seq_idx, y, steps, channels, xb, xt, wc, wk, bias_c, sb, st, yb, yt,
                         TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr,
                         EXACT: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
@@ -88,37 +131,20 @@ def causal_conv1d_steps(x, weight, bias, seq_idx, y, steps, channels, xb, xt, wc
     last = tl.minimum(begin + SEGMENT, steps)
     x += b * xb + (segment * SEGMENT).to(tl.int64) * xt
     y += b * yb + (segment * SEGMENT).to(tl.int64) * yt
-    zero = tl.zeros([BC], dtype)
-    w0 = tl.load(weight + c * wc + (TAPS - 1) * wk, mask=exists, other=0).to(dtype)
-    w1 = tl.load(weight + c * wc + (TAPS - 2) * wk, mask=exists, other=0).to(dtype)
-    x1 = tl.load(x - xt + c, mask=exists & (begin >= 1), other=0).to(dtype)
-    w2, w3, x2, x3 = zero, zero, zero, zero
-    if TAPS > 2:
-        w2 = tl.load(weight + c * wc + (TAPS - 3) * wk, mask=exists, other=0).to(dtype)
-        x2 = tl.load(x - 2 * xt + c, mask=exists & (begin >= 2), other=0).to(dtype)
-    if TAPS > 3:
-        w3 = tl.load(weight + c * wc + (TAPS - 4) * wk, mask=exists, other=0).to(dtype)
-        x3 = tl.load(x - 3 * xt + c, mask=exists & (begin >= 3), other=0).to(dtype)
-    shift = zero
+    w0, w1, w2, w3 = _weights(weight, c, exists, wc, wk, dtype, TAPS)
+    x1, x2, x3 = _before(x, xt, c, begin, exists, dtype, TAPS)
+    shift = tl.zeros([BC], dtype)
     if BIAS:
         shift = tl.load(bias + c * bias_c, mask=exists, other=0).to(dtype)
     if PACKED:
         seq_idx += b * sb
-        i1 = tl.load(seq_idx + (begin - 1).to(tl.int64) * st, mask=begin >= 1, other=0)
-        i2 = tl.load(seq_idx + (begin - 2).to(tl.int64) * st, mask=begin >= 2, other=0)
-        i3 = tl.load(seq_idx + (begin - 3).to(tl.int64) * st, mask=begin >= 3, other=0)
-    ahead0 = tl.load(x + c, mask=exists & (begin < last), other=0)
-    ahead1 = tl.load(x + xt + c, mask=exists & (begin + 1 < last), other=0)
-    ahead2 = tl.load(x + 2 * xt + c, mask=exists & (begin + 2 < last), other=0)
-    ahead3 = tl.load(x + 3 * xt + c, mask=exists & (begin + 3 < last), other=0)
+        i1, i2, i3 = _documents_before(seq_idx, st, begin)
+    ahead0, ahead1, ahead2, ahead3 = _four(x, xt, c, begin, last, exists)
     for i in range(0, tl.minimum(SEGMENT, steps - segment * SEGMENT), 4):
         now0, now1, now2, now3 = ahead0, ahead1, ahead2, ahead3
         x += 4 * xt
         t = begin + i
-        ahead0 = tl.load(x + c, mask=exists & (t + 4 < last), other=0)
-        ahead1 = tl.load(x + xt + c, mask=exists & (t + 5 < last), other=0)
-        ahead2 = tl.load(x + 2 * xt + c, mask=exists & (t + 6 < last), other=0)
-        ahead3 = tl.load(x + 3 * xt + c, mask=exists & (t + 7 < last), other=0)
+        ahead0, ahead1, ahead2, ahead3 = _four(x, xt, c, t + 4, last, exists)
         for j in tl.static_range(4):
             x0 = (now0 if j == 0 else now1 if j == 1 else now2 if j == 2 else now3).to(dtype)
             if PACKED:
@@ -164,17 +190,8 @@ def causal_conv1d_walk(grad, x, weight, bias, seq_idx, dx, partial, steps, chann
     grad += b * gb + (segment * SEGMENT).to(tl.int64) * gt
     dx += b * db + dx_first + (segment * SEGMENT - (TAPS - 1)).to(tl.int64) * dt
     zero = tl.zeros([BC], dtype)
-    w0 = tl.load(weight + c * wc + (TAPS - 1) * wk, mask=exists, other=0).to(dtype)
-    w1 = tl.load(weight + c * wc + (TAPS - 2) * wk, mask=exists, other=0).to(dtype)
-    w2, w3 = zero, zero
-    x1 = tl.load(x - xt + c, mask=exists & (begin >= 1), other=0).to(dtype)
-    x2, x3 = zero, zero
-    if TAPS > 2:
-        w2 = tl.load(weight + c * wc + (TAPS - 3) * wk, mask=exists, other=0).to(dtype)
-        x2 = tl.load(x - 2 * xt + c, mask=exists & (begin >= 2), other=0).to(dtype)
-    if TAPS > 3:
-        w3 = tl.load(weight + c * wc + (TAPS - 4) * wk, mask=exists, other=0).to(dtype)
-        x3 = tl.load(x - 3 * xt + c, mask=exists & (begin >= 3), other=0).to(dtype)
+    w0, w1, w2, w3 = _weights(weight, c, exists, wc, wk, dtype, TAPS)
+    x1, x2, x3 = _before(x, xt, c, begin, exists, dtype, TAPS)
     shift = zero
     if BIAS:
         shift = tl.load(bias + c * bias_c, mask=exists, other=0).to(dtype)
@@ -185,34 +202,20 @@ def causal_conv1d_walk(grad, x, weight, bias, seq_idx, dx, partial, steps, chann
     g3 = tl.load(grad - 3 * gt + c, mask=exists & (begin < 0), other=0).to(dtype)
     if PACKED:  # the documents of the steps before, as of their operands
         seq_idx += b * sb
-        i1 = tl.load(seq_idx + (begin - 1).to(tl.int64) * st, mask=begin >= 1, other=0)
-        i2 = tl.load(seq_idx + (begin - 2).to(tl.int64) * st, mask=begin >= 2, other=0)
-        i3 = tl.load(seq_idx + (begin - 3).to(tl.int64) * st, mask=begin >= 3, other=0)
+        i1, i2, i3 = _documents_before(seq_idx, st, begin)
     dw0, dw1, dw2, dw3, d_shift = zero, zero, zero, zero, zero
     # Four steps at a time, so that what is passed on from one to the next stays in its registers; their operands and
     # gradients are loaded ahead of the four before them.
-    ahead_x0 = tl.load(x + c, mask=exists & (begin < end), other=0)
-    ahead_g0 = tl.load(grad + c, mask=exists & (begin < end), other=0)
-    ahead_x1 = tl.load(x + xt + c, mask=exists & (begin + 1 < end), other=0)
-    ahead_g1 = tl.load(grad + gt + c, mask=exists & (begin + 1 < end), other=0)
-    ahead_x2 = tl.load(x + 2 * xt + c, mask=exists & (begin + 2 < end), other=0)
-    ahead_g2 = tl.load(grad + 2 * gt + c, mask=exists & (begin + 2 < end), other=0)
-    ahead_x3 = tl.load(x + 3 * xt + c, mask=exists & (begin + 3 < end), other=0)
-    ahead_g3 = tl.load(grad + 3 * gt + c, mask=exists & (begin + 3 < end), other=0)
+    ahead_x0, ahead_x1, ahead_x2, ahead_x3 = _four(x, xt, c, begin, end, exists)
+    ahead_g0, ahead_g1, ahead_g2, ahead_g3 = _four(grad, gt, c, begin, end, exists)
     for i in range(0, tl.minimum(SEGMENT, steps - segment * SEGMENT) + TAPS - 1, 4):
         now_x0, now_x1, now_x2, now_x3 = ahead_x0, ahead_x1, ahead_x2, ahead_x3
         now_g0, now_g1, now_g2, now_g3 = ahead_g0, ahead_g1, ahead_g2, ahead_g3
         x += 4 * xt
         grad += 4 * gt
         t = begin + i
-        ahead_x0 = tl.load(x + c, mask=exists & (t + 4 < end), other=0)
-        ahead_g0 = tl.load(grad + c, mask=exists & (t + 4 < end), other=0)
-        ahead_x1 = tl.load(x + xt + c, mask=exists & (t + 5 < end), other=0)
-        ahead_g1 = tl.load(grad + gt + c, mask=exists & (t + 5 < end), other=0)
-        ahead_x2 = tl.load(x + 2 * xt + c, mask=exists & (t + 6 < end), other=0)
-        ahead_g2 = tl.load(grad + 2 * gt + c, mask=exists & (t + 6 < end), other=0)
-        ahead_x3 = tl.load(x + 3 * xt + c, mask=exists & (t + 7 < end), other=0)
-        ahead_g3 = tl.load(grad + 3 * gt + c, mask=exists & (t + 7 < end), other=0)
+        ahead_x0, ahead_x1, ahead_x2, ahead_x3 = _four(x, xt, c, t + 4, end, exists)
+        ahead_g0, ahead_g1, ahead_g2, ahead_g3 = _four(grad, gt, c, t + 4, end, exists)
         for j in tl.static_range(4):
             x0 = (now_x0 if j == 0 else now_x1 if j == 1 else now_x2 if j == 2 else now_x3).to(dtype)
             g0 = (now_g0 if j == 0 else now_g1 if j == 1 else now_g2 if j == 2 else now_g3).to(dtype)
