@@ -155,7 +155,7 @@ def _choice(node: Node, target: Target) -> Choice:
 
 def _unread(node: Node, results: Sequence[int]) -> frozenset[int]:
     """Those of an op's results that nobody reads."""
-    read = {user.args[1] for user in node.users if user.users}
+    read = {user.args[1] for user in node.users if user.users} if results else set()
     return frozenset(results) - read
 
 

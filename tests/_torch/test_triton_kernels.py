@@ -122,7 +122,8 @@ def test_a_kernel_of_ours_is_read_as_torch_reads_it(monkeypatch):
             x, out, columns = (torch.empty(rows, 64, dtype=d) for d in (torch.bfloat16, *[torch.float8_e4m3fn] * 2))
             numbers = {name: torch.empty(4) for name in ("largest", "scale", "seen")}
         sizes = {"rows": rows, "channels": 64, "stride": 64, "across": 1, "RB": TILE["RB"], "CB": TILE["CB"]}
-        constants = {"MARGIN": 16.0, "SAMPLE": 32, "ROOM": 2.0, "TURNED": turned, "INTERPRETED": False}
+        constants = {"MARGIN": 16.0, "SAMPLE": 32, "ROOM": 2.0, "ROWS": 1, "TURNED": turned}
+        constants["INTERPRETED"] = False
         return {"x": x, "out": out, "turned": columns, **numbers, **sizes, **constants}
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
