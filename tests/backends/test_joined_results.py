@@ -182,7 +182,7 @@ def test_a_mixer_in_inductor(symbolic):
     for (whole, _), before in zip(others, ("dz", "dx"), strict=True):
         assert whole.target is operator.getitem and whole.args[1] == before
         assert sum(user.target is triton_kernel_wrapper_functional for user in whole.users) == 1
-    scans = [node for node in gm.graph.nodes if node.target is torch.ops.megacpp_ssd.backward_joined.default]
+    scans = [node for node in gm.graph.nodes if node.target is torch.ops.megacpp_ssd.backward.default]
     assert [node.args[-1] for node in scans] == [[0, INNER, INNER + STATES]]
     ReinplaceCounters.clear()
     with inductor_for_hopper() as compiled, tracing(TracingContext(mode)):

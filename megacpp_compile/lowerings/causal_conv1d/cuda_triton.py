@@ -36,16 +36,6 @@ MAX_GRID = 65535
 
 
 @triton.jit
-def _activated_gradient(grad, pre, SILU: tl.constexpr, EXACT: tl.constexpr):
-    """The gradient before the activation."""
-    if SILU:
-        s = sigmoid(pre, EXACT)
-        return grad * (s * (1 + pre * (1 - s)))
-    else:
-        return grad
-
-
-@triton.jit
 def causal_conv1d_tile(x, weight, bias, seq_idx, y, steps, channels, xb, xt, wc, wk, bias_c, sb, st, yb, yt,
                        TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr,
                        EXACT: tl.constexpr, PACKED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
@@ -70,6 +60,18 @@ def causal_conv1d_tile(x, weight, bias, seq_idx, y, steps, channels, xb, xt, wc,
     if SILU:
         total = total * sigmoid(total, EXACT)
     tl.store(y + b * yb + t.to(tl.int64) * yt + c, as_stored(total, y), mask=exists & (t < steps))
+
+
+@triton.jit
+def _own(steps, channels, SEGMENT: tl.constexpr, BC: tl.constexpr):
+    """Of a program: its segment, channels, and sequence, which channels exist, and where its steps begin and end."""
+    segment = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b = tl.program_id(2).to(tl.int64)
+    exists = c < channels
+    # One for every channel: Triton's interpreter (3.9) can't broadcast a truth value over channels.
+    begin = segment * SEGMENT + tl.zeros([BC], tl.int32)
+    return segment, c, b, exists, begin, tl.minimum(begin + SEGMENT, steps)
 
 
 @triton.jit
@@ -122,13 +124,7 @@ def causal_conv1d_steps(x, weight, bias, seq_idx, y, steps, channels, xb, xt, wc
                         BC: tl.constexpr):  # fmt: skip
     """`x0` is the newest operand of a step, `w0` its weight."""
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
-    segment = tl.program_id(0)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    b = tl.program_id(2).to(tl.int64)
-    exists = c < channels
-    # One for every channel: Triton's interpreter (3.9) can't broadcast a truth value over channels.
-    begin = segment * SEGMENT + tl.zeros([BC], tl.int32)
-    last = tl.minimum(begin + SEGMENT, steps)
+    segment, c, b, exists, begin, last = _own(steps, channels, SEGMENT, BC)
     x += b * xb + (segment * SEGMENT).to(tl.int64) * xt
     y += b * yb + (segment * SEGMENT).to(tl.int64) * yt
     w0, w1, w2, w3 = _weights(weight, c, exists, wc, wk, dtype, TAPS)
@@ -177,13 +173,7 @@ def causal_conv1d_walk(grad, x, weight, bias, seq_idx, dx, partial, steps, chann
     Step i of the walk writes the input gradient of the step TAPS - 1 before it.
     """
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
-    segment = tl.program_id(0)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    b = tl.program_id(2).to(tl.int64)
-    exists = c < channels
-    # One for every channel: Triton's interpreter (3.9) can't broadcast a truth value over channels.
-    begin = segment * SEGMENT + tl.zeros([BC], tl.int32)
-    last = tl.minimum(begin + SEGMENT, steps)
+    segment, c, b, exists, begin, last = _own(steps, channels, SEGMENT, BC)
     end = tl.minimum(begin + SEGMENT + TAPS - 1, steps)
     # Pointers to the rows of the walk's first step, which go on with it.
     x += b * xb + (segment * SEGMENT).to(tl.int64) * xt
@@ -230,7 +220,8 @@ def causal_conv1d_walk(grad, x, weight, bias, seq_idx, dx, partial, steps, chann
                     pre += w2 * s2
                 if TAPS > 3:
                     pre += w3 * s3
-                g0 = _activated_gradient(g0, pre, SILU, EXACT)
+                s = sigmoid(pre, EXACT)
+                g0 = g0 * (s * (1 + pre * (1 - s)))
             # Behind the segment only the input gradients are this program's.
             mine = tl.where(t + j < last, g0, 0)
             dw0 += mine * x0

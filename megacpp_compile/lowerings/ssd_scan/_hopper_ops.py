@@ -66,56 +66,33 @@ def backward(
     states: Tensor,
     chunk_size: int,
     seq_idx: Optional[Tensor],  # noqa: UP045
+    firsts: Optional[list[int]] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the operands; `states`: those that `scan` has given."""
+    """Gradients of the operands; `states`: those that `scan` has given. firsts: those of x, B and C are in one tensor
+    [b, t, channels], where they begin at these; it stands in the place of x's, with an empty one for B and C."""
     from megacpp_compile.lowerings.ssd_scan import cuda_triton
 
-    return cuda_triton.backward_on_hopper(dy, dfinal, (x, dt, A, B, C), D, initial_state, states, chunk_size, seq_idx)
+    args = dy, dfinal, (x, dt, A, B, C), D, initial_state, states, chunk_size, seq_idx
+    if firsts is None:
+        return cuda_triton.backward_on_hopper(*args)
+    joined = _joined(x, B)
+    into = tuple(
+        joined[..., at : at + math.prod(t.shape[2:])].unflatten(-1, t.shape[2:])
+        for at, t in zip(firsts, (x, B, C), strict=True)
+    )
+    _, d_dt, d_A, _, _, d_D, d_initial = cuda_triton.backward_on_hopper(*args, into)
+    return joined, d_dt, d_A, B.new_empty(0), C.new_empty(0), d_D, d_initial
 
 
 @backward.register_fake
-def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx):  # type: ignore[no-untyped-def]
-    return shaped_like(states, (x, dt, A, B, C, D, initial_state))
+def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx, firsts=None):  # type: ignore[no-untyped-def]
+    if firsts is None:
+        return shaped_like(states, (x, dt, A, B, C, D, initial_state))
+    d_dt, d_A, d_D, d_initial = shaped_like(states, (dt, A, D, initial_state))
+    return _joined(x, B), d_dt, d_A, B.new_empty(0), C.new_empty(0), d_D, d_initial
 
 
-@torch.library.custom_op("megacpp_ssd::backward_joined", mutates_args=())
-def backward_joined(
-    dy: Tensor,
-    dfinal: Optional[Tensor],  # noqa: UP045
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Optional[Tensor],  # noqa: UP045
-    initial_state: Optional[Tensor],  # noqa: UP045
-    states: Tensor,
-    chunk_size: int,
-    seq_idx: Optional[Tensor],  # noqa: UP045
-    first: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `backward`, the gradients of x, B and C in one tensor [b, t, channels], in which theirs begin at those of
-    `first`; then those of dt, A, D and initial_state."""
-    from megacpp_compile.lowerings.ssd_scan import cuda_triton
-
-    joined = room(x, B)
-    into = tuple(
-        joined[..., at : at + math.prod(t.shape[2:])].unflatten(-1, t.shape[2:])
-        for at, t in zip(first, (x, B, C), strict=True)
-    )
-    operands = x, dt, A, B, C
-    _, d_dt, d_A, _, _, d_D, d_initial = cuda_triton.backward_on_hopper(
-        dy, dfinal, operands, D, initial_state, states, chunk_size, seq_idx, into
-    )
-    return joined, d_dt, d_A, d_D, d_initial
-
-
-@backward_joined.register_fake
-def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx, first):  # type: ignore[no-untyped-def]
-    return room(x, B), *shaped_like(states, (dt, A, D, initial_state))
-
-
-def room(x: Tensor, B: Tensor) -> Tensor:
+def _joined(x: Tensor, B: Tensor) -> Tensor:
     """Memory for the gradients of x, B and C side by side."""
     b, t, h, p = x.shape
     return x.new_empty((b, t, h * p + 2 * B.shape[2] * B.shape[3]))

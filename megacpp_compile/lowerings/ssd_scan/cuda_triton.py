@@ -110,8 +110,8 @@ def ssd_scan_backward(
         args = dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx
         if into is None:
             return torch.ops.megacpp_ssd.backward(*args)
-        first = [into[result].first for result in _JOINED]
-        joined, d_dt, d_A, d_D, d_initial = torch.ops.megacpp_ssd.backward_joined(*args, first)
+        firsts = [into[result].first for result in _JOINED]
+        joined, d_dt, d_A, _, _, d_D, d_initial = torch.ops.megacpp_ssd.backward(*args, firsts)
         return joined, d_dt, d_A, joined, joined, d_D, d_initial
     return _backward(call, dy, dfinal, D, initial_state, states)
 
