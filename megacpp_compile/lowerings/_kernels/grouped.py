@@ -5,7 +5,7 @@
 
 Ops of their own, and opaque to what compiles around them: how many rows a group has is known to the device alone. On
 CPU the offsets can be read at no cost, so each group is one GEMM of just its size; on CUDA the kernels of
-`triton_grouped` read them there, and the host does not wait. Elsewhere every group's GEMM runs over all rows.
+`hopper_grouped` read them there, and the host does not wait. Elsewhere every group's GEMM runs over all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megacpp_compile._torch.ops import grouped_mm
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
 from megacpp_compile.targets import CPU, CUDA, Target, family
 
@@ -41,9 +40,9 @@ def rows(
     to read. bias: [E, n], what a row of each group adds; the result has its dtype, which may be wider than that of xs.
     """
     if (target := target_of(xs[0])) is CUDA:
-        from megacpp_compile.lowerings._kernels import triton_grouped
+        from megacpp_compile.lowerings._kernels import hopper_grouped
 
-        return triton_grouped.rows(xs, weights, offsets, transposed, take, bias=bias)
+        return hopper_grouped.rows(xs, weights, offsets, transposed, take, bias)
     if take is not None:
         xs = [x[take] for x in xs]
     each = [w if transposed else w.transpose(-1, -2) for w in separate(weights)]
@@ -122,9 +121,9 @@ def weights(
     """[E, n, d]: `grad.T @ x` over the rows of each group, which `take_grad` and `take_x` name if given; zero for an
     empty group."""
     if (target := target_of(x)) is CUDA:
-        from megacpp_compile.lowerings._kernels import triton_grouped
+        from megacpp_compile.lowerings._kernels import hopper_grouped
 
-        return triton_grouped.weights(grad, x, offsets, take_grad, take_x)
+        return hopper_grouped.weights(grad, x, offsets, take_grad, take_x)
     grad = grad if take_grad is None else grad[take_grad]
     x = x if take_x is None else x[take_x]
     out = x.new_zeros((offsets.shape[0], grad.shape[1], x.shape[1]))
@@ -137,30 +136,6 @@ def weights(
 
 
 @weights.register_fake
-def _(grad, x, offsets, take_grad=None, take_x=None):  # type: ignore[no-untyped-def]
-    return x.new_empty((offsets.shape[0], grad.shape[1], x.shape[1]))
-
-
-@torch.library.custom_op("grouped_gemms::weights_by_cutlass", mutates_args=())
-def weights_by_cutlass(
-    grad: Tensor,
-    x: Tensor,
-    offsets: Tensor,
-    take_grad: Optional[Tensor] = None,  # noqa: UP045
-    take_x: Optional[Tensor] = None,  # noqa: UP045
-) -> Tensor:
-    """`weights` by torch's grouped GEMM; CUDA and bfloat16 only.
-
-    Opaque to Inductor because of the operands' layout: Inductor may hand torch's own op a transposed copy of `grad`,
-    which it takes only if groups have a multiple of 8 rows. The rows are gathered in here too: ATen takes 0.20 ms for
-    98304 of 2048 channels on an H200, where Inductor fused two such gathers into one kernel of 0.49 ms.
-    """
-    grad = grad.contiguous() if take_grad is None else grad.index_select(0, take_grad)
-    x = x.contiguous() if take_x is None else x.index_select(0, take_x)
-    return grouped_mm(grad.t(), x, offsets)
-
-
-@weights_by_cutlass.register_fake
 def _(grad, x, offsets, take_grad=None, take_x=None):  # type: ignore[no-untyped-def]
     return x.new_empty((offsets.shape[0], grad.shape[1], x.shape[1]))
 
@@ -184,12 +159,12 @@ def gated(
     too, and the second is empty. b_gate, b_up: biases as the weights, all experts' in one, whose dtypes the results
     before the activation have.
     """
-    from megacpp_compile.lowerings._kernels import triton_gated
+    from megacpp_compile.lowerings._kernels import hopper_grouped, triton_gated
 
     if interleaved:
         hidden, out = triton_gated.interleaved(x, w_gate, offsets, take, activation, b_gate)
         return hidden, x.new_empty(0), out
-    return triton_gated.gated(x, w_gate, w_up, offsets, take, activation, b_gate=b_gate, b_up=b_up)
+    return hopper_grouped.gated(x, w_gate, w_up, offsets, take, activation, b_gate, b_up)
 
 
 @gated.register_fake
@@ -212,9 +187,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward's first GEMM, of rows `take` of `grad` or of all, and what lies between it and the next ones, in one
     kernel where gate and up are two tensors; on CUDA only. See `triton_gated_gradients.gradients`."""
-    from megacpp_compile.lowerings._kernels import triton_gated_gradients
+    from megacpp_compile.lowerings._kernels import hopper_grouped
 
-    return triton_gated_gradients.gradients(grad, weights, hidden, gates, offsets, take, activation)
+    return hopper_grouped.gradients(grad, weights, hidden, gates, offsets, take, activation)
 
 
 @gradients.register_fake

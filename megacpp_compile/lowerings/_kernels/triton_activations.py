@@ -5,18 +5,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megacpp_compile.lowerings._kernels.triton_math import sigmoid
+
 
 @triton.jit
-def with_slope(gate, NAME: tl.constexpr):
-    """(an activation, its derivative); Triton drops the one that a kernel does not use."""
+def with_slope(gate, NAME: tl.constexpr, EXACT: tl.constexpr = True):
+    """(an activation, its derivative); Triton drops the one that a kernel does not use. EXACT: see `sigmoid`."""
     if NAME == "silu":
-        s = tl.sigmoid(gate)
+        s = sigmoid(gate, EXACT)
         return gate * s, s * (1 + gate * (1 - s))
     elif NAME == "gelu":
         below = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
         return gate * below, below + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
     elif NAME == "gelu_tanh":
-        s = tl.sigmoid(2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
+        s = sigmoid(2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate), EXACT)
         inner = 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
         return gate * s, s + 2 * gate * s * (1 - s) * inner
     elif NAME == "relu":
@@ -41,25 +43,25 @@ def _bounded(h, LOW: tl.constexpr, HIGH: tl.constexpr, AT_AN_END: tl.constexpr):
 
 
 @triton.jit
-def factors(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr):
+def factors(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr, EXACT: tl.constexpr = True):
     """(the factor that gate makes, its derivative, the factor that up makes, its derivative), see `Activation`."""
     gate, before = _bounded(gate, CURVE[2], CURVE[3], CURVE[4])
     if CURVE[0] != 1:
-        s = tl.sigmoid(gate * CURVE[0])
+        s = sigmoid(gate * CURVE[0], EXACT)
         f = gate * s
         slope = s * (1 + gate * CURVE[0] * (1 - s))
     else:
-        f, slope = with_slope(gate, NAME)
+        f, slope = with_slope(gate, NAME, EXACT)
     f, behind = _bounded(f, CURVE[5], CURVE[6], CURVE[7])
     up, up_slope = _bounded(up, CURVE[8], CURVE[9], CURVE[10])
     return f, slope * before * behind, up + CURVE[1], up_slope
 
 
 @triton.jit
-def product(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr):
+def product(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr, EXACT: tl.constexpr = True):
     """f(gate) * up, see `Activation`."""
     if CURVE is None:
-        return with_slope(gate, NAME)[0] * up
+        return with_slope(gate, NAME, EXACT)[0] * up
     else:
-        f, _, factor, _ = factors(gate, up, NAME, CURVE)
+        f, _, factor, _ = factors(gate, up, NAME, CURVE, EXACT)
         return f * factor

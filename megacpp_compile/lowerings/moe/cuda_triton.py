@@ -1,11 +1,10 @@
 """`moe` on CUDA: the reference's algebra, which Inductor fuses into one pass between any two GEMMs, and the grouped
 GEMM that is best for where the weights lie.
 
-A Triton kernel does the GEMMs by the weights. It finds each weight by its address, so that separate ones stay where
-they are; torch's grouped GEMM (CUTLASS) would need a copy of them all. It reads its rows where they are too, so nothing
-is gathered for a GEMM. Gate, up and activation are one kernel, and so are backward's first GEMM and what follows it.
-Gradients of the weights are one tensor however the weights lie; in bfloat16 CUTLASS computes them: 1.00 ms beside
-Triton's 1.15 on an H200 (64 experts, 1408 x 2048, 98304 rows), and 1.81 for those of gate and up in one.
+Kernels of its own do the GEMMs (`hopper_grouped`). They find each weight by its address, so that separate ones stay
+where they are; torch's grouped GEMM (CUTLASS) would need a copy of them all. They read rows where they are too, so
+nothing is gathered for a GEMM. Gate, up and activation are one kernel, and so are backward's first GEMM and what
+follows it. Gradients of the weights are one tensor however the weights lie.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile._torch import present
-from megacpp_compile._torch.ops import grouped_mm
 from megacpp_compile.lowerings._activation import Activation
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
 from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the GEMMs
 from megacpp_compile.lowerings.moe import float8, reference
-from megacpp_compile.targets.chips import on_hopper
 
 __all__ = ["moe", "moe_backward", "supports"]
 
@@ -47,13 +43,6 @@ def refusal(kept: Tensor, down: Sequence[Tensor], precision: str) -> str | None:
     return None
 
 
-def _cutlass(*tensors: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these rows: bfloat16, each row aligned."""
-    return present(grouped_mm) and all(
-        t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 and on_hopper(t.device) for t in tensors
-    )
-
-
 def _fuses(activation: Activation, layout: str) -> bool:
     """Whether the kernels that fuse compute this; anything else is Inductor's to fuse, between two grouped GEMMs."""
     return layout in ("pair", "gate_up") and not activation.soft
@@ -66,14 +55,6 @@ def _fuses_interleaved(activation: Activation, layout: str) -> bool:
 
 class GroupedGemms(reference.GroupedGemms):
     """The grouped GEMMs; `gated` fuses gate, up and activation, `gradients` what lies between backward's GEMMs."""
-
-    @staticmethod
-    def weights(  # type: ignore[override]
-        grad: Tensor, x: Tensor, offsets: Tensor, take_grad: Tensor | None = None, take_x: Tensor | None = None
-    ) -> Tensor:
-        if not _cutlass(grad, x):
-            return torch.ops.grouped_gemms.weights(grad, x, offsets, take_grad, take_x)
-        return torch.ops.grouped_gemms.weights_by_cutlass(grad, x, offsets, take_grad, take_x)
 
     gradients = torch.ops.grouped_gemms.gradients
     fuses_forward, fuses_backward = staticmethod(_fuses_interleaved), staticmethod(_fuses)
@@ -101,7 +82,6 @@ class GroupedGemms(reference.GroupedGemms):
 class Fp8Gemms(float8.Fp8Gemms):
     """`float8.Fp8Gemms` by kernels that multiply payloads, fused as in `GroupedGemms`."""
 
-    weights = staticmethod(GroupedGemms.weights)  # type: ignore[assignment]
     fuses_forward, fuses_backward = staticmethod(_fuses), staticmethod(_fuses)
 
     def gated(

@@ -1,0 +1,271 @@
+"""Grouped GEMMs on Hopper, in Gluon: as `triton_grouped`, by programs that stay and whose warps have roles.
+
+A program takes one tile after another. Four of its warps bring operands, some steps ahead and on into the next tile;
+two groups of four multiply, each 64 or 128 rows of a tile, and write what they have, one while the other still
+multiplies. All find a tile's group alike, by walking over the groups' ends. TMA brings the weights, wherever they lie:
+it is told of an array over all of them, in which each begins at a whole number of units.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from megacpp_compile.lowerings._kernels.gluon_tiles import PUBLIC, barrier, load_async, tma_load
+from megacpp_compile.lowerings._kernels.triton_activations import product
+
+# Rows of a warp group, or of half of what it has, and channels of a step of what is summed.
+ROWS, STEP = gl.constexpr(64), gl.constexpr(64)
+
+
+@gluon.jit
+def tiles_of(ends, rows, E: gl.constexpr, EP: gl.constexpr, BM: gl.constexpr):
+    """How many tiles of BM rows all groups have, and the rows behind them."""
+    e = gl.arange(0, EP, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    end = gl.load(ends + e, mask=e < E, other=0)
+    start = gl.load(ends + e - 1, mask=(e > 0) & (e <= E), other=0)
+    end = gl.where(e == E, rows, end)
+    return gl.sum(gl.where(e <= E, (end - start + BM - 1) // BM, 0), 0)
+
+
+@gluon.jit
+def advanced(ends, rows, tile, group, start, end, before, behind, E: gl.constexpr, BM: gl.constexpr):
+    """The group of a tile of BM rows, the rows where it starts and ends, and how many tiles lie before it, and before
+    the next, from those of an earlier tile. Group E has the rows behind all others."""
+    while tile >= behind:
+        group += 1
+        start = end
+        end = gl.load(ends + group, mask=group < E, other=rows)
+        before = behind
+        behind += (end - start + BM - 1) // BM
+    return group, start, end, before, behind
+
+
+@gluon.jit
+def after(slot, phase, STAGES: gl.constexpr):
+    """The next place, and how many times all had been used, modulo 2."""
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def as_tiles(memory, COUNT: gl.constexpr, TALL: gl.constexpr, LANES: gl.constexpr):
+    """The same shared memory as so many tiles. One of more than 64 channels lies there as several of 64."""
+    T: gl.constexpr = memory.dtype
+    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TALL, LANES], T)
+    if PUBLIC:
+        return memory.reinterpret(T, [COUNT, TALL, LANES], L)
+    else:
+        return memory._reinterpret(T, [COUNT, TALL, LANES], L)
+
+
+@gluon.jit
+def _rows_at(x, take, first, rows, xs, BM: gl.constexpr, L: gl.constexpr):
+    """Where rows `take` of a tile's begin. Rows of the next group, or the last again, rather than a mask: they are not
+    written."""
+    row = gl.minimum(first + gl.arange(0, BM, gl.SliceLayout(1, L)), rows - 1)
+    row = gl.load(take + row).to(gl.int64)
+    return (x + row * xs)[:, None] + gl.arange(0, STEP, gl.SliceLayout(0, L))[None, :]
+
+
+@gluon.jit
+def _bring_weights(weights, place, place_2, n, k, w_s, slot, full, PAIR: gl.constexpr, ACROSS: gl.constexpr):
+    if PAIR:
+        for which in gl.static_range(2):
+            half = w_s.index(2 * slot + which)
+            at = place if which == 0 else place_2
+            tma_load(weights, [at, n, k], full, half.reshape([1, half.shape[0], STEP]))
+    else:
+        to = w_s.index(slot)
+        to = to.reshape([1, to.shape[0], to.shape[1]])
+        if ACROSS:
+            tma_load(weights, [place, k, n], full, to)
+        else:
+            tma_load(weights, [place, n, k], full, to)
+
+
+@gluon.jit
+def bring(x, x2, weights, places, take, ends, rows, xs, depth, tiles, across, x_s, w_s, full, empty, E: gl.constexpr,
+          TAKE: gl.constexpr, PAIR: gl.constexpr, SECOND: gl.constexpr, ACROSS: gl.constexpr, STAGES: gl.constexpr,
+          BN: gl.constexpr):  # fmt: skip
+    """All operands of all tiles, in order, each step's when its memory is free."""
+    BM: gl.constexpr = x_s.shape[1]
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    WIDTH: gl.constexpr = BN // 2 if PAIR else BN
+    W_BYTES: gl.constexpr = BN * STEP * 2
+    BYTES: gl.constexpr = W_BYTES if TAKE else W_BYTES + BM * STEP * 2
+    group, start, end, before, behind = -1, 0, 0, 0, 0
+    slot, phase = 0, 0
+    for tile in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
+        group, start, end, before, behind = advanced(
+            ends, rows, tile // across, group, start, end, before, behind, E, BM
+        )
+        if group < E:
+            first = start + (tile // across - before) * BM
+            n = tile % across * WIDTH
+            place = gl.load(places + group)
+            place_2 = gl.load(places + E + group) if PAIR or SECOND else place
+            for part in gl.static_range(2 if SECOND else 1):
+                if TAKE:
+                    at = _rows_at(x, take, first, rows, xs, BM, L)
+                for k in range(0, depth, STEP):
+                    landed, x_here = full.index(slot), x_s.index(slot)
+                    mbarrier.wait(empty.index(slot), phase ^ 1)
+                    mbarrier.expect(landed, BYTES)
+                    _bring_weights(
+                        weights, place if part == 0 else place_2, place_2, n, k, w_s, slot, landed, PAIR, ACROSS
+                    )
+                    if TAKE:
+                        # Divisible by bytes, contiguous by elements.
+                        here = gl.max_contiguous(gl.multiple_of(at + k, [1, 16]), [1, 8])
+                        # Rows are multiples of 8 channels.
+                        eight = (k + gl.arange(0, STEP, gl.SliceLayout(0, L))) // 8
+                        load_async(x_here, here, mask=(eight < depth // 8)[None, :])
+                        async_copy.mbarrier_arrive(landed, increment_count=False)
+                    else:
+                        tma_load(x if part == 0 else x2, [first, k], landed, x_here)
+                    slot, phase = after(slot, phase, STAGES)
+
+
+@gluon.jit
+def multiplied(x_s, w_s, full, empty, acc, slot, phase, steps, mine, WHICH: gl.constexpr, TAKE: gl.constexpr,
+               ACROSS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """`acc` plus the GEMM of `mine` of so many steps, of rows of a tile that group WHICH of the warps has. A step's
+    memory is free at once, not when the next has started: the other group multiplies meanwhile."""
+    for _i in range(mine):
+        mbarrier.wait(full.index(slot), phase)
+        if TAKE:
+            fence_async_shared()
+        left = x_s.index(slot).slice(WHICH * acc.shape[0], acc.shape[0], 0)
+        right = w_s.index(slot)
+        acc = warpgroup_mma(left, right if ACROSS else right.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        barrier()
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = after(slot, phase, STAGES)
+    for _i in range(mine, steps):
+        mbarrier.wait(full.index(slot), phase)
+        barrier()
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = after(slot, phase, STAGES)
+    return acc, slot, phase
+
+
+@gluon.jit
+def halves(x):
+    """The first half of the columns, and the last."""
+    x = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
+    return gl.split(gl.permute(x, (0, 2, 1)))
+
+
+@gluon.jit
+def upper_and_lower(x):
+    """The first half of the rows, and the last."""
+    x = gl.reshape(x, [2, x.shape[0] // 2, x.shape[1]])
+    return gl.split(gl.permute(x, (1, 2, 0)))
+
+
+@gluon.jit
+def put(x, staged, to, first, stop, n, width, stride):
+    """Rows before `stop` of a result, whose rows lie at `to`, by way of `staged`."""
+    barrier()
+    staged.store(x.to(staged.dtype))
+    barrier()
+    give(staged, to, first, stop, n, width, stride)
+
+
+@gluon.jit
+def give(staged, to, first, stop, n, width, stride):
+    """What is in shared memory, to rows before `stop`."""
+    LANES: gl.constexpr = staged.shape[1]
+    ACROSS: gl.constexpr = min(32, LANES // 8)
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, staged.shape[0], gl.SliceLayout(1, L))
+    lane = gl.arange(0, LANES, gl.SliceLayout(0, L))
+    at = to + first.to(gl.int64) * stride + n + (row[:, None] * stride + lane[None, :])
+    at = gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 8])
+    gl.store(at, staged.load(L), mask=(row < stop - first)[:, None] & (lane // 8 < (width - n) // 8)[None, :])
+
+
+@gluon.jit
+def _multiply(ends, rows, depth, tiles, across, x_s, w_s, staged, full, empty, out, gate, up, N, hs,
+              WHICH: gl.constexpr, E: gl.constexpr, TAKE: gl.constexpr, PAIR: gl.constexpr, SECOND: gl.constexpr,
+              ACROSS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, NAME: gl.constexpr,
+              CURVE: gl.constexpr):  # fmt: skip
+    """Group WHICH of the warps that multiply: 64 rows of each tile, and what is made of them."""
+    BM: gl.constexpr = x_s.shape[1]
+    WIDTH: gl.constexpr = BN // 2 if PAIR else BN
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    group, start, end, before, behind = -1, 0, 0, 0, 0
+    slot, phase = 0, 0
+    whole = (depth + STEP - 1) // STEP * (2 if SECOND else 1)
+    for tile in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
+        group, start, end, before, behind = advanced(
+            ends, rows, tile // across, group, start, end, before, behind, E, BM
+        )
+        first = start + (tile // across - before) * BM + WHICH * ROWS
+        n = tile % across * WIDTH
+        acc = gl.full([ROWS, BN], 0.0, gl.float32, M)
+        steps = gl.where(group < E, whole, 0)
+        acc, slot, phase = multiplied(
+            x_s, w_s, full, empty, acc, slot, phase, steps, gl.where(first < end, steps, 0), WHICH, TAKE, ACROSS,
+            STAGES,
+        )
+        one, two = halves(acc)
+        if PAIR:
+            of_gate, of_up = one.to(staged.dtype), two.to(staged.dtype)
+            put(of_gate, staged, gate, first, end, n, N, hs)
+            put(of_up, staged, up, first, end, n, N, hs)
+            made = product(of_gate.to(gl.float32), of_up.to(gl.float32), NAME, CURVE, False)
+            put(made, staged, out, first, end, n, N, N)
+        else:
+            put(one, staged, out, first, end, n, N, N)
+            put(two, staged, out, first, end, n + BN // 2, N, N)
+
+
+@gluon.jit
+def grouped_rows_hopper(x, x2, weights, places, take, ends, out, gate, up, rows, xs, hs, depth, N, E: gl.constexpr,
+                        EP: gl.constexpr, TAKE: gl.constexpr, PAIR: gl.constexpr, SECOND: gl.constexpr,
+                        ACROSS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, NAME: gl.constexpr,
+                        CURVE: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+    """As `triton_grouped.grouped_rows`; PAIR: as `triton_gated.grouped_gated`. x: the rows [., depth], or by a
+    descriptor of tiles of 128 where there is no `take`; weights: by a descriptor of [unit, n, k] or, ACROSS,
+    [unit, k, n]; places: of each group's weight, and of its second one E behind it, counted in units. Launched with 4
+    warps, which become the first of those that multiply."""
+    BM: gl.constexpr = 2 * ROWS
+    T: gl.constexpr = weights.dtype
+    WIDTH: gl.constexpr = BN // 2 if PAIR else BN
+    across = (N + WIDTH - 1) // WIDTH
+    W: gl.constexpr = [STEP, BN] if ACROSS else [BN, STEP]
+    x_s = gl.allocate_shared_memory(T, [STAGES, BM, STEP], gl.NVMMASharedLayout.get_default_for([BM, STEP], T))
+    w_s = gl.allocate_shared_memory(T, [STAGES, W[0], W[1]], gl.NVMMASharedLayout.get_default_for(W, T))
+    if PAIR:
+        # Gate's rows of a tile, and up's behind them, are two tiles for the copies and one for a GEMM.
+        to_s = as_tiles(w_s, 2 * STAGES, BN // 2, STEP)
+    else:
+        to_s = w_s
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BN // 2], T)
+    staged = gl.allocate_shared_memory(T, [2, ROWS, BN // 2], HALF)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=129 if TAKE else 1)
+        mbarrier.init(empty.index(slot), count=2)
+    tiles = tiles_of(ends, rows, E, EP, BM)
+    fence_async_shared()
+    barrier()
+    gl.warp_specialize([
+        (_multiply, (ends, rows, depth, tiles, across, x_s, w_s, staged.index(0), full, empty, out, gate, up, N, hs, 0,
+                     E, TAKE, PAIR, SECOND, ACROSS, STAGES, BN, NAME, CURVE)),
+        (_multiply, (ends, rows, depth, tiles, across, x_s, w_s, staged.index(1), full, empty, out, gate, up, N, hs, 1,
+                     E, TAKE, PAIR, SECOND, ACROSS, STAGES, BN, NAME, CURVE)),
+        (bring, (x, x2, weights, places, take, ends, rows, xs, depth, tiles, across, x_s, to_s, full, empty, E, TAKE,
+                 PAIR, SECOND, ACROSS, STAGES, BN)),
+    ], [4, 4], [REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -1,0 +1,259 @@
+"""The GEMMs of `grouped` on CUDA: by kernels in Gluon on Hopper, where rows are many and TMA takes them as they lie,
+else by Triton's and CUTLASS's."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megacpp_compile._torch import present
+from megacpp_compile._torch.ops import grouped_mm
+from megacpp_compile.lowerings._activation import Activation
+from megacpp_compile.lowerings._kernels import triton_gated, triton_gated_gradients, triton_grouped
+from megacpp_compile.lowerings._kernels.gluon_launch import Tile, launch, tile_layout
+from megacpp_compile.lowerings._kernels.hopper import GluonKernels, lacking
+from megacpp_compile.lowerings._kernels.kept_tensors import kept
+from megacpp_compile.lowerings._kernels.triton_launch import power_of_2
+from megacpp_compile.targets.chips import on_hopper
+
+try:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor  # launches take it
+
+    from megacpp_compile.lowerings._kernels.gluon_gated_gradients import gated_gradients_hopper
+    from megacpp_compile.lowerings._kernels.gluon_grouped import grouped_rows_hopper
+    from megacpp_compile.lowerings._kernels.gluon_grouped_weights import grouped_weights_hopper
+
+    kernels = GluonKernels("")
+except (ImportError, AttributeError) as error:
+    kernels = GluonKernels(lacking(error))
+
+NAME = "grouped GEMMs"
+# A tile's sides, and a step of what is summed.
+SHORT, LONG, STEP = 128, 256, 64
+# Fewer rows are not many more tiles than a GPU has multiprocessors.
+LEAST_ROWS = 4096
+# Bytes at which rows begin for TMA, and for copies of 16 bytes.
+ALIGNED = 16
+# Of weights that lie nowhere else than where the first does.
+ANY_UNIT = 512
+
+
+def rows(
+    xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """[S, n]: as `grouped.rows`."""
+    total = (xs[0] if take is None else take).shape[0]
+
+    def in_gluon(lying: _Lying) -> Tensor:
+        out = xs[0].new_empty((total, weights[0].shape[-1 if transposed else -2]))
+        _launch_rows(xs, lying, lying.across ^ transposed, offsets, take, out)
+        return out
+
+    def in_triton() -> Tensor:
+        return triton_grouped.rows(xs, weights, offsets, transposed, take, bias=bias)
+
+    plain = bias is None and (take is None or len(xs) == 1)
+    if plain and _serve(total, *xs) and (lying := _lying(weights)):
+        return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
+    return in_triton()
+
+
+def gated(
+    x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], offsets: Tensor, take: Tensor | None, activation: str,
+    b_gate: Tensor | None = None, b_up: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `triton_gated.gated`."""
+    total, fused = (x if take is None else take).shape[0], not w_up
+    n = w_gate[0].shape[-2] // (1 + fused)
+
+    def in_gluon(lying: _Lying) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = [x.new_empty((total, 2 * n if fused else n)) for _ in range(2 - fused)]
+        gate, up = hidden[0].chunk(2, 1) if fused else hidden
+        out = x.new_empty((total, n))
+        _launch_rows([x], lying, False, offsets, take, out, (gate, up), Activation.parse(activation))
+        return hidden[0], x.new_empty(0) if fused else up, out
+
+    def in_triton() -> tuple[Tensor, Tensor, Tensor]:
+        return triton_gated.gated(x, w_gate, w_up, offsets, take, activation, b_gate=b_gate, b_up=b_up)
+
+    if b_gate is None and b_up is None and _serve(total, x) and (lying := _lying([*w_gate, *w_up], halves=fused)):
+        # Rows of gate and of up make a tile: of weights that lie across, these are columns.
+        if not lying.across:
+            return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
+    return in_triton()
+
+
+def gradients(
+    grad: Tensor, weights: list[Tensor], hidden: list[Tensor], gates: Tensor, offsets: Tensor, take: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `triton_gated_gradients.gradients`."""
+    gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
+    total, n = gate.shape
+
+    def in_gluon(lying: _Lying) -> tuple[Tensor, Tensor, Tensor]:
+        curve, experts = Activation.parse(activation), offsets.shape[0]
+        d_hidden, out = grad.new_empty((total, 2 * n)), grad.new_empty((total, n))
+        dots = gates.new_empty((-(-n // SHORT), total))
+        d_gate, d_up = d_hidden.chunk(2, 1)
+        launch(
+            gated_gradients_hopper, (_multiprocessors(grad.device),),
+            x=_tile(grad, LONG, STEP) if take is None else grad, weights=lying.tiles(STEP, SHORT), places=lying.places,
+            take=offsets if take is None else take, ends=offsets, gate=_tile(gate, 64, 32), up=_tile(up, 64, 32),
+            gates=gates.contiguous(), d_gate=d_gate, d_up=d_up, out=out, dots=dots, rows=total, xs=grad.stride(0),
+            depth=grad.shape[1], N=n, E=experts, EP=power_of_2(experts + 1), TAKE=take is not None, STAGES=3,
+            NAME=curve.name, CURVE=curve.constants, REGISTERS=216, COPY_REGISTERS=72, num_warps=4,
+        )  # fmt: skip
+        return d_hidden, out, dots.sum(0)
+
+    def in_triton() -> tuple[Tensor, Tensor, Tensor]:
+        return triton_gated_gradients.gradients(grad, weights, hidden, gates, offsets, take, activation)
+
+    if gates.dtype == torch.float32 and _serve(total, grad, gate, up) and (lying := _lying(weights)):
+        if not lying.across:
+            return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
+    return in_triton()
+
+
+def weights(grad: Tensor, x: Tensor, offsets: Tensor, take_grad: Tensor | None, take_x: Tensor | None) -> Tensor:
+    """[E, n, d]: as `grouped.weights`."""
+
+    def in_gluon() -> Tensor:
+        experts, n, k = offsets.shape[0], grad.shape[1], x.shape[1]
+        wide = _tiles(n, SHORT) * _tiles(k, LONG) <= _tiles(n, LONG) * _tiles(k, SHORT)  # fewer tiles
+        tall, lanes = (SHORT, LONG) if wide else (LONG, SHORT)
+        out = x.new_empty((experts, n, k))
+        launch(
+            grouped_weights_hopper, (_multiprocessors(x.device),), grad=grad, grad_tiles=_tile(grad, STEP, tall), x=x,
+            x_tiles=_tile(x, STEP, lanes), take_grad=offsets if take_grad is None else take_grad,
+            take_x=offsets if take_x is None else take_x, ends=offsets, out=out,
+            tiles=experts * _tiles(n, tall) * _tiles(k, lanes), gs=grad.stride(0), xs=x.stride(0), N=n, K=k,
+            TAKE_GRAD=take_grad is not None, TAKE_X=take_x is not None, STAGES=4, BM=tall, BN=lanes, REGISTERS=184,
+            COPY_REGISTERS=104, num_warps=4,
+        )  # fmt: skip
+        return out
+
+    def otherwise() -> Tensor:
+        if not _cutlass(grad, x):
+            return triton_grouped.weights(grad, x, offsets, take_grad, take_x)
+        # Gathered for it by ATen: 0.20 ms for 98304 rows of 2048 channels on an H200.
+        left = grad.contiguous() if take_grad is None else grad.index_select(0, take_grad)
+        return grouped_mm(left.t(), x.contiguous() if take_x is None else x.index_select(0, take_x), offsets)
+
+    if _serve((grad if take_grad is None else take_grad).shape[0], grad, x):
+        return kernels.or_in_triton(NAME, in_gluon, otherwise)
+    return otherwise()
+
+
+def _launch_rows(
+    xs: list[Tensor], weights: _Lying, across: bool, offsets: Tensor, take: Tensor | None, out: Tensor,
+    hidden: tuple[Tensor, Tensor] | None = None, activation: Activation | None = None,
+) -> None:  # fmt: skip
+    """across: whether what is summed lies across in the weights' memory. hidden: where rows of gate and up go, `out`
+    being the activated hidden."""
+    x, pair, experts = xs[0], hidden is not None, offsets.shape[0]
+    w_tiles = weights.tiles(STEP, LONG) if across else weights.tiles(SHORT if pair else LONG, STEP)
+    gate, up = hidden or (out, out)
+    first, second = (x if take is not None else _tile(x, SHORT, STEP) for x in (x, xs[-1]))
+    launch(
+        grouped_rows_hopper, (_multiprocessors(x.device),), x=first, x2=second, weights=w_tiles,
+        places=weights.places, take=offsets if take is None else take, ends=offsets, out=out, gate=gate, up=up,
+        rows=out.shape[0], xs=x.stride(0), hs=gate.stride(0), depth=x.shape[1], N=out.shape[1], E=experts,
+        EP=power_of_2(experts + 1), TAKE=take is not None, PAIR=pair, SECOND=len(xs) == 2, ACROSS=across, STAGES=4,
+        BN=LONG, NAME=activation and activation.name, CURVE=activation and activation.constants, REGISTERS=208,
+        COPY_REGISTERS=64, num_warps=4,
+    )  # fmt: skip
+
+
+def _serve(total: int, *tensors: Tensor) -> bool:
+    """Whether the kernels in Gluon take a call of so many rows, which lie in these."""
+    return not kernels.missing and total >= LEAST_ROWS and on_hopper(tensors[0].device) and _aligned(*tensors)
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether TMA, and copies of 16 bytes, take rows of these as they lie."""
+    return all(
+        t.dtype == torch.bfloat16
+        and t.stride(-1) == 1
+        and not any(n * t.element_size() % ALIGNED for n in (t.shape[-1], *t.stride()[:-1]))
+        and t.data_ptr() % ALIGNED == 0
+        for t in tensors
+    )
+
+
+def _cutlass(*tensors: Tensor) -> bool:
+    """Whether torch's grouped GEMM (CUTLASS) takes these rows: bfloat16, each row aligned."""
+    return present(grouped_mm) and all(
+        t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 and on_hopper(t.device) for t in tensors
+    )
+
+
+def _tile(t: Tensor, rows: int, lanes: int) -> Tile:
+    return Tile(t, list(t.shape), list(t.stride()), [rows, lanes], tile_layout((rows, lanes), t.dtype))
+
+
+class _Lying(NamedTuple):
+    """Weights wherever they lie, as one array [units, rows, lanes] that begins with the first of them in memory."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    places: Tensor  # [len] int32: at which unit each begins
+    across: bool  # rows are the weights' last dimension
+
+    def tiles(self, rows: int, lanes: int) -> Tile:
+        tile = (1, rows, lanes)
+        return Tile(self.base, self.shape, self.strides, list(tile), tile_layout(tile, self.base.dtype))
+
+
+def _lying(weights: list[Tensor], halves: bool = False) -> _Lying | None:
+    """How weights [n, k] or [E, n, k] lie, if TMA finds all by one description, else None. halves: the first half of
+    the rows of each, and then the second of each, as weights of their own. There may be hundreds: what is asked of each
+    one here is host time of every launch."""
+    first = weights[0]
+    (n, k), (down, along), size = first.shape[-2:], first.stride()[-2:], first.element_size()
+    across = along != 1
+    rows, lanes, step = (k, n, along) if across else (n, k, down)
+    one = down if across else along
+    if len({(w.shape, w.stride()) for w in weights}) > 1 or first.dtype != torch.bfloat16 or one != 1:
+        return None
+    if halves and (across or n % 2):
+        return None
+    addresses = [w.data_ptr() for w in weights]
+    if first.dim() == 3:
+        between = first.stride(0) * size
+        addresses = [a + e * between for a in addresses for e in range(first.shape[0])]
+    if halves:
+        rows //= 2
+        addresses += [a + rows * step * size for a in addresses]
+    begin, unit, units, places = _places(tuple(addresses), first.device)
+    if any(byte % ALIGNED for byte in (begin, unit, step * size, lanes * size)):
+        return None
+    base = min(weights, key=Tensor.data_ptr)
+    return _Lying(base, [units, rows, lanes], [unit // size, step, 1], places, across)
+
+
+@functools.lru_cache(maxsize=256)
+def _places(addresses: tuple[int, ...], device: torch.device) -> tuple[int, int, int, Tensor]:
+    """(the first address, bytes of a unit, how many units all span, how many units each lies behind the first)"""
+    first = min(addresses)
+    unit = math.gcd(*(a - first for a in addresses)) or ANY_UNIT
+    places = [(a - first) // unit for a in addresses]
+    here = made = torch.tensor(places, dtype=torch.int32)
+    if device.type == "cuda":
+        made = kept(lambda: here.pin_memory().to(device, non_blocking=True), device)
+    return first, unit, max(places) + 1, made
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tiles(n: int, size: int) -> int:
+    return -(-n // size)
