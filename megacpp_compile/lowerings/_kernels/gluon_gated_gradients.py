@@ -10,8 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from megacpp_compile.lowerings._kernels.gluon_grouped import (
     ROWS,
     STEP,
-    advanced,
     bring,
+    found,
     give,
     halves,
     multiplied,
@@ -61,26 +61,37 @@ def _slopes(gate, up, NAME: gl.constexpr, CURVE: gl.constexpr):
 
 
 @gluon.jit
-def _piece_of_gradients(d_a, h_s, a_s, landed, d_gate, d_up, out, scale, first, stop, n, N, turn,
+def _piece_of_gradients(d_a, h_s, a_s, h_full, gate, up, d_gate, d_up, out, scale, first, stop, n, N, turn,
                         WHICH: gl.constexpr, NAME: gl.constexpr, CURVE: gl.constexpr):  # fmt: skip
-    """What a piece of channels adds to `d_a . a`; the rest goes to memory."""
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, h_s.shape[2], 16])
+    """What piece `turn` of the rows from `first` on adds to `d_a . a`; the rest goes to memory."""
+    LANES: gl.constexpr = h_s.shape[2]
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // LANES, LANES // 8], [gl.num_warps(), 1], [1, 0])
     gate_s, up_s = h_s.index(8 * WHICH + 2 * (turn % 4)), h_s.index(8 * WHICH + 2 * (turn % 4) + 1)
+    landed = h_full.index(4 * WHICH + turn % 4)
     mbarrier.wait(landed, turn // 4)
-    gate, up = gate_s.load(M).to(gl.float32), up_s.load(M).to(gl.float32)
+    of_gate, of_up = gate_s.load(M).to(gl.float32), up_s.load(M).to(gl.float32)
     barrier()
     # One result after the other: for all that they take there are not registers enough at once.
-    f, factor = _factors(gate, up, NAME, CURVE)
+    f, factor = _factors(of_gate, of_up, NAME, CURVE)
     a = f * factor
     dot = gl.sum(d_a * a, 1)
     a_s.store((a * scale).to(a_s.dtype))
     d_a *= scale
-    up_s.store((d_a * f * _slopes(gate, up, NAME, CURVE)[1]).to(up_s.dtype))
-    gate_s.store((d_a * _slopes(gate, up, NAME, CURVE)[0] * factor).to(gate_s.dtype))
+    up_s.store((d_a * f * _slopes(of_gate, of_up, NAME, CURVE)[1]).to(up_s.dtype))
+    gate_s.store((d_a * _slopes(of_gate, of_up, NAME, CURVE)[0] * factor).to(gate_s.dtype))
     barrier()
-    give(gate_s, d_gate, first, stop, n, N, 2 * N)
-    give(up_s, d_up, first, stop, n, N, 2 * N)
-    give(a_s, out, first, stop, n, N, N)
+    to_gate, to_up, to_out = gate_s.load(L), up_s.load(L), a_s.load(L)
+    # Before anything goes to memory: a fence waits for that, too.
+    fence_async_shared()
+    barrier()
+    if turn < 4:
+        _bring_hidden(gate, up, h_s, landed, first, n, turn + 4, WHICH)
+    first += turn // 4 * ROWS
+    n += turn % 4 * LANES
+    give(to_gate, d_gate, first, stop, n, N, 2 * N)
+    give(to_up, d_up, first, stop, n, N, 2 * N)
+    give(to_out, out, first, stop, n, N, N)
     return dot
 
 
@@ -106,7 +117,8 @@ def _no_dots(to, first, stop, COUNT: gl.constexpr):
 @gluon.jit
 def _multiply_gradients(ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, full, empty, h_full, gate, up, gates,
                         d_gate, d_up, out, dots, N, WHICH: gl.constexpr, E: gl.constexpr, TAKE: gl.constexpr,
-                        STAGES: gl.constexpr, NAME: gl.constexpr, CURVE: gl.constexpr):  # fmt: skip
+                        STAGES: gl.constexpr, NEAR: gl.constexpr, NAME: gl.constexpr,
+                        CURVE: gl.constexpr):  # fmt: skip
     """Group WHICH of the warps that multiply: 128 rows of each tile, and behind the GEMM in pieces of 64 x 32."""
     BM: gl.constexpr = x_s.shape[1]
     BN: gl.constexpr = w_s.shape[2]
@@ -115,18 +127,14 @@ def _multiply_gradients(ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, fu
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     OF_ROW: gl.constexpr = gl.SliceLayout(1, P)
-    group, start, end, before, behind = -1, 0, 0, 0, 0
+    g, s, e, b, a = -1, 0, 0, 0, 0
     slot, phase = 0, 0
     whole = (depth + STEP - 1) // STEP
     for tile in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
-        group, start, end, before, behind = advanced(
-            ends, rows, tile // across, group, start, end, before, behind, E, BM
-        )
-        first = start + (tile // across - before) * BM + WHICH * MINE
-        n = tile % across * BN
+        group, first, end, column, g, s, e, b, a = found(ends, rows, tile, tiles, across, g, s, e, b, a, E, BM, NEAR)
+        first += WHICH * MINE
+        n = column * BN
         there = group < E
-        fence_async_shared()
-        barrier()
         for place in gl.static_range(4):
             if there:
                 _bring_hidden(gate, up, h_s, h_full.index(4 * WHICH + place), first, n, place, WHICH)
@@ -138,7 +146,7 @@ def _multiply_gradients(ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, fu
         acc, slot, phase = multiplied(
             x_s, w_s, full, empty, acc, slot, phase, steps, gl.where(first < end, steps, 0), WHICH, TAKE, True, STAGES
         )
-        dots_here = dots + (tile % across).to(gl.int64) * rows
+        dots_here = dots + column.to(gl.int64) * rows
         if there:
             upper, lower = upper_and_lower(acc)
             one, two, three, four = _quarters(upper, P)
@@ -147,18 +155,13 @@ def _multiply_gradients(ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, fu
             # Pieces change names rather than the code being there eight times: then it would not fit into the cache of
             # instructions, and take twice as long.
             for turn in range(8):
-                first_here = first + turn // 4 * ROWS
                 scale = gl.where(turn < 4, upper_scale, lower_scale)
                 added = _piece_of_gradients(
-                    one, h_s, a_s.index(WHICH), h_full.index(4 * WHICH + turn % 4), d_gate, d_up, out, scale[:, None],
-                    first_here, end, n + turn % 4 * PIECE, N, turn, WHICH, NAME, CURVE,
+                    one, h_s, a_s.index(WHICH), h_full, gate, up, d_gate, d_up, out, scale[:, None], first, end, n, N,
+                    turn, WHICH, NAME, CURVE,
                 )  # fmt: skip
                 dot = gl.where(turn % 4 == 0, added, dot + added)
-                if turn < 4:
-                    fence_async_shared()
-                    barrier()
-                    _bring_hidden(gate, up, h_s, h_full.index(4 * WHICH + turn), first, n, turn + 4, WHICH)
-                row = first_here + gl.arange(0, ROWS, OF_ROW)
+                row = first + turn // 4 * ROWS + gl.arange(0, ROWS, OF_ROW)
                 gl.store(dots_here + row, dot, mask=(row < end) & (turn % 4 == 3))
                 one, two, three, four, five, six, seven, eight = two, three, four, five, six, seven, eight, one
         else:
@@ -171,7 +174,7 @@ def _multiply_gradients(ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, fu
 @gluon.jit
 def gated_gradients_hopper(x, weights, places, take, ends, gate, up, gates, d_gate, d_up, out, dots, rows, xs, depth, N,
                            E: gl.constexpr, EP: gl.constexpr, TAKE: gl.constexpr, STAGES: gl.constexpr,
-                           NAME: gl.constexpr, CURVE: gl.constexpr, REGISTERS: gl.constexpr,
+                           NEAR: gl.constexpr, NAME: gl.constexpr, CURVE: gl.constexpr, REGISTERS: gl.constexpr,
                            COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """As `triton_gated_gradients.gated_gradients`. x: as in `grouped_rows_hopper`, with tiles of 256 rows; weights: by
     a descriptor of [unit, depth, N]; gate and up: [rows, N] by descriptors."""
@@ -197,9 +200,9 @@ def gated_gradients_hopper(x, weights, places, take, ends, gate, up, gates, d_ga
     barrier()
     gl.warp_specialize([
         (_multiply_gradients, (ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, full, empty, h_full, gate, up,
-                               gates, d_gate, d_up, out, dots, N, 0, E, TAKE, STAGES, NAME, CURVE)),
+                               gates, d_gate, d_up, out, dots, N, 0, E, TAKE, STAGES, NEAR, NAME, CURVE)),
         (_multiply_gradients, (ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, full, empty, h_full, gate, up,
-                               gates, d_gate, d_up, out, dots, N, 1, E, TAKE, STAGES, NAME, CURVE)),
+                               gates, d_gate, d_up, out, dots, N, 1, E, TAKE, STAGES, NEAR, NAME, CURVE)),
         (bring, (x, x, weights, places, take, ends, rows, xs, depth, tiles, across, x_s, w_s, full, empty, E, TAKE,
-                 False, False, True, STAGES, BN)),
+                 False, False, True, STAGES, BN, NEAR)),
     ], [4, 4], [REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -49,6 +49,26 @@ def advanced(ends, rows, tile, group, start, end, before, behind, E: gl.constexp
 
 
 @gluon.jit
+def placed(tile, tall, across, NEAR: gl.constexpr):
+    """(row, column, the first row near) of a tile among `tall` rows of `across`: by NEAR rows, in these by columns.
+    What programs read at the same time is to fit into L2: with NEAR of 1 few rows, and of the weights a group's."""
+    near = tile // (NEAR * across) * NEAR
+    inside = tile % (NEAR * across)
+    height = gl.minimum(NEAR, tall - near)
+    return near + inside % height, inside // height, near
+
+
+@gluon.jit
+def found(ends, rows, tile, tiles, across, g, s, e, b, a, E: gl.constexpr, BM: gl.constexpr, NEAR: gl.constexpr):
+    """A tile's group, its first row, where the group ends, and its column; and what finds a later one: `advanced` of
+    the first row of tiles near this one."""
+    row, column, near = placed(tile, tiles, across, NEAR)
+    g, s, e, b, a = advanced(ends, rows, near, g, s, e, b, a, E, BM)
+    group, start, end, before, _ = advanced(ends, rows, row, g, s, e, b, a, E, BM)
+    return group, start + (row - before) * BM, end, column, g, s, e, b, a
+
+
+@gluon.jit
 def after(slot, phase, STAGES: gl.constexpr):
     """The next place, and how many times all had been used, modulo 2."""
     last = slot == STAGES - 1
@@ -94,22 +114,19 @@ def _bring_weights(weights, place, place_2, n, k, w_s, slot, full, PAIR: gl.cons
 @gluon.jit
 def bring(x, x2, weights, places, take, ends, rows, xs, depth, tiles, across, x_s, w_s, full, empty, E: gl.constexpr,
           TAKE: gl.constexpr, PAIR: gl.constexpr, SECOND: gl.constexpr, ACROSS: gl.constexpr, STAGES: gl.constexpr,
-          BN: gl.constexpr):  # fmt: skip
+          BN: gl.constexpr, NEAR: gl.constexpr):  # fmt: skip
     """All operands of all tiles, in order, each step's when its memory is free."""
     BM: gl.constexpr = x_s.shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     WIDTH: gl.constexpr = BN // 2 if PAIR else BN
     W_BYTES: gl.constexpr = BN * STEP * 2
     BYTES: gl.constexpr = W_BYTES if TAKE else W_BYTES + BM * STEP * 2
-    group, start, end, before, behind = -1, 0, 0, 0, 0
+    g, s, e, b, a = -1, 0, 0, 0, 0
     slot, phase = 0, 0
     for tile in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
-        group, start, end, before, behind = advanced(
-            ends, rows, tile // across, group, start, end, before, behind, E, BM
-        )
+        group, first, _, column, g, s, e, b, a = found(ends, rows, tile, tiles, across, g, s, e, b, a, E, BM, NEAR)
         if group < E:
-            first = start + (tile // across - before) * BM
-            n = tile % across * WIDTH
+            n = column * WIDTH
             place = gl.load(places + group)
             place_2 = gl.load(places + E + group) if PAIR or SECOND else place
             for part in gl.static_range(2 if SECOND else 1):
@@ -175,43 +192,41 @@ def upper_and_lower(x):
 @gluon.jit
 def put(x, staged, to, first, stop, n, width, stride):
     """Rows before `stop` of a result, whose rows lie at `to`, by way of `staged`."""
+    ACROSS: gl.constexpr = min(32, staged.shape[1] // 8)
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
     barrier()
     staged.store(x.to(staged.dtype))
     barrier()
-    give(staged, to, first, stop, n, width, stride)
+    give(staged.load(L), to, first, stop, n, width, stride)
 
 
 @gluon.jit
-def give(staged, to, first, stop, n, width, stride):
-    """What is in shared memory, to rows before `stop`."""
-    LANES: gl.constexpr = staged.shape[1]
-    ACROSS: gl.constexpr = min(32, LANES // 8)
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, staged.shape[0], gl.SliceLayout(1, L))
-    lane = gl.arange(0, LANES, gl.SliceLayout(0, L))
+def give(x, to, first, stop, n, width, stride):
+    """Rows before `stop` of a result, to memory; x: by 16 bytes a thread."""
+    L: gl.constexpr = x.type.layout
+    row = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
+    lane = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     at = to + first.to(gl.int64) * stride + n + (row[:, None] * stride + lane[None, :])
     at = gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 8])
-    gl.store(at, staged.load(L), mask=(row < stop - first)[:, None] & (lane // 8 < (width - n) // 8)[None, :])
+    gl.store(at, x, mask=(row < stop - first)[:, None] & (lane // 8 < (width - n) // 8)[None, :])
 
 
 @gluon.jit
 def _multiply(ends, rows, depth, tiles, across, x_s, w_s, staged, full, empty, out, gate, up, N, hs,
               WHICH: gl.constexpr, E: gl.constexpr, TAKE: gl.constexpr, PAIR: gl.constexpr, SECOND: gl.constexpr,
-              ACROSS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, NAME: gl.constexpr,
+              ACROSS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, NEAR: gl.constexpr, NAME: gl.constexpr,
               CURVE: gl.constexpr):  # fmt: skip
     """Group WHICH of the warps that multiply: 64 rows of each tile, and what is made of them."""
     BM: gl.constexpr = x_s.shape[1]
     WIDTH: gl.constexpr = BN // 2 if PAIR else BN
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    group, start, end, before, behind = -1, 0, 0, 0, 0
+    g, s, e, b, a = -1, 0, 0, 0, 0
     slot, phase = 0, 0
     whole = (depth + STEP - 1) // STEP * (2 if SECOND else 1)
     for tile in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
-        group, start, end, before, behind = advanced(
-            ends, rows, tile // across, group, start, end, before, behind, E, BM
-        )
-        first = start + (tile // across - before) * BM + WHICH * ROWS
-        n = tile % across * WIDTH
+        group, first, end, column, g, s, e, b, a = found(ends, rows, tile, tiles, across, g, s, e, b, a, E, BM, NEAR)
+        first += WHICH * ROWS
+        n = column * WIDTH
         acc = gl.full([ROWS, BN], 0.0, gl.float32, M)
         steps = gl.where(group < E, whole, 0)
         acc, slot, phase = multiplied(
@@ -233,8 +248,9 @@ def _multiply(ends, rows, depth, tiles, across, x_s, w_s, staged, full, empty, o
 @gluon.jit
 def grouped_rows_hopper(x, x2, weights, places, take, ends, out, gate, up, rows, xs, hs, depth, N, E: gl.constexpr,
                         EP: gl.constexpr, TAKE: gl.constexpr, PAIR: gl.constexpr, SECOND: gl.constexpr,
-                        ACROSS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, NAME: gl.constexpr,
-                        CURVE: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+                        ACROSS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, NEAR: gl.constexpr,
+                        NAME: gl.constexpr, CURVE: gl.constexpr, REGISTERS: gl.constexpr,
+                        COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """As `triton_grouped.grouped_rows`; PAIR: as `triton_gated.grouped_gated`. x: the rows [., depth], or by a
     descriptor of tiles of 128 where there is no `take`; weights: by a descriptor of [unit, n, k] or, ACROSS,
     [unit, k, n]; places: of each group's weight, and of its second one E behind it, counted in units. Launched with 4
@@ -263,9 +279,9 @@ def grouped_rows_hopper(x, x2, weights, places, take, ends, out, gate, up, rows,
     barrier()
     gl.warp_specialize([
         (_multiply, (ends, rows, depth, tiles, across, x_s, w_s, staged.index(0), full, empty, out, gate, up, N, hs, 0,
-                     E, TAKE, PAIR, SECOND, ACROSS, STAGES, BN, NAME, CURVE)),
+                     E, TAKE, PAIR, SECOND, ACROSS, STAGES, BN, NEAR, NAME, CURVE)),
         (_multiply, (ends, rows, depth, tiles, across, x_s, w_s, staged.index(1), full, empty, out, gate, up, N, hs, 1,
-                     E, TAKE, PAIR, SECOND, ACROSS, STAGES, BN, NAME, CURVE)),
+                     E, TAKE, PAIR, SECOND, ACROSS, STAGES, BN, NEAR, NAME, CURVE)),
         (bring, (x, x2, weights, places, take, ends, rows, xs, depth, tiles, across, x_s, to_s, full, empty, E, TAKE,
-                 PAIR, SECOND, ACROSS, STAGES, BN)),
+                 PAIR, SECOND, ACROSS, STAGES, BN, NEAR)),
     ], [4, 4], [REGISTERS, COPY_REGISTERS])  # fmt: skip

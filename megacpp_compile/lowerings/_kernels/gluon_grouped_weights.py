@@ -16,8 +16,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings._kernels.gluon_grouped import ROWS, STEP, after, as_tiles, halves, put, upper_and_lower
+from megacpp_compile.lowerings._kernels.gluon_grouped import (
+    ROWS,
+    STEP,
+    after,
+    as_tiles,
+    halves,
+    placed,
+    put,
+    upper_and_lower,
+)
 from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async, tma_load
+
+
+@gluon.jit
+def _placed(tile, tall, across, BM: gl.constexpr, BN: gl.constexpr, NEAR: gl.constexpr):
+    """A tile's group, and its first channels of `grad` and of x."""
+    row, column, _ = placed(tile % (tall * across), tall, across, NEAR)
+    return tile // (tall * across), row * BM, column * BN
 
 
 @gluon.jit
@@ -43,8 +59,9 @@ def _bring_channels(x, x_tiles, row, first, stop, n, width, stride, landed, to, 
 
 
 @gluon.jit
-def _bring_rows_of(grad, grad_tiles, x, x_tiles, take_grad, take_x, ends, tiles, per_group, across, gs, xs, N, K, g_s,
-                   x_s, full, empty, TAKE_GRAD: gl.constexpr, TAKE_X: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _bring_rows_of(grad, grad_tiles, x, x_tiles, take_grad, take_x, ends, tiles, tall, across, gs, xs, N, K, g_s, x_s,
+                   full, empty, TAKE_GRAD: gl.constexpr, TAKE_X: gl.constexpr, STAGES: gl.constexpr,
+                   NEAR: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = g_s.shape[2]
     BN: gl.constexpr = x_s.shape[2]
     BYTES: gl.constexpr = (0 if TAKE_GRAD else 2 * STEP * BM) + (0 if TAKE_X else 2 * STEP * BN)
@@ -52,10 +69,9 @@ def _bring_rows_of(grad, grad_tiles, x, x_tiles, take_grad, take_x, ends, tiles,
     R: gl.constexpr = gl.SliceLayout(1, L)
     slot, phase = 0, 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group = tile // per_group
+        group, n, k = _placed(tile, tall, across, BM, BN, NEAR)
         start = gl.load(ends + group - 1, mask=group > 0, other=0)
         stop = gl.load(ends + group)
-        n, k = tile % per_group // across * BM, tile % across * BN
         coming_g = _rows_taken(take_grad, start, stop, TAKE_GRAD, R)
         coming_x = _rows_taken(take_x, start, stop, TAKE_X, R)
         for first in range(start, stop, STEP):
@@ -96,20 +112,20 @@ def _multiplied(left, right, acc, empty):
 
 
 @gluon.jit
-def _multiply_rows_of(ends, tiles, per_group, across, g_s, g_pieces, x_s, x_pieces, staged, full, empty, out, N, K,
+def _multiply_rows_of(ends, tiles, tall, across, g_s, g_pieces, x_s, x_pieces, staged, full, empty, out, N, K,
                       WHICH: gl.constexpr, TAKE_GRAD: gl.constexpr, TAKE_X: gl.constexpr,
-                      STAGES: gl.constexpr):  # fmt: skip
+                      STAGES: gl.constexpr, NEAR: gl.constexpr):  # fmt: skip
     """Group WHICH of the warps that multiply: half of each tile's channels of `grad`."""
     WM: gl.constexpr = g_s.shape[2]
     BN: gl.constexpr = x_s.shape[2]
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     slot, phase = 0, 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group = tile // per_group
+        group, n, k = _placed(tile, tall, across, 2 * WM, BN, NEAR)
+        n += WHICH * WM
         start = gl.load(ends + group - 1, mask=group > 0, other=0)
         rows = gl.load(ends + group) - start
         steps = rows // STEP
-        n, k = (2 * (tile % per_group // across) + WHICH) * WM, tile % across * BN
         acc = gl.full([WM, BN], 0.0, gl.float32, M)
         for _i in range(steps):
             mbarrier.wait(full.index(slot), phase)
@@ -139,12 +155,13 @@ def _multiply_rows_of(ends, tiles, per_group, across, g_s, g_pieces, x_s, x_piec
 @gluon.jit
 def grouped_weights_hopper(grad, grad_tiles, x, x_tiles, take_grad, take_x, ends, out, tiles, gs, xs, N, K,
                            TAKE_GRAD: gl.constexpr, TAKE_X: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr,
-                           BN: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+                           BN: gl.constexpr, NEAR: gl.constexpr, REGISTERS: gl.constexpr,
+                           COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """As `triton_grouped.grouped_weights`: out [E, N, K], `grad` and `x` by their rows and by descriptors of STEP rows;
     `tiles` of BM x BN of all groups. Launched as `grouped_rows_hopper`."""
     T: gl.constexpr = x.dtype.element_ty
     across = (K + BN - 1) // BN
-    per_group = (N + BM - 1) // BM * across
+    tall = (N + BM - 1) // BM
     g_s = gl.allocate_shared_memory(T, [STAGES, STEP, BM], gl.NVMMASharedLayout.get_default_for([STEP, BM], T))
     x_s = gl.allocate_shared_memory(T, [STAGES, STEP, BN], gl.NVMMASharedLayout.get_default_for([STEP, BN], T))
     staged = gl.allocate_shared_memory(T, [2, ROWS, 128], gl.NVMMASharedLayout.get_default_for([ROWS, 128], T))
@@ -159,10 +176,10 @@ def grouped_weights_hopper(grad, grad_tiles, x, x_tiles, take_grad, take_x, ends
     fence_async_shared()
     barrier()
     gl.warp_specialize([
-        (_multiply_rows_of, (ends, tiles, per_group, across, half_s, g_pieces, x_s, x_pieces, staged.index(0), full,
-                             empty, out, N, K, 0, TAKE_GRAD, TAKE_X, STAGES)),
-        (_multiply_rows_of, (ends, tiles, per_group, across, half_s, g_pieces, x_s, x_pieces, staged.index(1), full,
-                             empty, out, N, K, 1, TAKE_GRAD, TAKE_X, STAGES)),
-        (_bring_rows_of, (grad, grad_tiles, x, x_tiles, take_grad, take_x, ends, tiles, per_group, across, gs, xs, N, K,
-                          g_s, x_s, full, empty, TAKE_GRAD, TAKE_X, STAGES)),
+        (_multiply_rows_of, (ends, tiles, tall, across, half_s, g_pieces, x_s, x_pieces, staged.index(0), full,
+                             empty, out, N, K, 0, TAKE_GRAD, TAKE_X, STAGES, NEAR)),
+        (_multiply_rows_of, (ends, tiles, tall, across, half_s, g_pieces, x_s, x_pieces, staged.index(1), full,
+                             empty, out, N, K, 1, TAKE_GRAD, TAKE_X, STAGES, NEAR)),
+        (_bring_rows_of, (grad, grad_tiles, x, x_tiles, take_grad, take_x, ends, tiles, tall, across, gs, xs, N, K,
+                          g_s, x_s, full, empty, TAKE_GRAD, TAKE_X, STAGES, NEAR)),
     ], [4, 4], [REGISTERS, COPY_REGISTERS])  # fmt: skip

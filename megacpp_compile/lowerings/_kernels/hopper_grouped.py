@@ -34,8 +34,14 @@ except (ImportError, AttributeError) as error:
 NAME = "grouped GEMMs"
 # A tile's sides, and a step of what is summed.
 SHORT, LONG, STEP = 128, 256, 64
-# Fewer rows are not many more tiles than a GPU has multiprocessors.
-LEAST_ROWS = 4096
+# With fewer rows in all, launches take longer; with fewer of a group, a weight is read for one row of tiles alone.
+# There Triton's kernels are as fast or faster.
+LEAST_ROWS, LEAST_OF_GROUP = 8192, 256
+# Columns of tiles from which on programs have NEAR rows of them at a time: gate and up of 8 experts of 4096 x 14336, of
+# 112 columns, take 3.3 ms for 3.9; with 6 to 23 columns GEMMs take 2 to 14 % more.
+MANY_COLUMNS, NEAR = 32, 16
+# Tiles of a weight from which on CUTLASS is faster: by 1 to 4 % for 8 experts of 4096 x 14336.
+MANY_TILES = 1024
 # Bytes at which rows begin for TMA, and for copies of 16 bytes.
 ALIGNED = 16
 # Of weights that lie nowhere else than where the first does.
@@ -58,7 +64,7 @@ def rows(
         return triton_grouped.rows(xs, weights, offsets, transposed, take, bias=bias)
 
     plain = bias is None and (take is None or len(xs) == 1)
-    if plain and _serve(total, *xs) and (lying := _lying(weights)):
+    if plain and _serve(total, offsets, *xs) and (lying := _lying(weights)):
         return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
     return in_triton()
 
@@ -81,10 +87,10 @@ def gated(
     def in_triton() -> tuple[Tensor, Tensor, Tensor]:
         return triton_gated.gated(x, w_gate, w_up, offsets, take, activation, b_gate=b_gate, b_up=b_up)
 
-    if b_gate is None and b_up is None and _serve(total, x) and (lying := _lying([*w_gate, *w_up], halves=fused)):
-        # Rows of gate and of up make a tile: of weights that lie across, these are columns.
-        if not lying.across:
-            return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
+    # Rows of gate and of up make a tile: of weights that lie across, these would be columns.
+    plain = b_gate is None and b_up is None and _serve(total, offsets, x)
+    if plain and (lying := _lying([*w_gate, *w_up], along=True, halves=fused)):
+        return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
     return in_triton()
 
 
@@ -107,16 +113,17 @@ def gradients(
             take=offsets if take is None else take, ends=offsets, gate=_tile(gate, 64, 32), up=_tile(up, 64, 32),
             gates=gates.contiguous(), d_gate=d_gate, d_up=d_up, out=out, dots=dots, rows=total, xs=grad.stride(0),
             depth=grad.shape[1], N=n, E=experts, EP=power_of_2(experts + 1), TAKE=take is not None, STAGES=3,
-            NAME=curve.name, CURVE=curve.constants, REGISTERS=216, COPY_REGISTERS=72, num_warps=4,
+            NEAR=_near(_tiles(n, SHORT)), NAME=curve.name, CURVE=curve.constants, REGISTERS=216, COPY_REGISTERS=72,
+            num_warps=4,
         )  # fmt: skip
         return d_hidden, out, dots.sum(0)
 
     def in_triton() -> tuple[Tensor, Tensor, Tensor]:
         return triton_gated_gradients.gradients(grad, weights, hidden, gates, offsets, take, activation)
 
-    if gates.dtype == torch.float32 and _serve(total, grad, gate, up) and (lying := _lying(weights)):
-        if not lying.across:
-            return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
+    plain = gates.dtype == torch.float32 and _serve(total, offsets, grad, gate, up)
+    if plain and (lying := _lying(weights, along=True)):
+        return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
     return in_triton()
 
 
@@ -133,8 +140,8 @@ def weights(grad: Tensor, x: Tensor, offsets: Tensor, take_grad: Tensor | None, 
             x_tiles=_tile(x, STEP, lanes), take_grad=offsets if take_grad is None else take_grad,
             take_x=offsets if take_x is None else take_x, ends=offsets, out=out,
             tiles=experts * _tiles(n, tall) * _tiles(k, lanes), gs=grad.stride(0), xs=x.stride(0), N=n, K=k,
-            TAKE_GRAD=take_grad is not None, TAKE_X=take_x is not None, STAGES=4, BM=tall, BN=lanes, REGISTERS=184,
-            COPY_REGISTERS=104, num_warps=4,
+            TAKE_GRAD=take_grad is not None, TAKE_X=take_x is not None, STAGES=4, BM=tall, BN=lanes,
+            NEAR=_near(_tiles(k, lanes)), REGISTERS=184, COPY_REGISTERS=104, num_warps=4,
         )  # fmt: skip
         return out
 
@@ -145,7 +152,8 @@ def weights(grad: Tensor, x: Tensor, offsets: Tensor, take_grad: Tensor | None, 
         left = grad.contiguous() if take_grad is None else grad.index_select(0, take_grad)
         return grouped_mm(left.t(), x.contiguous() if take_x is None else x.index_select(0, take_x), offsets)
 
-    if _serve((grad if take_grad is None else take_grad).shape[0], grad, x):
+    tiles = _tiles(grad.shape[1], SHORT) * _tiles(x.shape[1], LONG)
+    if tiles < MANY_TILES and _serve((grad if take_grad is None else take_grad).shape[0], None, grad, x):
         return kernels.or_in_triton(NAME, in_gluon, otherwise)
     return otherwise()
 
@@ -165,14 +173,20 @@ def _launch_rows(
         places=weights.places, take=offsets if take is None else take, ends=offsets, out=out, gate=gate, up=up,
         rows=out.shape[0], xs=x.stride(0), hs=gate.stride(0), depth=x.shape[1], N=out.shape[1], E=experts,
         EP=power_of_2(experts + 1), TAKE=take is not None, PAIR=pair, SECOND=len(xs) == 2, ACROSS=across, STAGES=4,
-        BN=LONG, NAME=activation and activation.name, CURVE=activation and activation.constants, REGISTERS=208,
-        COPY_REGISTERS=64, num_warps=4,
+        BN=LONG, NEAR=_near(_tiles(out.shape[1], SHORT if pair else LONG)), NAME=activation and activation.name,
+        CURVE=activation and activation.constants, REGISTERS=208, COPY_REGISTERS=64, num_warps=4,
     )  # fmt: skip
 
 
-def _serve(total: int, *tensors: Tensor) -> bool:
-    """Whether the kernels in Gluon take a call of so many rows, which lie in these."""
-    return not kernels.missing and total >= LEAST_ROWS and on_hopper(tensors[0].device) and _aligned(*tensors)
+def _serve(total: int, offsets: Tensor | None, *tensors: Tensor) -> bool:
+    """Whether the kernels in Gluon take a call of so many rows, which lie in these. offsets: of groups that each read a
+    weight."""
+    least = LEAST_ROWS if offsets is None else max(LEAST_ROWS, LEAST_OF_GROUP * offsets.shape[0])
+    return not kernels.missing and total >= least and on_hopper(tensors[0].device) and _aligned(*tensors)
+
+
+def _near(columns: int) -> int:
+    return NEAR if columns > MANY_COLUMNS else 1
 
 
 def _aligned(*tensors: Tensor) -> bool:
@@ -211,18 +225,18 @@ class _Lying(NamedTuple):
         return Tile(self.base, self.shape, self.strides, list(tile), tile_layout(tile, self.base.dtype))
 
 
-def _lying(weights: list[Tensor], halves: bool = False) -> _Lying | None:
-    """How weights [n, k] or [E, n, k] lie, if TMA finds all by one description, else None. halves: the first half of
-    the rows of each, and then the second of each, as weights of their own. There may be hundreds: what is asked of each
-    one here is host time of every launch."""
+def _lying(weights: list[Tensor], along: bool = False, halves: bool = False) -> _Lying | None:
+    """How weights [n, k] or [E, n, k] lie, if TMA finds all by one description, else None. along: None also for those
+    that lie across. halves: the first half of the rows of each, and then the second of each, as weights of their own.
+    There may be hundreds: what is asked of each one here is host time of every launch."""
     first = weights[0]
-    (n, k), (down, along), size = first.shape[-2:], first.stride()[-2:], first.element_size()
-    across = along != 1
-    rows, lanes, step = (k, n, along) if across else (n, k, down)
-    one = down if across else along
-    if len({(w.shape, w.stride()) for w in weights}) > 1 or first.dtype != torch.bfloat16 or one != 1:
+    (n, k), (of_n, of_k), size = first.shape[-2:], first.stride()[-2:], first.element_size()
+    across = of_k != 1
+    rows, lanes, step = (k, n, of_k) if across else (n, k, of_n)
+    alike = len({(w.shape, w.stride()) for w in weights}) == 1
+    if not alike or first.dtype != torch.bfloat16 or 1 not in (of_n, of_k):
         return None
-    if halves and (across or n % 2):
+    if along and across or halves and n % 2:
         return None
     addresses = [w.data_ptr() for w in weights]
     if first.dim() == 3:

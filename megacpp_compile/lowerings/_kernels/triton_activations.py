@@ -32,7 +32,7 @@ def with_slope(gate, NAME: tl.constexpr, EXACT: tl.constexpr = True):
 @triton.jit
 def _bounded(h, LOW: tl.constexpr, HIGH: tl.constexpr, AT_AN_END: tl.constexpr):
     """(h between LOW and HIGH, its derivative). NaN stays NaN."""
-    slope = tl.full(h.shape, 1.0, h.dtype)
+    slope = tl.where(h == h, 1.0, 1.0)  # `full` would want a layout in Gluon
     if HIGH is not None:
         slope = tl.where(h > HIGH, 0.0, slope if AT_AN_END == 1 else tl.where(h == HIGH, AT_AN_END, slope))
         h = tl.where(h > HIGH, HIGH, h)

@@ -1,0 +1,396 @@
+"""The grouped GEMMs in Gluon: that they compile for Hopper, which calls they take, how they are told where weights lie,
+and on a GPU what they compute."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._activation import FUNCTIONS, Activation, Bound
+from megacpp_compile.lowerings._kernels import grouped  # noqa: F401  registers the ops
+
+from .gluon_kernels import assembled, needs_hopper, needs_triton, tile
+
+pytest.importorskip("triton")
+from megacpp_compile.lowerings._kernels import hopper_grouped, triton_gated, triton_gated_gradients, triton_grouped
+
+BF16 = torch.bfloat16
+CLAMPED = Activation("silu", 1.702, offset=1.0, gate=Bound(high=7.0), up=Bound(-7.0, 7.0))
+# Bytes of shared memory that a program may have.
+MOST = 227 * 1024
+POINTERS = {"take": "*i64", "take_grad": "*i64", "take_x": "*i64", "ends": "*i32", "places": "*i32", "gates": "*fp32",
+            "dots": "*fp32"}  # fmt: skip
+ROWS_OF = "x", "x2", "out", "gate", "up", "grad", "d_gate", "d_up"
+# The arguments that make a kernel another one, and the tiles that TMA brings for it.
+ROWS = {
+    "gate_and_up": ({"TAKE": True, "PAIR": True}, {"weights": (1, 128, 64)}),
+    "down": ({"NEAR": 16}, {"x": (128, 64), "x2": (128, 64), "weights": (1, 256, 64)}),
+    "gathered": ({"TAKE": True}, {"weights": (1, 256, 64)}),
+    "back": ({"SECOND": True, "ACROSS": True}, {"x": (128, 64), "x2": (128, 64), "weights": (1, 64, 256)}),
+    "clamped": (
+        {"TAKE": True, "PAIR": True, "CURVE": CLAMPED.constants},
+        {"weights": (1, 128, 64)},
+    ),
+}
+WEIGHTS = {
+    "x_gathered": {"TAKE_GRAD": False, "TAKE_X": True, "BM": 128, "BN": 256},
+    "grad_gathered": {"TAKE_GRAD": True, "TAKE_X": False, "BM": 256, "BN": 128},
+    "as_they_lie": {"TAKE_GRAD": False, "TAKE_X": False, "BM": 128, "BN": 256},
+}
+GRADIENTS = {
+    "gathered": ({"TAKE": True}, {}),
+    "as_they_lie": ({"TAKE": False}, {"x": (256, 64)}),
+    "clamped": ({"TAKE": True, "CURVE": ROWS["clamped"][0]["CURVE"]}, {}),
+}
+
+
+def compiles(kernel: Any, constants: dict[str, Any], tiles: dict[str, tuple[int, ...]]) -> str:
+    """The kernel's PTX."""
+    types = {**POINTERS, **dict.fromkeys(ROWS_OF, "*bf16"), **{name: tile(shape) for name, shape in tiles.items()}}
+    ptx, shared = assembled(kernel, types, {**constants, "STAGES": constants.get("STAGES", 4)})
+    assert shared <= MOST
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    return ptx
+
+
+@needs_triton
+class TestCompiled:
+    @pytest.mark.parametrize("label", ROWS)
+    def test_rows(self, label):
+        constants, tiles = ROWS[label]
+        given = {"E": 64, "EP": 128, "BN": 256, "NEAR": 1, "NAME": "silu", "CURVE": None, "TAKE": False, "PAIR": False,
+                 "SECOND": False, "ACROSS": False, "REGISTERS": 208, "COPY_REGISTERS": 64}  # fmt: skip
+        ptx = compiles(hopper_grouped.grouped_rows_hopper, given | constants, tiles)
+        assert "m64n256k16" in ptx
+        assert ("cp.async.cg" in ptx) == bool(constants.get("TAKE")), "rows that are gathered are copied, others by TMA"
+
+    @pytest.mark.parametrize("label", WEIGHTS)
+    def test_weights(self, label):
+        constants = WEIGHTS[label]
+        tiles = {"grad_tiles": (64, constants["BM"]), "x_tiles": (64, constants["BN"])}
+        given = {"NEAR": 1, "REGISTERS": 184, "COPY_REGISTERS": 104}
+        ptx = compiles(hopper_grouped.grouped_weights_hopper, given | constants, tiles)
+        assert ("cp.async.cg" in ptx) == (label != "as_they_lie")
+
+    @pytest.mark.parametrize("label", [*GRADIENTS, *FUNCTIONS])
+    def test_gradients(self, label):
+        constants, tiles = GRADIENTS.get(label) or ({"TAKE": True, "NAME": label}, {})
+        given = {"E": 64, "EP": 128, "STAGES": 3, "NEAR": 1, "NAME": "silu", "CURVE": None, "REGISTERS": 216, "COPY_REGISTERS": 72}
+        pieces = dict.fromkeys(("gate", "up"), (64, 32))
+        tiles = {"weights": (1, 64, 128)} | pieces | tiles
+        ptx = compiles(hopper_grouped.gated_gradients_hopper, given | constants, tiles)
+        assert "m64n128k16" in ptx
+
+
+def addresses(lying: Any) -> list[int]:
+    unit = lying.strides[0] * lying.base.element_size()
+    return [lying.base.data_ptr() + place * unit for place in lying.places.tolist()]
+
+
+class TestLying:
+    """TMA is told of one array over all weights."""
+
+    def test_separate(self):
+        weights = [torch.empty(24, 64, dtype=BF16) for _ in range(5)]
+        lying = hopper_grouped._lying(weights)
+        assert addresses(lying) == [w.data_ptr() for w in weights]
+        assert lying.shape == [max(lying.places.tolist()) + 1, 24, 64]
+        assert lying.strides[1:] == [64, 1] and not lying.across
+
+    @pytest.mark.parametrize("parts", [1, 2])
+    def test_stacked(self, parts):
+        weights = [torch.empty(5, 24, 64, dtype=BF16) for _ in range(parts)]
+        lying = hopper_grouped._lying(weights)
+        assert addresses(lying) == [one.data_ptr() for w in weights for one in w.unbind()]
+
+    def test_gate_and_up_in_one(self):
+        weights = [torch.empty(48, 64, dtype=BF16) for _ in range(3)]
+        lying = hopper_grouped._lying(weights, along=True, halves=True)
+        assert addresses(lying) == [w.chunk(2)[half].data_ptr() for half in range(2) for w in weights]
+        assert lying.shape[1:] == [24, 64]
+
+    def test_across(self):
+        weights = [torch.empty(24, 64, dtype=BF16).t() for _ in range(3)]
+        lying = hopper_grouped._lying(weights)
+        assert lying.across and lying.shape[1:] == [24, 64] and lying.strides[1:] == [64, 1]
+        assert hopper_grouped._lying(weights, along=True) is None
+
+    def test_one(self):
+        lying = hopper_grouped._lying([torch.empty(24, 64, dtype=BF16)])
+        assert lying.shape == [1, 24, 64] and lying.places.tolist() == [0]
+
+    @pytest.mark.parametrize(
+        "weights",
+        [
+            [torch.empty(24, 64)],
+            [torch.empty(24, 60, dtype=BF16)],
+            [torch.empty(24, 64, dtype=BF16), torch.empty(32, 64, dtype=BF16)],
+            [torch.empty(24, 64, dtype=BF16), torch.empty(64, 24, dtype=BF16).t()],
+            [torch.empty(24 * 64 + 4, dtype=BF16)[4:].view(24, 64)],
+            [torch.empty(24, 128, dtype=BF16)[:, ::2]],
+        ],
+        ids=["float32", "rows_of_120_bytes", "sizes_differ", "strides_differ", "begins_at_8_bytes", "every_other"],
+    )
+    def test_what_tma_does_not_take(self, weights):
+        assert hopper_grouped._lying(weights) is None
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What would be launched on a Hopper GPU, by kernels in Gluon and by others."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(hopper_grouped, "on_hopper", lambda device: True)
+    monkeypatch.setattr(hopper_grouped, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper_grouped.kernels, "missing", "")
+    monkeypatch.setattr(hopper_grouped, "launch", lambda kernel, grid, **args: calls.append((kernel.fn.__name__, args)))
+    for module, name in ((triton_grouped, "rows"), (triton_gated, "gated"), (triton_gated_gradients, "gradients")):
+        monkeypatch.setattr(module, name, lambda *args, _name=name, **named: calls.append((_name, named)))
+    monkeypatch.setattr(hopper_grouped, "grouped_mm", lambda *args: calls.append(("grouped_mm", {})))
+    return calls
+
+
+@needs_triton
+class TestServes:
+    OFFSETS = torch.tensor([4096, 8192], dtype=torch.int32)
+    TAKE = torch.zeros(8192, dtype=torch.int64)
+
+    def rows(self, count=8192, width=64):
+        return torch.empty(count, width, dtype=BF16)
+
+    def weights(self, n=128, k=64):
+        return [torch.empty(n, k, dtype=BF16) for _ in range(2)]
+
+    def test_rows(self, launched):
+        out = hopper_grouped.rows([self.rows()], self.weights(), self.OFFSETS, False, None)
+        ((name, args),) = launched
+        assert name == "grouped_rows_hopper" and out.shape == (8192, 128)
+        assert not args["TAKE"] and not args["ACROSS"] and args["weights"].block_shape == [1, 256, 64]
+
+    def test_rows_of_two_back(self, launched):
+        out = hopper_grouped.rows([self.rows(), self.rows()], 2 * self.weights(64, 128), self.OFFSETS, True, None)
+        ((_, args),) = launched
+        assert args["SECOND"] and args["ACROSS"] and out.shape == (8192, 128)
+        assert args["weights"].block_shape == [1, 64, 256] and len(args["places"]) == 4
+
+    def test_gated(self, launched):
+        x, w = self.rows(500), self.weights()
+        gate, up, out = hopper_grouped.gated(x, w, self.weights(), self.OFFSETS, self.TAKE, "silu")
+        assert gate.shape == up.shape == out.shape == (8192, 128)
+        both, empty, out = hopper_grouped.gated(x, w, [], self.OFFSETS, self.TAKE, "silu")
+        assert both.shape == (8192, 128) and not empty.numel() and out.shape == (8192, 64)
+        assert [name for name, _ in launched] == 2 * ["grouped_rows_hopper"]
+        assert [args["hs"] for _, args in launched] == [128, 128]
+
+    def test_gradients(self, launched):
+        hidden, gates = [self.rows(), self.rows()], torch.empty(8192)
+        d_hidden, out, d_gates = hopper_grouped.gradients(
+            self.rows(500, 128), self.weights(128, 64), hidden, gates, self.OFFSETS, self.TAKE, "silu"
+        )
+        assert [name for name, _ in launched] == ["gated_gradients_hopper"]
+        assert d_hidden.shape == (8192, 128) and out.shape == (8192, 64) and d_gates.shape == (8192,)
+
+    def test_many_columns(self, launched):
+        hopper_grouped.rows([self.rows()], self.weights(8192), self.OFFSETS, False, None)
+        hopper_grouped.rows([self.rows()], self.weights(8448), self.OFFSETS, False, None)
+        assert [args["NEAR"] for _, args in launched] == [1, 16]
+
+    @pytest.mark.parametrize(("n", "k", "tall"), [(2048, 1408, 256), (2816, 2048, 128), (128, 128, 128)])
+    def test_weights_by_fewer_tiles(self, launched, n, k, tall):
+        made = hopper_grouped.weights(self.rows(8192, n), self.rows(8192, k), self.OFFSETS, None, None)
+        ((name, args),) = launched
+        assert name == "grouped_weights_hopper" and made.shape == (2, n, k) and args["BM"] == tall
+        assert args["tiles"] == 2 * -(-n // tall) * -(-k // (384 - tall))
+
+    @pytest.mark.parametrize("why", ["few_rows", "few_of_a_group", "float16", "bias", "rows_of_120_bytes", "no_gluon"])
+    def test_leaves_to_others(self, launched, monkeypatch, why):
+        x, w, offsets, named = self.rows(), self.weights(), self.OFFSETS, {}
+        if why == "few_rows":
+            x = self.rows(4096)
+        if why == "few_of_a_group":
+            w, offsets = 20 * w, self.OFFSETS.repeat(20)
+        if why == "float16":
+            x, w = x.half(), [one.half() for one in w]
+        if why == "bias":
+            named = {"bias": torch.empty(2, 128, dtype=BF16)}
+        if why == "rows_of_120_bytes":
+            x, w = self.rows(width=60), self.weights(k=60)
+        if why == "no_gluon":
+            monkeypatch.setattr(hopper_grouped.kernels, "missing", "this Triton has none")
+        hopper_grouped.rows([x], w, offsets, False, None, **named)
+        assert [name for name, _ in launched] == ["rows"]
+
+    def test_gate_and_up_that_lie_across(self, launched):
+        w = [torch.empty(64, 128, dtype=BF16).t() for _ in range(2)]
+        hopper_grouped.gated(self.rows(), w, w, self.OFFSETS, None, "silu")
+        assert [name for name, _ in launched] == ["gated"]
+
+    @pytest.mark.parametrize(("rows", "n", "k"), [(512, 64, 64), (8192, 4096, 8192)], ids=["few_rows", "large"])
+    def test_weights_by_cutlass(self, launched, rows, n, k):
+        hopper_grouped.weights(self.rows(rows, n), self.rows(rows, k), self.OFFSETS, None, None)
+        assert [name for name, _ in launched] == ["grouped_mm"]
+
+
+class Ends:
+    """Groups' ends, in memory that kernels read."""
+
+    def __init__(self, ends: list[int], at: int = 0) -> None:
+        self.ends, self.at = ends, at
+
+    def __add__(self, step: int) -> Ends:
+        return Ends(self.ends, self.at + step)
+
+
+@needs_triton
+@pytest.mark.parametrize("near", [1, 4, 16])
+@pytest.mark.parametrize("across", [1, 3, 40])
+@pytest.mark.parametrize("sizes", [[300, 0, 128, 129, 0], [5000, 1], [1] * 70, [0, 0, 7]], ids=str)
+def test_programs_find_every_tile_once(monkeypatch, near, across, sizes):
+    """The walk that all roles make, in Python: programs go by steps of their count, and behind the last group are rows
+    of none."""
+    module = importlib.import_module("megacpp_compile.lowerings._kernels.gluon_grouped")
+    load = lambda at, mask, other: at.ends[at.at] if mask else other  # noqa: E731
+    monkeypatch.setattr(module, "gl", SimpleNamespace(minimum=min, load=load))
+    for name in ("placed", "advanced"):
+        monkeypatch.setattr(module, name, getattr(module, name).fn)
+    ends, behind, tall = [sum(sizes[: i + 1]) for i in range(len(sizes))], 200, 128
+    want, first = set(), 0
+    for group, end in enumerate([*ends, ends[-1] + behind]):
+        want |= {(group, row, end, n) for row in range(first, end, tall) for n in range(across)}
+        first = end
+    tiles, got = len(want) // across, []
+    for program in range(7):
+        walk = (-1, 0, 0, 0, 0)
+        for number in range(program, tiles * across, 7):
+            rows = ends[-1] + behind
+            found = module.found.fn(Ends(ends), rows, number, tiles, across, *walk, len(sizes), tall, near)
+            got.append(found[:4])
+            walk = found[4:]
+    assert len(got) == len(want) and set(got) == want
+
+
+# Experts, width, hidden, rows of each expert, rows of none behind them. Of some, tiles are cut on every side.
+SIZES = {
+    "plain": (3, 256, 384, [4096, 2048, 2048], 0),
+    "ragged": (5, 264, 200, [1500, 0, 2011, 4800, 65], 50),
+    "narrow": (2, 64, 72, [1, 8300], 7),
+    "many": (30, 128, 128, [97 * (i % 7) + 1 for i in range(30)], 0),
+    "wide": (2, 64, 4232, [5000, 3300], 9),
+}
+
+
+class Case:
+    """Operands of a layer's GEMMs, and its groups."""
+
+    def __init__(self, rand: Any, experts: int, width: int, hidden: int, sizes: list[int], behind: int) -> None:
+        self.live, self.total = sum(sizes), max(sum(sizes) + behind, hopper_grouped.LEAST_ROWS)
+        self.ends = [sum(sizes[: i + 1]) for i in range(experts)]
+        self.offsets = torch.tensor(self.ends, dtype=torch.int32, device="cuda")
+        self.take = torch.arange(self.total, device="cuda") * 37 % 300
+        self.x, self.grad = (self.made(rand, 300, width) for _ in range(2))
+        self.a, self.gate, self.up = (self.made(rand, self.total, hidden) for _ in range(3))
+        self.d_hidden = self.made(rand, self.total, 2 * hidden)
+        self.gates = self.made(rand, self.total, 1).flatten().float()
+        self.into = [self.made(rand, hidden, width) / width**0.5 for _ in range(2 * experts)]
+        self.down = [self.made(rand, width, hidden) / hidden**0.5 for _ in range(experts)]
+        self.experts = experts
+
+    @staticmethod
+    def made(rand: Any, *shape: int) -> Tensor:
+        return rand(*shape).to("cuda", BF16)
+
+    def groups(self) -> list[slice]:
+        return [slice(start, end) for start, end in zip([0, *self.ends[:-1]], self.ends, strict=True)]
+
+    def by_group(self, x: Tensor, weights: list[Tensor], transposed: bool = False) -> Tensor:
+        """x @ w.T, or x @ w, in float32; zeros behind all groups."""
+        out = torch.zeros(self.total, weights[0].shape[-1 if transposed else -2], device="cuda")
+        for own, w in zip(self.groups(), weights, strict=True):
+            out[own] = x[own].float() @ (w.float() if transposed else w.float().t())
+        return out
+
+    def sums(self, left: Tensor, right: Tensor) -> Tensor:
+        return torch.stack([left[own].float().t() @ right[own].float() for own in self.groups()])
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    """Within bfloat16's rounding of the largest, and exactly zero where all that is summed is."""
+    assert got.isfinite().all()
+    assert (got.float() - want).abs().max() <= 2**-7 * want.abs().max()
+
+
+@needs_hopper
+@pytest.mark.parametrize("size", SIZES)
+class TestValues:
+    @pytest.fixture
+    def case(self, rand, size):
+        assert not hopper_grouped.kernels.missing
+        return Case(rand, *SIZES[size])
+
+    @pytest.mark.parametrize("stacked", [False, True], ids=["separate", "stacked"])
+    def test_rows(self, case, stacked):
+        down, into = ([torch.stack(case.down)], torch.stack(case.into).chunk(2)) if stacked else (case.down, case.into)
+        near(hopper_grouped.rows([case.a], down, case.offsets, False, None), case.by_group(case.a, case.down))
+        gathered = hopper_grouped.rows([case.grad], down, case.offsets, True, case.take)
+        near(gathered, case.by_group(case.grad[case.take], case.down, True))
+        parts = case.d_hidden.chunk(2, 1)
+        back = hopper_grouped.rows(list(parts), list(into), case.offsets, True, None)
+        n = case.experts
+        near(back, sum(case.by_group(parts[i], case.into[i * n : (i + 1) * n], True) for i in range(2)))
+        assert not back[case.live :].any() and not gathered[case.live :].any()
+
+    @pytest.mark.parametrize("fused", [False, True], ids=["pair", "in_one"])
+    def test_gated(self, case, fused):
+        gates, ups = case.into[: case.experts], case.into[case.experts :]
+        both = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+        weights = (both, []) if fused else (gates, ups)
+        gate, up, out = hopper_grouped.gated(case.x, *weights, case.offsets, case.take, "silu")
+        if fused:
+            gate, up = gate.chunk(2, 1)
+        x = case.x[case.take]
+        near(gate, case.by_group(x, gates))
+        near(up, case.by_group(x, ups))
+        near(out, torch.nn.functional.silu(gate.float()) * up.float())
+
+    @pytest.mark.parametrize("gathered", [False, True], ids=["as_they_lie", "gathered"])
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", str(CLAMPED)])
+    def test_gradients(self, case, gathered, activation):
+        """As Triton's kernel, whose tests compare it with float64: but for the sigmoid's last bit."""
+        grad, take = (case.grad, case.take) if gathered else (case.grad[case.take], None)
+        args = case.down, [case.gate, case.up], case.gates, case.offsets, take, activation
+        got = hopper_grouped.gradients(grad, *args)
+        want = triton_gated_gradients.gradients(grad, *args)
+        for g, w in zip(got, want, strict=True):
+            near(g, w.float())
+            assert not g[case.live :].any()
+
+    def test_weights(self, case):
+        """What stands behind the last group, and in the next one, is not a number, and changes nothing."""
+        a, d_hidden = case.a.clone(), case.d_hidden.clone()
+        a[case.live :] = d_hidden[case.live :] = float("nan")
+        grad, x = case.grad[case.take], case.x[case.take]
+        near(hopper_grouped.weights(case.grad, a, case.offsets, case.take, None), case.sums(grad, case.a))
+        near(hopper_grouped.weights(d_hidden, case.x, case.offsets, None, case.take), case.sums(case.d_hidden, x))
+        near(hopper_grouped.weights(d_hidden, a, case.offsets, None, None), case.sums(case.d_hidden, case.a))
+        first = case.groups()[0]
+        a[first], d_hidden[first] = case.a[first], case.d_hidden[first]
+        a[first.stop :] = d_hidden[first.stop :] = float("nan")
+        got = hopper_grouped.weights(d_hidden, a, case.offsets, None, None)[0]
+        near(got, case.sums(case.d_hidden, case.a)[0])
+
+    def test_equal_bits_again(self, case):
+        def made() -> list[Tensor]:
+            gate, up, out = hopper_grouped.gated(
+                case.x, case.into[: case.experts], case.into[case.experts :], case.offsets, case.take, "silu"
+            )
+            more = hopper_grouped.gradients(
+                case.grad, case.down, [gate, up], case.gates, case.offsets, case.take, "silu"
+            )
+            return [gate, up, out, *more, hopper_grouped.weights(more[0], case.x, case.offsets, None, case.take)]
+
+        for one, two in zip(made(), made(), strict=True):
+            assert torch.equal(one, two)
