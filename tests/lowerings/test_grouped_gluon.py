@@ -120,6 +120,11 @@ class TestLying:
         assert lying.across and lying.shape[1:] == [24, 64] and lying.strides[1:] == [64, 1]
         assert hopper_grouped._lying(weights, along=True) is None
 
+    def test_too_far_apart(self):
+        first, unit, units, places = hopper_grouped._places((64, 80, 64 + 2**36), torch.device("cpu"))
+        assert (first, unit, units) == (64, 16, 2**32 + 1) and not places.numel()
+        assert units > hopper_grouped.MOST_UNITS
+
     def test_one(self):
         lying = hopper_grouped._lying([torch.empty(24, 64, dtype=BF16)])
         assert lying.shape == [1, 24, 64] and lying.places.tolist() == [0]
@@ -206,7 +211,7 @@ class TestServes:
         assert name == "grouped_weights_hopper" and made.shape == (2, n, k) and args["BM"] == tall
         assert args["tiles"] == 2 * -(-n // tall) * -(-k // (384 - tall))
 
-    @pytest.mark.parametrize("why", ["few_rows", "few_of_a_group", "float16", "bias", "rows_of_120_bytes", "no_gluon"])
+    @pytest.mark.parametrize("why", ["few_rows", "few_of_a_group", "float16", "bias", "rows_of_120_bytes", "100_channels", "no_gluon"])
     def test_leaves_to_others(self, launched, monkeypatch, why):
         x, w, offsets, named = self.rows(), self.weights(), self.OFFSETS, {}
         if why == "few_rows":
@@ -219,14 +224,19 @@ class TestServes:
             named = {"bias": torch.empty(2, 128, dtype=BF16)}
         if why == "rows_of_120_bytes":
             x, w = self.rows(width=60), self.weights(k=60)
+        if why == "100_channels":
+            w = self.weights(100)
         if why == "no_gluon":
             monkeypatch.setattr(hopper_grouped.kernels, "missing", "this Triton has none")
         hopper_grouped.rows([x], w, offsets, False, None, **named)
         assert [name for name, _ in launched] == ["rows"]
 
-    def test_gate_and_up_that_lie_across(self, launched):
-        w = [torch.empty(64, 128, dtype=BF16).t() for _ in range(2)]
-        hopper_grouped.gated(self.rows(), w, w, self.OFFSETS, None, "silu")
+    @pytest.mark.parametrize("why", ["lie_across", "100_channels", "bias"])
+    def test_gate_and_up_left_to_triton(self, launched, why):
+        w = [torch.empty(64, 128, dtype=BF16).t() for _ in range(2)] if why == "lie_across" else self.weights()
+        bias = torch.empty(2, 128, dtype=BF16) if why == "bias" else None
+        w = self.weights(100) if why == "100_channels" else w
+        hopper_grouped.gated(self.rows(), w, w, self.OFFSETS, None, "silu", bias, bias)
         assert [name for name, _ in launched] == ["gated"]
 
     @pytest.mark.parametrize(("rows", "n", "k"), [(512, 64, 64), (8192, 4096, 8192)], ids=["few_rows", "large"])

@@ -42,9 +42,11 @@ LEAST_ROWS, LEAST_OF_GROUP = 8192, 256
 MANY_COLUMNS, NEAR = 32, 16
 # Tiles of a weight from which on CUTLASS is faster: by 1 to 4 % for 8 experts of 4096 x 14336.
 MANY_TILES = 1024
-# Bytes at which rows begin for TMA, and for copies of 16 bytes.
-ALIGNED = 16
-# Of weights that lie nowhere else than where the first does.
+# Bytes at which rows begin for TMA, and for copies and stores of so many, which are EIGHT numbers.
+ALIGNED, EIGHT = 16, 8
+# Units that TMA counts, and their bytes.
+MOST_UNITS, LARGEST_UNIT = 2**31 - 1, 2**40 - ALIGNED
+# Bytes of a unit where all weights lie in one place.
 ANY_UNIT = 512
 
 
@@ -53,17 +55,17 @@ def rows(
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[S, n]: as `grouped.rows`."""
-    total = (xs[0] if take is None else take).shape[0]
+    total, n = (xs[0] if take is None else take).shape[0], weights[0].shape[-1 if transposed else -2]
 
     def in_gluon(lying: _Lying) -> Tensor:
-        out = xs[0].new_empty((total, weights[0].shape[-1 if transposed else -2]))
+        out = xs[0].new_empty((total, n))
         _launch_rows(xs, lying, lying.across ^ transposed, offsets, take, out)
         return out
 
     def in_triton() -> Tensor:
         return triton_grouped.rows(xs, weights, offsets, transposed, take, bias=bias)
 
-    plain = bias is None and (take is None or len(xs) == 1)
+    plain = bias is None and (take is None or len(xs) == 1) and n % EIGHT == 0
     if plain and _serve(total, offsets, *xs) and (lying := _lying(weights)):
         return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
     return in_triton()
@@ -88,8 +90,8 @@ def gated(
         return triton_gated.gated(x, w_gate, w_up, offsets, take, activation, b_gate=b_gate, b_up=b_up)
 
     # Rows of gate and of up make a tile: of weights that lie across, these would be columns.
-    plain = b_gate is None and b_up is None and _serve(total, offsets, x)
-    if plain and (lying := _lying([*w_gate, *w_up], along=True, halves=fused)):
+    plain = b_gate is None and b_up is None and n % EIGHT == 0
+    if plain and _serve(total, offsets, x) and (lying := _lying([*w_gate, *w_up], along=True, halves=fused)):
         return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
     return in_triton()
 
@@ -121,8 +123,8 @@ def gradients(
     def in_triton() -> tuple[Tensor, Tensor, Tensor]:
         return triton_gated_gradients.gradients(grad, weights, hidden, gates, offsets, take, activation)
 
-    plain = gates.dtype == torch.float32 and _serve(total, offsets, grad, gate, up)
-    if plain and (lying := _lying(weights, along=True)):
+    plain = gates.dtype == torch.float32
+    if plain and _serve(total, offsets, grad, gate, up) and (lying := _lying(weights, along=True)):
         return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
     return in_triton()
 
@@ -246,7 +248,8 @@ def _lying(weights: list[Tensor], along: bool = False, halves: bool = False) -> 
         rows //= 2
         addresses += [a + rows * step * size for a in addresses]
     begin, unit, units, places = _places(tuple(addresses), first.device)
-    if any(byte % ALIGNED for byte in (begin, unit, step * size, lanes * size)):
+    aligned = not any(byte % ALIGNED for byte in (begin, unit, step * size, lanes * size))
+    if not aligned or units > MOST_UNITS or unit > LARGEST_UNIT:
         return None
     base = min(weights, key=Tensor.data_ptr)
     return _Lying(base, [units, rows, lanes], [unit // size, step, 1], places, across)
@@ -258,10 +261,11 @@ def _places(addresses: tuple[int, ...], device: torch.device) -> tuple[int, int,
     first = min(addresses)
     unit = math.gcd(*(a - first for a in addresses)) or ANY_UNIT
     places = [(a - first) // unit for a in addresses]
-    here = made = torch.tensor(places, dtype=torch.int32)
+    units = max(places) + 1
+    here = made = torch.tensor(places if units <= MOST_UNITS else [], dtype=torch.int32)
     if device.type == "cuda":
         made = kept(lambda: here.pin_memory().to(device, non_blocking=True), device)
-    return first, unit, max(places) + 1, made
+    return first, unit, units, made
 
 
 @functools.cache
