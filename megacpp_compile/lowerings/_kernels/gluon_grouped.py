@@ -39,7 +39,7 @@ def tiles_of(ends, rows, E: gl.constexpr, EP: gl.constexpr, BM: gl.constexpr):
 def advanced(ends, rows, tile, group, start, end, before, behind, E: gl.constexpr, BM: gl.constexpr):
     """The group of a tile of BM rows, the rows where it starts and ends, and how many tiles lie before it, and before
     the next, from those of an earlier tile. Group E has the rows behind all others."""
-    while tile >= behind:
+    while (tile >= behind) & (group < E):
         group += 1
         start = end
         end = gl.load(ends + group, mask=group < E, other=rows)
@@ -60,8 +60,8 @@ def placed(tile, tall, across, NEAR: gl.constexpr):
 
 @gluon.jit
 def found(ends, rows, tile, tiles, across, g, s, e, b, a, E: gl.constexpr, BM: gl.constexpr, NEAR: gl.constexpr):
-    """A tile's group, its first row, where the group ends, and its column; and what finds a later one: `advanced` of
-    the first row of tiles near this one."""
+    """A tile's group, its first row, where the group ends, and its column; and g, s, e, b and a for a later tile: what
+    `advanced` gives for the first row of tiles near this one."""
     row, column, near = placed(tile, tiles, across, NEAR)
     g, s, e, b, a = advanced(ends, rows, near, g, s, e, b, a, E, BM)
     group, start, end, before, _ = advanced(ends, rows, row, g, s, e, b, a, E, BM)
@@ -192,8 +192,8 @@ def upper_and_lower(x):
 @gluon.jit
 def put(x, staged, to, first, stop, n, width, stride):
     """Rows before `stop` of a result, whose rows lie at `to`, by way of `staged`."""
-    ACROSS: gl.constexpr = min(32, staged.shape[1] // 8)
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
+    OF_ROW: gl.constexpr = min(32, staged.shape[1] // 8)
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_ROW, OF_ROW], [gl.num_warps(), 1], [1, 0])
     barrier()
     staged.store(x.to(staged.dtype))
     barrier()
