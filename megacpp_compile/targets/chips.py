@@ -113,6 +113,11 @@ def on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def label(target: str, device: torch.device | int | None = None) -> str:
     """The label of a target where it runs: a chip's on "cuda" ("sm_90"), else the target's name."""
     chip = current(device) if target == "cuda" else None

@@ -32,10 +32,7 @@ ROWS = {
     "down": ({"NEAR": 16}, {"x": (128, 64), "x2": (128, 64), "weights": (1, 256, 64)}),
     "gathered": ({"TAKE": True}, {"weights": (1, 256, 64)}),
     "back": ({"SECOND": True, "ACROSS": True}, {"x": (128, 64), "x2": (128, 64), "weights": (1, 64, 256)}),
-    "clamped": (
-        {"TAKE": True, "PAIR": True, "CURVE": CLAMPED.constants},
-        {"weights": (1, 128, 64)},
-    ),
+    "clamped": ({"TAKE": True, "PAIR": True, "CURVE": CLAMPED.constants}, {"weights": (1, 128, 64)}),
 }
 WEIGHTS = {
     "x_gathered": {"TAKE_GRAD": False, "TAKE_X": True, "BM": 128, "BN": 256},
@@ -45,7 +42,7 @@ WEIGHTS = {
 GRADIENTS = {
     "gathered": ({"TAKE": True}, {}),
     "as_they_lie": ({"TAKE": False}, {"x": (256, 64)}),
-    "clamped": ({"TAKE": True, "CURVE": ROWS["clamped"][0]["CURVE"]}, {}),
+    "clamped": ({"TAKE": True, "CURVE": CLAMPED.constants}, {}),
     "gelu": ({"TAKE": True, "NAME": "gelu"}, {}),
     "relu2": ({"TAKE": True, "NAME": "relu2"}, {}),
 }
@@ -82,7 +79,8 @@ class TestCompiled:
     @pytest.mark.parametrize("label", GRADIENTS)
     def test_gradients(self, label):
         constants, tiles = GRADIENTS[label]
-        given = {"E": 64, "EP": 128, "STAGES": 3, "NEAR": 1, "NAME": "silu", "CURVE": None, "REGISTERS": 216, "COPY_REGISTERS": 72}
+        given = {"E": 64, "EP": 128, "STAGES": 3, "NEAR": 1, "NAME": "silu", "CURVE": None, "REGISTERS": 216,
+                 "COPY_REGISTERS": 72}  # fmt: skip
         pieces = dict.fromkeys(("gate", "up"), (64, 32))
         tiles = {"weights": (1, 64, 128)} | pieces | tiles
         ptx = compiles(hopper_grouped.gated_gradients_hopper, given | constants, tiles)
@@ -152,7 +150,7 @@ def launched(monkeypatch):
     """What would be launched on a Hopper GPU, by kernels in Gluon and by others."""
     calls: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(hopper_grouped, "on_hopper", lambda device: True)
-    monkeypatch.setattr(hopper_grouped, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper_grouped, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(hopper_grouped.kernels, "missing", "")
     monkeypatch.setattr(hopper_grouped, "launch", lambda kernel, grid, **args: calls.append((kernel.fn.__name__, args)))
     for module, name in ((triton_grouped, "rows"), (triton_gated, "gated"), (triton_gated_gradients, "gradients")):

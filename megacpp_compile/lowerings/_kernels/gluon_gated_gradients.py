@@ -15,11 +15,12 @@ from megacpp_compile.lowerings._kernels.gluon_grouped import (
     give,
     halves,
     multiplied,
+    stage_barriers,
     tiles_of,
     upper_and_lower,
 )
 from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, tma_load
-from megacpp_compile.lowerings._kernels.triton_activations import factors, with_slope
+from megacpp_compile.lowerings._kernels.triton_activations import factors
 
 
 @gluon.jit
@@ -43,24 +44,6 @@ def _quarters(x, L: gl.constexpr):
 
 
 @gluon.jit
-def _factors(gate, up, NAME: gl.constexpr, CURVE: gl.constexpr):
-    if CURVE is None:
-        return with_slope(gate, NAME, False)[0], up
-    else:
-        f, _, factor, _ = factors(gate, up, NAME, CURVE, False)
-        return f, factor
-
-
-@gluon.jit
-def _slopes(gate, up, NAME: gl.constexpr, CURVE: gl.constexpr):
-    if CURVE is None:
-        return with_slope(gate, NAME, False)[1], 1.0
-    else:
-        _, slope, _, up_slope = factors(gate, up, NAME, CURVE, False)
-        return slope, up_slope
-
-
-@gluon.jit
 def _piece_of_gradients(d_a, h_s, a_s, h_full, gate, up, d_gate, d_up, out, scale, first, stop, n, N, turn,
                         WHICH: gl.constexpr, NAME: gl.constexpr, CURVE: gl.constexpr):  # fmt: skip
     """What piece `turn` of the rows from `first` on adds to `d_a . a`; the rest goes to memory."""
@@ -73,13 +56,13 @@ def _piece_of_gradients(d_a, h_s, a_s, h_full, gate, up, d_gate, d_up, out, scal
     of_gate, of_up = gate_s.load(M).to(gl.float32), up_s.load(M).to(gl.float32)
     barrier()
     # One result after the other: for all that they take there are not registers enough at once.
-    f, factor = _factors(of_gate, of_up, NAME, CURVE)
+    f, _, factor, _ = factors(of_gate, of_up, NAME, CURVE, False)
     a = f * factor
     dot = gl.sum(d_a * a, 1)
     a_s.store((a * scale).to(a_s.dtype))
     d_a *= scale
-    up_s.store((d_a * f * _slopes(of_gate, of_up, NAME, CURVE)[1]).to(up_s.dtype))
-    gate_s.store((d_a * _slopes(of_gate, of_up, NAME, CURVE)[0] * factor).to(gate_s.dtype))
+    up_s.store((d_a * f * factors(of_gate, of_up, NAME, CURVE, False)[3]).to(up_s.dtype))
+    gate_s.store((d_a * factors(of_gate, of_up, NAME, CURVE, False)[1] * factor).to(gate_s.dtype))
     barrier()
     to_gate, to_up, to_out = gate_s.load(L), up_s.load(L), a_s.load(L)
     # Before anything goes to memory: a fence waits for that, too.
@@ -97,6 +80,7 @@ def _piece_of_gradients(d_a, h_s, a_s, h_full, gate, up, d_gate, d_up, out, scal
 
 @gluon.jit
 def _zeros(to, first, stop, n, width, stride, COUNT: gl.constexpr, LANES: gl.constexpr):
+    """As `give`, which here costs the pieces of other tiles 50 registers that are spilled (ptxas 12.8)."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // LANES, LANES // 8], [gl.num_warps(), 1], [1, 0])
     FEW: gl.constexpr = 32 * 8 // LANES * gl.num_warps()
     lane = n + gl.arange(0, LANES, gl.SliceLayout(0, L))
@@ -187,12 +171,8 @@ def gated_gradients_hopper(x, weights, places, take, ends, gate, up, gates, d_ga
     PIECES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BN // 4], T)
     h_s = gl.allocate_shared_memory(T, [16, ROWS, BN // 4], PIECES)
     a_s = gl.allocate_shared_memory(T, [2, ROWS, BN // 4], PIECES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full, empty = stage_barriers(STAGES, TAKE)
     h_full = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=129 if TAKE else 1)
-        mbarrier.init(empty.index(slot), count=2)
     for place in gl.static_range(8):
         mbarrier.init(h_full.index(place), count=1)
     tiles = tiles_of(ends, rows, E, EP, BM)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings._kernels.gluon_tiles import PUBLIC, barrier, load_async, tma_load
+from megacpp_compile.lowerings._kernels.gluon_tiles import as_tiles, barrier, load_async, tma_load
 from megacpp_compile.lowerings._kernels.triton_activations import product
 
 # Rows of a warp group, or of half of what it has, and channels of a step of what is summed.
@@ -73,17 +73,6 @@ def after(slot, phase, STAGES: gl.constexpr):
     """The next place, and how many times all had been used, modulo 2."""
     last = slot == STAGES - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
-def as_tiles(memory, COUNT: gl.constexpr, TALL: gl.constexpr, LANES: gl.constexpr):
-    """The same shared memory as so many tiles. One of more than 64 channels lies there as several of 64."""
-    T: gl.constexpr = memory.dtype
-    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TALL, LANES], T)
-    if PUBLIC:
-        return memory.reinterpret(T, [COUNT, TALL, LANES], L)
-    else:
-        return memory._reinterpret(T, [COUNT, TALL, LANES], L)
 
 
 @gluon.jit
@@ -173,6 +162,18 @@ def multiplied(x_s, w_s, full, empty, acc, slot, phase, steps, mine, WHICH: gl.c
         mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = after(slot, phase, STAGES)
     return acc, slot, phase
+
+
+@gluon.jit
+def stage_barriers(STAGES: gl.constexpr, COPIED: gl.constexpr):
+    """Of each stage, that a step's operands are there, and that its memory is free. COPIED: whether threads copy, which
+    arrive one by one; two groups of warps free it."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=129 if COPIED else 1)
+        mbarrier.init(empty.index(slot), count=2)
+    return full, empty
 
 
 @gluon.jit
@@ -269,11 +270,7 @@ def grouped_rows_hopper(x, x2, weights, places, take, ends, out, gate, up, rows,
         to_s = w_s
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BN // 2], T)
     staged = gl.allocate_shared_memory(T, [2, ROWS, BN // 2], HALF)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=129 if TAKE else 1)
-        mbarrier.init(empty.index(slot), count=2)
+    full, empty = stage_barriers(STAGES, TAKE)
     tiles = tiles_of(ends, rows, E, EP, BM)
     fence_async_shared()
     barrier()

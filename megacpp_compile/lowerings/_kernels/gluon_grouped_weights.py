@@ -20,13 +20,13 @@ from megacpp_compile.lowerings._kernels.gluon_grouped import (
     ROWS,
     STEP,
     after,
-    as_tiles,
     halves,
     placed,
     put,
+    stage_barriers,
     upper_and_lower,
 )
-from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async, tma_load
+from megacpp_compile.lowerings._kernels.gluon_tiles import as_tiles, barrier, load_async, tma_load
 
 
 @gluon.jit
@@ -165,11 +165,7 @@ def grouped_weights_hopper(grad, grad_tiles, x, x_tiles, take_grad, take_x, ends
     g_s = gl.allocate_shared_memory(T, [STAGES, STEP, BM], gl.NVMMASharedLayout.get_default_for([STEP, BM], T))
     x_s = gl.allocate_shared_memory(T, [STAGES, STEP, BN], gl.NVMMASharedLayout.get_default_for([STEP, BN], T))
     staged = gl.allocate_shared_memory(T, [2, ROWS, 128], gl.NVMMASharedLayout.get_default_for([ROWS, 128], T))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=129 if TAKE_GRAD or TAKE_X else 1)
-        mbarrier.init(empty.index(slot), count=2)
+    full, empty = stage_barriers(STAGES, TAKE_GRAD or TAKE_X)
     half_s = as_tiles(g_s, 2 * STAGES, STEP, BM // 2)
     g_pieces = as_tiles(g_s, STAGES * (BM // 64), STEP, 64)
     x_pieces = as_tiles(x_s, STAGES * (BN // 64), STEP, 64)

@@ -31,6 +31,17 @@ def seen_as(memory, dtype: gl.constexpr, ROWS: gl.constexpr, LANES: gl.constexpr
 
 
 @gluon.jit
+def as_tiles(memory, COUNT: gl.constexpr, TALL: gl.constexpr, LANES: gl.constexpr):
+    """The same shared memory as so many tiles. One of more than 64 channels lies there as several of 64."""
+    T: gl.constexpr = memory.dtype
+    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TALL, LANES], T)
+    if PUBLIC:
+        return memory.reinterpret(T, [COUNT, TALL, LANES], L)
+    else:
+        return memory._reinterpret(T, [COUNT, TALL, LANES], L)
+
+
+@gluon.jit
 def barriers(COUNT: gl.constexpr):
     """That many, of one arrival each, for all warps to wait at."""
     landed = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())

@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from megacpp_compile._torch import present
@@ -16,9 +17,9 @@ from megacpp_compile.lowerings._activation import Activation
 from megacpp_compile.lowerings._kernels import triton_gated, triton_gated_gradients, triton_grouped
 from megacpp_compile.lowerings._kernels.gluon_launch import Tile, launch, tile_layout
 from megacpp_compile.lowerings._kernels.hopper import GluonKernels, lacking
-from megacpp_compile.lowerings._kernels.kept_tensors import kept
+from megacpp_compile.lowerings._kernels.kept_tensors import kept_numbers
 from megacpp_compile.lowerings._kernels.triton_launch import power_of_2
-from megacpp_compile.targets.chips import on_hopper
+from megacpp_compile.targets.chips import multiprocessors, on_hopper
 
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor  # launches take it
@@ -107,15 +108,15 @@ def gradients(
     def in_gluon(lying: _Lying) -> tuple[Tensor, Tensor, Tensor]:
         curve, experts = Activation.parse(activation), offsets.shape[0]
         d_hidden, out = grad.new_empty((total, 2 * n)), grad.new_empty((total, n))
-        dots = gates.new_empty((-(-n // SHORT), total))
+        dots = gates.new_empty((triton.cdiv(n, SHORT), total))
         d_gate, d_up = d_hidden.chunk(2, 1)
         launch(
-            gated_gradients_hopper, (_multiprocessors(grad.device),),
+            gated_gradients_hopper, (multiprocessors(grad.device),),
             x=_tile(grad, LONG, STEP) if take is None else grad, weights=lying.tiles(STEP, SHORT), places=lying.places,
             take=offsets if take is None else take, ends=offsets, gate=_tile(gate, 64, 32), up=_tile(up, 64, 32),
             gates=gates.contiguous(), d_gate=d_gate, d_up=d_up, out=out, dots=dots, rows=total, xs=grad.stride(0),
             depth=grad.shape[1], N=n, E=experts, EP=power_of_2(experts + 1), TAKE=take is not None, STAGES=3,
-            NEAR=_near(_tiles(n, SHORT)), NAME=curve.name, CURVE=curve.constants, REGISTERS=216, COPY_REGISTERS=72,
+            NEAR=_near(triton.cdiv(n, SHORT)), NAME=curve.name, CURVE=curve.constants, REGISTERS=216, COPY_REGISTERS=72,
             num_warps=4,
         )  # fmt: skip
         return d_hidden, out, dots.sum(0)
@@ -134,16 +135,16 @@ def weights(grad: Tensor, x: Tensor, offsets: Tensor, take_grad: Tensor | None, 
 
     def in_gluon() -> Tensor:
         experts, n, k = offsets.shape[0], grad.shape[1], x.shape[1]
-        wide = _tiles(n, SHORT) * _tiles(k, LONG) <= _tiles(n, LONG) * _tiles(k, SHORT)  # fewer tiles
+        wide = triton.cdiv(n, SHORT) * triton.cdiv(k, LONG) <= triton.cdiv(n, LONG) * triton.cdiv(k, SHORT)
         tall, lanes = (SHORT, LONG) if wide else (LONG, SHORT)
         out = x.new_empty((experts, n, k))
         launch(
-            grouped_weights_hopper, (_multiprocessors(x.device),), grad=grad, grad_tiles=_tile(grad, STEP, tall), x=x,
+            grouped_weights_hopper, (multiprocessors(x.device),), grad=grad, grad_tiles=_tile(grad, STEP, tall), x=x,
             x_tiles=_tile(x, STEP, lanes), take_grad=offsets if take_grad is None else take_grad,
             take_x=offsets if take_x is None else take_x, ends=offsets, out=out,
-            tiles=experts * _tiles(n, tall) * _tiles(k, lanes), gs=grad.stride(0), xs=x.stride(0), N=n, K=k,
+            tiles=experts * triton.cdiv(n, tall) * triton.cdiv(k, lanes), gs=grad.stride(0), xs=x.stride(0), N=n, K=k,
             TAKE_GRAD=take_grad is not None, TAKE_X=take_x is not None, STAGES=4, BM=tall, BN=lanes,
-            NEAR=_near(_tiles(k, lanes)), REGISTERS=184, COPY_REGISTERS=104, num_warps=4,
+            NEAR=_near(triton.cdiv(k, lanes)), REGISTERS=184, COPY_REGISTERS=104, num_warps=4,
         )  # fmt: skip
         return out
 
@@ -154,7 +155,7 @@ def weights(grad: Tensor, x: Tensor, offsets: Tensor, take_grad: Tensor | None, 
         left = grad.contiguous() if take_grad is None else grad.index_select(0, take_grad)
         return grouped_mm(left.t(), x.contiguous() if take_x is None else x.index_select(0, take_x), offsets)
 
-    tiles = _tiles(grad.shape[1], SHORT) * _tiles(x.shape[1], LONG)
+    tiles = triton.cdiv(grad.shape[1], SHORT) * triton.cdiv(x.shape[1], LONG)
     if tiles < MANY_TILES and _serve((grad if take_grad is None else take_grad).shape[0], None, grad, x):
         return kernels.or_in_triton(NAME, in_gluon, otherwise)
     return otherwise()
@@ -171,11 +172,11 @@ def _launch_rows(
     gate, up = hidden or (out, out)
     first, second = (x if take is not None else _tile(x, SHORT, STEP) for x in (x, xs[-1]))
     launch(
-        grouped_rows_hopper, (_multiprocessors(x.device),), x=first, x2=second, weights=w_tiles,
+        grouped_rows_hopper, (multiprocessors(x.device),), x=first, x2=second, weights=w_tiles,
         places=weights.places, take=offsets if take is None else take, ends=offsets, out=out, gate=gate, up=up,
         rows=out.shape[0], xs=x.stride(0), hs=gate.stride(0), depth=x.shape[1], N=out.shape[1], E=experts,
         EP=power_of_2(experts + 1), TAKE=take is not None, PAIR=pair, SECOND=len(xs) == 2, ACROSS=across, STAGES=4,
-        BN=LONG, NEAR=_near(_tiles(out.shape[1], SHORT if pair else LONG)), NAME=activation and activation.name,
+        BN=LONG, NEAR=_near(triton.cdiv(out.shape[1], SHORT if pair else LONG)), NAME=activation and activation.name,
         CURVE=activation and activation.constants, REGISTERS=208, COPY_REGISTERS=64, num_warps=4,
     )  # fmt: skip
 
@@ -262,16 +263,4 @@ def _places(addresses: tuple[int, ...], device: torch.device) -> tuple[int, int,
     unit = math.gcd(*(a - first for a in addresses)) or ANY_UNIT
     places = [(a - first) // unit for a in addresses]
     units = max(places) + 1
-    here = made = torch.tensor(places if units <= MOST_UNITS else [], dtype=torch.int32)
-    if device.type == "cuda":
-        made = kept(lambda: here.pin_memory().to(device, non_blocking=True), device)
-    return first, unit, units, made
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _tiles(n: int, size: int) -> int:
-    return -(-n // size)
+    return first, unit, units, kept_numbers(places if units <= MOST_UNITS else [], torch.int32, device)

@@ -6,7 +6,7 @@ hands out again: nothing but their results may stay there. Another thread's allo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,3 +28,11 @@ def kept(make: Callable[[], Tensor], device: torch.device) -> Tensor:
         return made
 
     return in_own_thread(run)
+
+
+def kept_numbers(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`numbers` on the device, kept there as by `kept`."""
+    made = torch.tensor(numbers, dtype=dtype)
+    if device.type != "cuda":
+        return made
+    return kept(lambda: made.pin_memory().to(device, non_blocking=True), device)

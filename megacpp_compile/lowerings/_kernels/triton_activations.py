@@ -45,6 +45,15 @@ def _bounded(h, LOW: tl.constexpr, HIGH: tl.constexpr, AT_AN_END: tl.constexpr):
 @triton.jit
 def factors(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr, EXACT: tl.constexpr = True):
     """(the factor that gate makes, its derivative, the factor that up makes, its derivative), see `Activation`."""
+    if CURVE is None:
+        f, slope = with_slope(gate, NAME, EXACT)
+        return f, slope, up, 1.0
+    else:
+        return _bounded_factors(gate, up, NAME, CURVE, EXACT)
+
+
+@triton.jit
+def _bounded_factors(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr, EXACT: tl.constexpr):
     gate, before = _bounded(gate, CURVE[2], CURVE[3], CURVE[4])
     if CURVE[0] != 1:
         s = sigmoid(gate * CURVE[0], EXACT)
@@ -60,8 +69,5 @@ def factors(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr, EXACT: tl.constex
 @triton.jit
 def product(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr, EXACT: tl.constexpr = True):
     """f(gate) * up, see `Activation`."""
-    if CURVE is None:
-        return with_slope(gate, NAME, EXACT)[0] * up
-    else:
-        f, _, factor, _ = factors(gate, up, NAME, CURVE, EXACT)
-        return f * factor
+    f, _, factor, _ = factors(gate, up, NAME, CURVE, EXACT)
+    return f * factor

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp_compile.lowerings._activation import Activation
-from megacpp_compile.lowerings._kernels.triton_activations import factors, with_slope
+from megacpp_compile.lowerings._kernels.triton_activations import factors
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_grouped import (
     add_gemm,
@@ -31,17 +31,14 @@ def _gradients_of(d_a, m, n, h_gate, h_up, scale, d_hidden, out, hs, stop, until
     at = row * hs + n[None, :]
     gate = tl.load(h_gate + at, mask=live, other=0).to(ACC)
     up = tl.load(h_up + at, mask=live, other=0).to(ACC)
-    if CURVE is None:
-        f, slope = with_slope(gate, NAME)
-    else:
-        f, slope, up, up_slope = factors(gate, up, NAME, CURVE)
+    f, slope, up, up_slope = factors(gate, up, NAME, CURVE)
     a = f * up
     dot = tl.sum(d_a * a, 1)
     tl.store(out + row * N + n[None, :], as_stored(a * scale, out), mask=inside)
     d_a *= scale
     d = d_hidden + row * (2 * N) + n[None, :]
     tl.store(d, as_stored(d_a * slope * up, d_hidden), mask=inside)
-    tl.store(d + N, as_stored(d_a * f if CURVE is None else d_a * f * up_slope, d_hidden), mask=inside)
+    tl.store(d + N, as_stored(d_a * f * up_slope, d_hidden), mask=inside)
     return dot
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.kept_tensors import kept
+from megacpp_compile.lowerings._kernels.kept_tensors import kept_numbers
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import accumulator, multiply, power_of_2
 from megacpp_compile.lowerings._op import compute_dtype
@@ -172,10 +172,7 @@ def _shared_memory(device: torch.device) -> int:
 @functools.lru_cache(maxsize=256)
 def table_of(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """The addresses as a tensor on the device, which later calls read too."""
-    made = torch.tensor(addresses, dtype=torch.int64)
-    if device.type != "cuda":
-        return made
-    return kept(lambda: made.pin_memory().to(device, non_blocking=True), device)
+    return kept_numbers(addresses, torch.int64, device)
 
 
 def arguments_of(operands: list[Tensor], x: Tensor, offsets: Tensor) -> tuple[list[Tensor], dict[str, Any]]:

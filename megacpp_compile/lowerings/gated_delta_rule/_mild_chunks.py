@@ -11,6 +11,7 @@ from megacpp_compile.lowerings._kernels.chunk_grid import chunks_bound
 from megacpp_compile.lowerings._kernels.gluon_launch import launch, numbers
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _hopper, _triton_mild, _triton_steep
+from megacpp_compile.targets.chips import multiprocessors
 
 # Rows of a chunk that a program's loop has unrolled: half of the shortest chunk at most.
 ROWS = 8
@@ -29,7 +30,7 @@ def told_apart(wide: bool) -> bool:
 def programs(device: torch.device) -> int:
     """How many a kernel by cuts has; in the interpreter, where they run one after the other, those of one SM."""
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
-    return PROGRAMS * (torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1)
+    return PROGRAMS * (multiprocessors(device) if on_gpu else 1)
 
 
 class MildChunks:

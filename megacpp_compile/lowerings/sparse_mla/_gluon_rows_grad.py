@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings._kernels.gluon_tiles import PUBLIC, barrier, load_async
+from megacpp_compile.lowerings._kernels.gluon_tiles import as_tiles, barrier, load_async
 from megacpp_compile.lowerings.sparse_mla._gluon_rows import valid
 
 PAIRS = gl.constexpr(4)  # places for tiles of probabilities and scores' gradients
@@ -38,12 +38,7 @@ _REST_8 = gl.constexpr(gl.DistributedLinearLayout(
 @gluon.jit
 def tiles_in(memory, BK: gl.constexpr, BH: gl.constexpr):
     """The memory of half a tile's channels as PAIRS tiles [BK, BH]."""
-    T: gl.constexpr = memory.dtype
-    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BH], T)
-    if PUBLIC:
-        return memory.reinterpret(T, [PAIRS, BK, BH], L)
-    else:
-        return memory._reinterpret(T, [PAIRS, BK, BH], L)
+    return as_tiles(memory, PAIRS, BK, BH)
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous
 from megacpp_compile.lowerings.sparse_mla import _lists, cuda_triton
 from megacpp_compile.lowerings.sparse_mla.cuda_triton import add_lists, aligned, in_order, no_launch, scale_steps
 from megacpp_compile.report import log
-from megacpp_compile.targets.chips import on_hopper
+from megacpp_compile.targets.chips import multiprocessors, on_hopper
 
 try:
     from megacpp_compile.lowerings.sparse_mla import _gluon_attention as kernels
@@ -46,10 +46,6 @@ _SETTINGS = {
     "FP8": {"STAGES": 4, "SOFTMAX_REGISTERS": 120, "COPY_REGISTERS": 0},
 }
 _BACKWARD_SETTINGS = {"WEIGH_REGISTERS": 120, "COPY_REGISTERS": 40}
-
-
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
