@@ -56,6 +56,17 @@ def gemms(
     return forward, backward
 
 
+def of_gemms(rows: int, shapes: Sequence[tuple[int, int]], device: torch.device) -> Runner:
+    """GEMMs of so many rows by weights of these shapes, and the two that each one's backward takes."""
+    forward, backward = gemms(rows, shapes, device)
+
+    def step() -> None:
+        forward()
+        backward()
+
+    return Runner({FORWARD: forward, STEP: step})
+
+
 def attention(size: Any, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Laid out as a model leaves them: heads first in shape, tokens first in memory, V a part of kv."""
 

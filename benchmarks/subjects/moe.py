@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks import limits, models
-from benchmarks.harness import Case, Settings, run_case
+from benchmarks.harness import Case, Contestant, Settings, run_case
 from benchmarks.modules import module_case
 
 # dim, hidden, experts, choices, shared experts, tokens
@@ -23,6 +23,9 @@ SIZE, QUICK = (2048, 1408, 64, 6, 2, 16384), (32, 16, 4, 2, 1, 24)
 
 def cases(settings: Settings) -> Iterator[Case]:
     dim, hidden, experts, choices, shared, tokens = QUICK if settings.quick else SIZE
+    shapes = [(dim, 2 * hidden), (hidden, dim)]
+    alone = functools.partial(limits.of_gemms, tokens * (choices + shared), shapes, settings.device)
+    dense = Contestant("its GEMMs alone, dense", "limit", alone)
     for name, stacked in (("separate weights", False), ("stacked weights", True)):
         model = models.RangeLoopMoE(dim, hidden, experts, choices, shared, stacked).to(settings.device, torch.bfloat16)
         anew = functools.partial(code_of_its_own, model, dim, hidden, experts, choices, shared, stacked)
@@ -30,7 +33,8 @@ def cases(settings: Settings) -> Iterator[Case]:
         sizes = {"dim": dim, "hidden": hidden, "experts": experts, "choices": choices, "shared": shared,
                  "tokens": tokens}  # fmt: skip
         gemms = 3 * [(dim, hidden)] * (choices + shared)
-        yield module_case("moe", name, sizes, model, (x,), limits.linear_flops(tokens, gemms), anew=anew)
+        flops = limits.linear_flops(tokens, gemms)
+        yield module_case("moe", name, sizes, model, (x,), flops, more=lambda grad: [dense], anew=anew)
 
 
 def code_of_its_own(model: nn.Module, *sizes: Any) -> nn.Module:

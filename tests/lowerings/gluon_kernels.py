@@ -28,7 +28,7 @@ def tile(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> str:
     """The type of an argument that describes tiles of that shape."""
     from megacpp_compile.lowerings._kernels.gluon_launch import tile_layout
 
-    short = "fp32" if dtype == torch.float32 else "bf16"
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}[dtype]
     return f"tensordesc<{short}{list(shape)},{tile_layout(tuple(shape), dtype)!r}>"
 
 

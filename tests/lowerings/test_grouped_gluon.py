@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,14 +17,20 @@ from megacpp_compile.lowerings._kernels import grouped  # noqa: F401  registers 
 from .gluon_kernels import assembled, needs_hopper, needs_triton, tile
 
 pytest.importorskip("triton")
-from megacpp_compile.lowerings._kernels import hopper_grouped, triton_gated, triton_gated_gradients, triton_grouped
+from megacpp_compile.lowerings._kernels import (
+    hopper_grouped,
+    triton_gated,
+    triton_gated_gradients,
+    triton_grouped,
+    triton_quantise,
+)
 
-BF16 = torch.bfloat16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CLAMPED = Activation("silu", 1.702, offset=1.0, gate=Bound(high=7.0), up=Bound(-7.0, 7.0))
 # Bytes of shared memory that a program may have.
 MOST = 227 * 1024
 POINTERS = {"take": "*i64", "take_grad": "*i64", "take_x": "*i64", "ends": "*i32", "places": "*i32", "gates": "*fp32",
-            "dots": "*fp32"}  # fmt: skip
+            "dots": "*fp32", "x_scale": "*fp32", "w_scale": "*fp32"}  # fmt: skip
 ROWS_OF = "x", "x2", "out", "gate", "up", "grad", "d_gate", "d_up"
 # The arguments that make a kernel another one, and the tiles that TMA brings for it.
 ROWS = {
@@ -33,6 +39,13 @@ ROWS = {
     "gathered": ({"TAKE": True}, {"weights": (1, 256, 64)}),
     "back": ({"SECOND": True, "ACROSS": True}, {"x": (128, 64), "x2": (128, 64), "weights": (1, 64, 256)}),
     "clamped": ({"TAKE": True, "PAIR": True, "CURVE": CLAMPED.constants}, {"weights": (1, 128, 64)}),
+}
+# Those of float8, whose rows have scales, and whose weights have them but in backward.
+ROWS_IN_FLOAT8 = {
+    "gate_and_up": ({"TAKE": True, "PAIR": True}, {"weights": (1, 128, 128)}),
+    "down": ({}, {"x": (128, 128), "x2": (128, 128), "weights": (1, 256, 128)}),
+    "gathered": ({"TAKE": True}, {"weights": (1, 256, 128)}),
+    "back": ({"w_scale": None}, {"x": (128, 128), "x2": (128, 128), "weights": (1, 256, 128)}),
 }
 WEIGHTS = {
     "x_gathered": {"TAKE_GRAD": False, "TAKE_X": True, "BM": 128, "BN": 256},
@@ -45,12 +58,17 @@ GRADIENTS = {
     "clamped": ({"TAKE": True, "CURVE": CLAMPED.constants}, {}),
     "gelu": ({"TAKE": True, "NAME": "gelu"}, {}),
     "relu2": ({"TAKE": True, "NAME": "relu2"}, {}),
+    "turned": ({"TAKE": True, "ACROSS": False}, {"weights": (1, 128, 64)}),
 }
 
 
-def compiles(kernel: Any, constants: dict[str, Any], tiles: dict[str, tuple[int, ...]]) -> str:
-    """The kernel's PTX."""
-    types = {**POINTERS, **dict.fromkeys(ROWS_OF, "*bf16"), **{name: tile(shape) for name, shape in tiles.items()}}
+def compiles(
+    kernel: Any, constants: dict[str, Any], tiles: dict[str, tuple[int, ...]], dtype: torch.dtype = BF16
+) -> str:
+    """The kernel's PTX, of operands of that dtype."""
+    types = {**POINTERS, **dict.fromkeys(ROWS_OF, "*bf16"), "x": "*bf16" if dtype == BF16 else "*fp8e4nv"}
+    types["x2"] = types["x"]
+    types |= {name: tile(shape, BF16 if name in ("gate", "up") else dtype) for name, shape in tiles.items()}
     ptx, shared = assembled(kernel, types, {**constants, "STAGES": constants.get("STAGES", 4)})
     assert shared <= MOST
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
@@ -59,11 +77,21 @@ def compiles(kernel: Any, constants: dict[str, Any], tiles: dict[str, tuple[int,
 
 @needs_triton
 class TestCompiled:
+    GIVEN: ClassVar = {"E": 64, "EP": 128, "BN": 256, "NEAR": 1, "NAME": "silu", "CURVE": None, "TAKE": False,
+                       "PAIR": False, "SECOND": False, "ACROSS": False, "REGISTERS": 208,
+                       "COPY_REGISTERS": 64}  # fmt: skip
+
+    @pytest.mark.parametrize("label", ROWS_IN_FLOAT8)
+    def test_rows_in_float8(self, label):
+        constants, tiles = ROWS_IN_FLOAT8[label]
+        ptx = compiles(hopper_grouped.grouped_rows_hopper, self.GIVEN | constants, tiles, FP8)
+        assert "m64n256k32.f32.e4m3.e4m3" in ptx
+        assert ("cp.async.cg" in ptx) == bool(constants.get("TAKE")), "rows that are gathered are copied, others by TMA"
+
     @pytest.mark.parametrize("label", ROWS)
     def test_rows(self, label):
         constants, tiles = ROWS[label]
-        given = {"E": 64, "EP": 128, "BN": 256, "NEAR": 1, "NAME": "silu", "CURVE": None, "TAKE": False, "PAIR": False,
-                 "SECOND": False, "ACROSS": False, "REGISTERS": 208, "COPY_REGISTERS": 64}  # fmt: skip
+        given = self.GIVEN | {"x_scale": None, "w_scale": None}
         ptx = compiles(hopper_grouped.grouped_rows_hopper, given | constants, tiles)
         assert "m64n256k16" in ptx
         assert ("cp.async.cg" in ptx) == bool(constants.get("TAKE")), "rows that are gathered are copied, others by TMA"
@@ -76,15 +104,23 @@ class TestCompiled:
         ptx = compiles(hopper_grouped.grouped_weights_hopper, given | constants, tiles)
         assert ("cp.async.cg" in ptx) == (label != "as_they_lie")
 
+    OF_GRADIENTS: ClassVar = {"E": 64, "EP": 128, "STAGES": 3, "NEAR": 1, "NAME": "silu", "CURVE": None,
+                              "REGISTERS": 216, "COPY_REGISTERS": 72}  # fmt: skip
+    PIECES: ClassVar = {"gate": (64, 32), "up": (64, 32)}
+
     @pytest.mark.parametrize("label", GRADIENTS)
     def test_gradients(self, label):
         constants, tiles = GRADIENTS[label]
-        given = {"E": 64, "EP": 128, "STAGES": 3, "NEAR": 1, "NAME": "silu", "CURVE": None, "REGISTERS": 216,
-                 "COPY_REGISTERS": 72}  # fmt: skip
-        pieces = dict.fromkeys(("gate", "up"), (64, 32))
-        tiles = {"weights": (1, 64, 128)} | pieces | tiles
+        given = self.OF_GRADIENTS | {"x_scale": None, "ACROSS": True}
+        tiles = {"weights": (1, 64, 128)} | self.PIECES | tiles
         ptx = compiles(hopper_grouped.gated_gradients_hopper, given | constants, tiles)
         assert "m64n128k16" in ptx
+
+    def test_gradients_in_float8(self):
+        tiles = {"x": (256, 128), "weights": (1, 128, 128)} | self.PIECES
+        given = self.OF_GRADIENTS | {"TAKE": False, "ACROSS": False}
+        ptx = compiles(hopper_grouped.gated_gradients_hopper, given, tiles, FP8)
+        assert "m64n128k32.f32.e4m3.e4m3" in ptx
 
 
 def addresses(lying: Any) -> list[int]:
@@ -110,15 +146,21 @@ class TestLying:
 
     def test_gate_and_up_in_one(self):
         weights = [torch.empty(48, 64, dtype=BF16) for _ in range(3)]
-        lying = hopper_grouped._lying(weights, along=True, halves=True)
+        lying = hopper_grouped._lying(weights, halves=True)
         assert addresses(lying) == [w.chunk(2)[half].data_ptr() for half in range(2) for w in weights]
         assert lying.shape[1:] == [24, 64]
 
     def test_across(self):
-        weights = [torch.empty(24, 64, dtype=BF16).t() for _ in range(3)]
+        """What is summed may lie across in bfloat16 alone."""
+        weights = [torch.empty(32, 64, dtype=BF16).t() for _ in range(3)]
         lying = hopper_grouped._lying(weights)
-        assert lying.across and lying.shape[1:] == [24, 64] and lying.strides[1:] == [64, 1]
-        assert hopper_grouped._lying(weights, along=True) is None
+        assert lying.across and lying.shape[1:] == [32, 64] and lying.strides[1:] == [64, 1]
+        assert lying.tiles(128, 64).block_shape == [1, 64, 128]
+        turned = hopper_grouped._lying(weights, transposed=True)
+        assert not turned.across and turned.shape == lying.shape and turned.tiles(128, 64).block_shape == [1, 128, 64]
+        assert hopper_grouped._lying(weights, halves=True) is None
+        narrow = [w.to(FP8) for w in weights]
+        assert hopper_grouped._lying(narrow) is None and hopper_grouped._lying(narrow, transposed=True)
 
     def test_too_far_apart(self):
         first, unit, units, places = hopper_grouped._places((64, 80, 64 + 2**36), torch.device("cpu"))
@@ -211,7 +253,34 @@ class TestServes:
         assert name == "grouped_weights_hopper" and made.shape == (2, n, k) and args["BM"] == tall
         assert args["tiles"] == 2 * -(-n // tall) * -(-k // (384 - tall))
 
-    @pytest.mark.parametrize("why", ["few_rows", "few_of_a_group", "float16", "bias", "rows_of_120_bytes", "100_channels", "no_gluon"])
+    def test_float8(self, launched):
+        x, w8, scales = self.rows().to(FP8), torch.stack(self.weights()).to(FP8), (torch.ones(8192), torch.ones(2, 128))
+        made = hopper_grouped.rows([x], [w8], self.OFFSETS, False, None, scales, BF16)
+        assert made.dtype == BF16
+        made = hopper_grouped.gated(x, [w8], [], self.OFFSETS, self.TAKE, "silu", scales, BF16)
+        assert all(t.dtype == BF16 for t in made)
+        hidden, gates = [self.rows(), self.rows()], torch.empty(8192)
+        turned = [torch.empty(2, 64, 128, dtype=FP8).transpose(-1, -2)]
+        made = hopper_grouped.gradients(
+            self.rows(8192, 128).to(FP8), turned, hidden, gates, self.OFFSETS, None, "silu", scales[0], BF16
+        )
+        assert [t.dtype for t in made] == [BF16, BF16, torch.float32]
+        assert [name for name, _ in launched] == 2 * ["grouped_rows_hopper"] + ["gated_gradients_hopper"]
+        assert [args["weights"].block_shape[1:] for _, args in launched] == [[256, 128], [128, 128], [128, 128]]
+        assert not any(args["ACROSS"] for _, args in launched)
+
+    @pytest.mark.parametrize("why", ["lie_across", "float16"])
+    def test_float8_left_to_triton(self, launched, why):
+        w8, dtype = [w.to(FP8) for w in self.weights()], torch.float16 if why == "float16" else BF16
+        if why == "lie_across":
+            w8 = [w.t().contiguous().t() for w in w8]
+        hopper_grouped.rows([self.rows().to(FP8)], w8, self.OFFSETS, False, None, (torch.ones(8192), None), dtype)
+        assert [name for name, _ in launched] == ["rows"]
+
+    @pytest.mark.parametrize(
+        "why",
+        ["few_rows", "few_of_a_group", "float16", "bias", "rows_of_120_bytes", "100_channels", "no_gluon"],
+    )
     def test_leaves_to_others(self, launched, monkeypatch, why):
         x, w, offsets, named = self.rows(), self.weights(), self.OFFSETS, {}
         if why == "few_rows":
@@ -231,12 +300,22 @@ class TestServes:
         hopper_grouped.rows([x], w, offsets, False, None, **named)
         assert [name for name, _ in launched] == ["rows"]
 
+    @pytest.mark.parametrize(("groups", "want"), [(8, 3), (9, 2), (21, 2), (22, 1), (32, 1), (33, 0)])
+    def test_rows_of_a_group(self, launched, groups, want):
+        """The fewest are for one x, more for two, and most for gradients."""
+        offsets = torch.arange(1, groups + 1, dtype=torch.int32) * (8192 // groups)
+        x, w = self.rows(), [torch.empty(groups, 64, 64, dtype=BF16)]
+        hopper_grouped.rows([x], w, offsets, False, None)
+        hopper_grouped.rows([x, x], 2 * w, offsets, True, None)
+        hopper_grouped.gradients(x, w, [x, x], torch.empty(8192), offsets, None, "silu")
+        assert [name.endswith("hopper") for name, _ in launched] == [i < want for i in range(3)]
+
     @pytest.mark.parametrize("why", ["lie_across", "100_channels", "bias"])
     def test_gate_and_up_left_to_triton(self, launched, why):
         w = [torch.empty(64, 128, dtype=BF16).t() for _ in range(2)] if why == "lie_across" else self.weights()
         bias = torch.empty(2, 128, dtype=BF16) if why == "bias" else None
         w = self.weights(100) if why == "100_channels" else w
-        hopper_grouped.gated(self.rows(), w, w, self.OFFSETS, None, "silu", bias, bias)
+        hopper_grouped.gated(self.rows(), w, w, self.OFFSETS, None, "silu", b_gate=bias, b_up=bias)
         assert [name for name, _ in launched] == ["gated"]
 
     @pytest.mark.parametrize(("rows", "n", "k"), [(512, 64, 64), (8192, 4096, 8192)], ids=["few_rows", "large"])
@@ -327,6 +406,17 @@ class Case:
         return torch.stack([left[own].float().t() @ right[own].float() for own in self.groups()])
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """That a test launches kernels in Gluon, however few rows its groups have."""
+    launched, launch = [], hopper_grouped.launch
+    monkeypatch.setattr(hopper_grouped, "launch", lambda *args, **named: launched.append(launch(*args, **named)))
+    for name in ("LEAST_OF_GROUP", "LEAST_OF_TWO", "LEAST_OF_GRADIENTS"):
+        monkeypatch.setattr(hopper_grouped, name, 0)
+    yield
+    assert launched and not hopper_grouped.kernels.missing
+
+
 def near(got: Tensor, want: Tensor) -> None:
     """Within bfloat16's rounding of the largest, and exactly zero where all that is summed is."""
     assert got.isfinite().all()
@@ -337,8 +427,7 @@ def near(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("size", SIZES)
 class TestValues:
     @pytest.fixture
-    def case(self, rand, size):
-        assert not hopper_grouped.kernels.missing
+    def case(self, rand, size, launches):
         return Case(rand, *SIZES[size])
 
     @pytest.mark.parametrize("stacked", [False, True], ids=["separate", "stacked"])
@@ -378,6 +467,16 @@ class TestValues:
             near(g, w.float())
             assert not g[case.live :].any()
 
+    def test_gradients_of_turned_weights(self, case):
+        args = [case.gate, case.up], case.gates, case.offsets, case.take, "silu"
+        turned = [w.t().contiguous().t() for w in case.down]
+        for g, w in zip(
+            hopper_grouped.gradients(case.grad, turned, *args),
+            hopper_grouped.gradients(case.grad, case.down, *args),
+            strict=True,
+        ):
+            assert torch.equal(g, w)
+
     def test_weights(self, case):
         """What stands behind the last group, and in the next one, is not a number, and changes nothing."""
         a, d_hidden = case.a.clone(), case.d_hidden.clone()
@@ -404,3 +503,72 @@ class TestValues:
 
         for one, two in zip(made(), made(), strict=True):
             assert torch.equal(one, two)
+
+
+# Of these, rows of payloads begin at multiples of 16 bytes.
+SIZES_IN_FLOAT8 = {
+    "plain": SIZES["plain"],
+    "ragged": (5, 272, 208, [1500, 0, 2011, 4800, 65], 50),
+    "narrow": (2, 64, 80, [1, 8300], 7),
+    "many": SIZES["many"],
+    "wide": (2, 64, 4240, [5000, 3300], 9),
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("size", SIZES_IN_FLOAT8)
+class TestFloat8:
+    """Of payloads times their scales, in float32."""
+
+    @pytest.fixture
+    def case(self, rand, size, launches):
+        return Case(rand, *SIZES_IN_FLOAT8[size])
+
+    @staticmethod
+    def wide(payload: Tensor, scale: Tensor) -> Tensor:
+        return payload.float() * scale[..., None]
+
+    def test_rows(self, case):
+        x8, x_scale = triton_quantise.quantised_rows(case.a)
+        w8, scale = triton_quantise.quantised_weights(case.down, 1)
+        got = hopper_grouped.rows([x8], [w8], case.offsets, False, None, (x_scale, scale), BF16)
+        near(got, case.by_group(self.wide(x8, x_scale), list(self.wide(w8, scale))))
+        assert not got[case.live :].any()
+
+    def test_rows_gathered(self, case):
+        x8, x_scale = triton_quantise.quantised_rows(case.x)
+        w8, scale = triton_quantise.quantised_weights(case.into[: case.experts], 1)
+        got = hopper_grouped.rows([x8], [w8], case.offsets, False, case.take, (x_scale, scale), BF16)
+        near(got, case.by_group(self.wide(x8, x_scale)[case.take], list(self.wide(w8, scale))))
+
+    def test_rows_back(self, case):
+        _, scale = triton_quantise.quantised_weights(case.into, 2)
+        x8, x_scale = triton_quantise.quantised_rows(case.d_hidden, None, scale, case.offsets)
+        w8 = triton_quantise.turned_weights(case.into, 2, scale)
+        got = hopper_grouped.rows([x8], [w8], case.offsets, False, None, (x_scale, None), BF16)
+        near(got, case.by_group(self.wide(x8, x_scale), list(w8.float())))
+
+    @pytest.mark.parametrize("fused", [False, True], ids=["pair", "in_one"])
+    def test_gated(self, case, fused):
+        x8, x_scale = triton_quantise.quantised_rows(case.x)
+        w8, scale = triton_quantise.quantised_weights(case.into, 2)
+        weights = ([w8], []) if fused else tuple([part] for part in w8.chunk(2, 1))
+        gate, up, out = hopper_grouped.gated(x8, *weights, case.offsets, case.take, "silu", (x_scale, scale), BF16)
+        if fused:
+            gate, up = gate.chunk(2, 1)
+        want = case.by_group(self.wide(x8, x_scale)[case.take], list(self.wide(w8, scale)))
+        near(torch.cat([gate, up], 1), want)
+        near(out, torch.nn.functional.silu(gate.float()) * up.float())
+        assert not gate[case.live :].any() and not out[case.live :].any()
+
+    @pytest.mark.parametrize("activation", ["silu", str(CLAMPED)])
+    def test_gradients(self, case, activation):
+        """As Triton's kernel."""
+        _, scale = triton_quantise.quantised_weights(case.down, 1)
+        g8, g_scale = triton_quantise.quantised_rows(case.grad, case.take, scale, case.offsets)
+        w8 = triton_quantise.turned_weights(case.down, 1, scale).transpose(-1, -2)
+        args = g8, [w8], [case.gate, case.up], case.gates, case.offsets, None, activation, g_scale, BF16
+        got, want = hopper_grouped.gradients(*args), triton_gated_gradients.gradients(*args)
+        for g, w in zip(got, want, strict=True):
+            near(g, w.float())
+            assert not g[case.live :].any()

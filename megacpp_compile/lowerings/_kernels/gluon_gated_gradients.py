@@ -9,12 +9,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from megacpp_compile.lowerings._kernels.gluon_grouped import (
     ROWS,
-    STEP,
+    STEP_BITS,
     bring,
     found,
     give,
     halves,
     multiplied,
+    scaled_rows,
     stage_barriers,
     tiles_of,
     upper_and_lower,
@@ -100,15 +101,16 @@ def _no_dots(to, first, stop, COUNT: gl.constexpr):
 
 @gluon.jit
 def _multiply_gradients(ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, full, empty, h_full, gate, up, gates,
-                        d_gate, d_up, out, dots, N, WHICH: gl.constexpr, E: gl.constexpr, TAKE: gl.constexpr,
-                        STAGES: gl.constexpr, NEAR: gl.constexpr, NAME: gl.constexpr,
-                        CURVE: gl.constexpr):  # fmt: skip
+                        d_gate, d_up, out, dots, take, x_scale, N, WHICH: gl.constexpr, E: gl.constexpr,
+                        TAKE: gl.constexpr, ACROSS: gl.constexpr, STAGES: gl.constexpr, NEAR: gl.constexpr,
+                        NAME: gl.constexpr, CURVE: gl.constexpr):  # fmt: skip
     """Group WHICH of the warps that multiply: 128 rows of each tile, and behind the GEMM in pieces of 64 x 32."""
     BM: gl.constexpr = x_s.shape[1]
-    BN: gl.constexpr = w_s.shape[2]
+    BN: gl.constexpr = w_s.shape[2] if ACROSS else w_s.shape[1]
     MINE: gl.constexpr = BM // 2
     PIECE: gl.constexpr = h_s.shape[2]
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    STEP: gl.constexpr = x_s.shape[2]
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, STEP // 4])
     P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     OF_ROW: gl.constexpr = gl.SliceLayout(1, P)
     g, s, e, b, a = -1, 0, 0, 0, 0
@@ -128,8 +130,9 @@ def _multiply_gradients(ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, fu
         acc = gl.full([MINE, BN], 0.0, gl.float32, M)
         steps = gl.where(there, whole, 0)
         acc, slot, phase = multiplied(
-            x_s, w_s, full, empty, acc, slot, phase, steps, gl.where(first < end, steps, 0), WHICH, TAKE, True, STAGES
+            x_s, w_s, full, empty, acc, slot, phase, steps, gl.where(first < end, steps, 0), WHICH, TAKE, ACROSS, STAGES
         )
+        acc = scaled_rows(acc, x_scale, take, first, rows, TAKE)
         dots_here = dots + column.to(gl.int64) * rows
         if there:
             upper, lower = upper_and_lower(acc)
@@ -156,21 +159,24 @@ def _multiply_gradients(ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, fu
 
 
 @gluon.jit
-def gated_gradients_hopper(x, weights, places, take, ends, gate, up, gates, d_gate, d_up, out, dots, rows, xs, depth, N,
-                           E: gl.constexpr, EP: gl.constexpr, TAKE: gl.constexpr, STAGES: gl.constexpr,
-                           NEAR: gl.constexpr, NAME: gl.constexpr, CURVE: gl.constexpr, REGISTERS: gl.constexpr,
-                           COPY_REGISTERS: gl.constexpr):  # fmt: skip
+def gated_gradients_hopper(x, weights, places, take, ends, gate, up, gates, d_gate, d_up, out, dots, x_scale, rows, xs,
+                           depth, N, E: gl.constexpr, EP: gl.constexpr, TAKE: gl.constexpr, ACROSS: gl.constexpr,
+                           STAGES: gl.constexpr, NEAR: gl.constexpr, NAME: gl.constexpr, CURVE: gl.constexpr,
+                           REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """As `triton_gated_gradients.gated_gradients`. x: as in `grouped_rows_hopper`, with tiles of 256 rows; weights: by
     a descriptor of [unit, depth, N]; gate and up: [rows, N] by descriptors."""
     BM: gl.constexpr = 256
     BN: gl.constexpr = 128
     T: gl.constexpr = weights.dtype
+    STEP: gl.constexpr = STEP_BITS // T.primitive_bitwidth
     across = (N + BN - 1) // BN
     x_s = gl.allocate_shared_memory(T, [STAGES, BM, STEP], gl.NVMMASharedLayout.get_default_for([BM, STEP], T))
-    w_s = gl.allocate_shared_memory(T, [STAGES, STEP, BN], gl.NVMMASharedLayout.get_default_for([STEP, BN], T))
-    PIECES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BN // 4], T)
-    h_s = gl.allocate_shared_memory(T, [16, ROWS, BN // 4], PIECES)
-    a_s = gl.allocate_shared_memory(T, [2, ROWS, BN // 4], PIECES)
+    W: gl.constexpr = [STEP, BN] if ACROSS else [BN, STEP]
+    w_s = gl.allocate_shared_memory(T, [STAGES, W[0], W[1]], gl.NVMMASharedLayout.get_default_for(W, T))
+    H: gl.constexpr = gate.dtype
+    PIECES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BN // 4], H)
+    h_s = gl.allocate_shared_memory(H, [16, ROWS, BN // 4], PIECES)
+    a_s = gl.allocate_shared_memory(H, [2, ROWS, BN // 4], PIECES)
     full, empty = stage_barriers(STAGES, TAKE)
     h_full = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(8):
@@ -180,9 +186,11 @@ def gated_gradients_hopper(x, weights, places, take, ends, gate, up, gates, d_ga
     barrier()
     gl.warp_specialize([
         (_multiply_gradients, (ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, full, empty, h_full, gate, up,
-                               gates, d_gate, d_up, out, dots, N, 0, E, TAKE, STAGES, NEAR, NAME, CURVE)),
+                               gates, d_gate, d_up, out, dots, take, x_scale, N, 0, E, TAKE, ACROSS, STAGES, NEAR,
+                               NAME, CURVE)),
         (_multiply_gradients, (ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, full, empty, h_full, gate, up,
-                               gates, d_gate, d_up, out, dots, N, 1, E, TAKE, STAGES, NEAR, NAME, CURVE)),
+                               gates, d_gate, d_up, out, dots, take, x_scale, N, 1, E, TAKE, ACROSS, STAGES, NEAR,
+                               NAME, CURVE)),
         (bring, (x, x, weights, places, take, ends, rows, xs, depth, tiles, across, x_s, w_s, full, empty, E, TAKE,
-                 False, False, True, STAGES, BN, NEAR)),
+                 False, False, ACROSS, STAGES, BN, NEAR)),
     ], [4, 4], [REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megacpp_compile.lowerings._kernels.gluon_tiles import as_tiles, barrier, load_async, tma_load
 from megacpp_compile.lowerings._kernels.triton_activations import product
 
-# Rows of a warp group, or of half of what it has, and channels of a step of what is summed.
-ROWS, STEP = gl.constexpr(64), gl.constexpr(64)
+# Rows of a warp group, or of half of what it has, and bits of a step of what is summed.
+ROWS, STEP_BITS = gl.constexpr(64), gl.constexpr(1024)
 
 
 @gluon.jit
@@ -76,7 +76,7 @@ def after(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _rows_at(x, take, first, rows, xs, BM: gl.constexpr, L: gl.constexpr):
+def _rows_at(x, take, first, rows, xs, BM: gl.constexpr, STEP: gl.constexpr, L: gl.constexpr):
     """Where rows `take` of a tile's begin. Rows of the next group, or the last again, rather than a mask: they are not
     written."""
     row = gl.minimum(first + gl.arange(0, BM, gl.SliceLayout(1, L)), rows - 1)
@@ -90,7 +90,7 @@ def _bring_weights(weights, place, place_2, n, k, w_s, slot, full, PAIR: gl.cons
         for which in gl.static_range(2):
             half = w_s.index(2 * slot + which)
             at = place if which == 0 else place_2
-            tma_load(weights, [at, n, k], full, half.reshape([1, half.shape[0], STEP]))
+            tma_load(weights, [at, n, k], full, half.reshape([1, half.shape[0], half.shape[1]]))
     else:
         to = w_s.index(slot)
         to = to.reshape([1, to.shape[0], to.shape[1]])
@@ -106,10 +106,13 @@ def bring(x, x2, weights, places, take, ends, rows, xs, depth, tiles, across, x_
           BN: gl.constexpr, NEAR: gl.constexpr):  # fmt: skip
     """All operands of all tiles, in order, each step's when its memory is free."""
     BM: gl.constexpr = x_s.shape[1]
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    STEP: gl.constexpr = x_s.shape[2]
+    # Numbers of 16 bytes.
+    VEC: gl.constexpr = 128 // x_s.dtype.primitive_bitwidth
+    L: gl.constexpr = gl.BlockedLayout([1, VEC], [4, 8], [gl.num_warps(), 1], [1, 0])
     WIDTH: gl.constexpr = BN // 2 if PAIR else BN
-    W_BYTES: gl.constexpr = BN * STEP * 2
-    BYTES: gl.constexpr = W_BYTES if TAKE else W_BYTES + BM * STEP * 2
+    W_BYTES: gl.constexpr = BN * STEP_BITS // 8
+    BYTES: gl.constexpr = W_BYTES if TAKE else W_BYTES + BM * STEP_BITS // 8
     g, s, e, b, a = -1, 0, 0, 0, 0
     slot, phase = 0, 0
     for tile in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
@@ -120,7 +123,7 @@ def bring(x, x2, weights, places, take, ends, rows, xs, depth, tiles, across, x_
             place_2 = gl.load(places + E + group) if PAIR or SECOND else place
             for part in gl.static_range(2 if SECOND else 1):
                 if TAKE:
-                    at = _rows_at(x, take, first, rows, xs, BM, L)
+                    at = _rows_at(x, take, first, rows, xs, BM, STEP, L)
                 for k in range(0, depth, STEP):
                     landed, x_here = full.index(slot), x_s.index(slot)
                     mbarrier.wait(empty.index(slot), phase ^ 1)
@@ -130,10 +133,10 @@ def bring(x, x2, weights, places, take, ends, rows, xs, depth, tiles, across, x_
                     )
                     if TAKE:
                         # Divisible by bytes, contiguous by elements.
-                        here = gl.max_contiguous(gl.multiple_of(at + k, [1, 16]), [1, 8])
-                        # Rows are multiples of 8 channels.
-                        eight = (k + gl.arange(0, STEP, gl.SliceLayout(0, L))) // 8
-                        load_async(x_here, here, mask=(eight < depth // 8)[None, :])
+                        here = gl.max_contiguous(gl.multiple_of(at + k, [1, 16]), [1, VEC])
+                        # Rows are multiples of as many channels.
+                        vector = (k + gl.arange(0, STEP, gl.SliceLayout(0, L))) // VEC
+                        load_async(x_here, here, mask=(vector < depth // VEC)[None, :])
                         async_copy.mbarrier_arrive(landed, increment_count=False)
                     else:
                         tma_load(x if part == 0 else x2, [first, k], landed, x_here)
@@ -213,14 +216,35 @@ def give(x, to, first, stop, n, width, stride):
 
 
 @gluon.jit
-def _multiply(ends, rows, depth, tiles, across, x_s, w_s, staged, full, empty, out, gate, up, N, hs,
-              WHICH: gl.constexpr, E: gl.constexpr, TAKE: gl.constexpr, PAIR: gl.constexpr, SECOND: gl.constexpr,
+def scaled_rows(acc, scale, take, first, rows, TAKE: gl.constexpr):
+    """A GEMM of payloads times the scales of its rows, if they have such."""
+    if scale is not None:
+        row = gl.minimum(first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout)), rows - 1)
+        if TAKE:
+            row = gl.load(take + row)
+        acc *= gl.load(scale + row)[:, None]
+    return acc
+
+
+@gluon.jit
+def _scaled_columns(x, scale, of, n, width):
+    """Columns from `n` on times their scales, which lie from `of` on, if they have such."""
+    if scale is not None:
+        lane = n + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+        x *= gl.load(scale + of + lane, mask=lane < width, other=0.0)[None, :]
+    return x
+
+
+@gluon.jit
+def _multiply(ends, rows, depth, tiles, across, x_s, w_s, staged, full, empty, out, gate, up, take, x_scale, w_scale, N,
+              hs, WHICH: gl.constexpr, E: gl.constexpr, TAKE: gl.constexpr, PAIR: gl.constexpr, SECOND: gl.constexpr,
               ACROSS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, NEAR: gl.constexpr, NAME: gl.constexpr,
               CURVE: gl.constexpr):  # fmt: skip
     """Group WHICH of the warps that multiply: 64 rows of each tile, and what is made of them."""
     BM: gl.constexpr = x_s.shape[1]
     WIDTH: gl.constexpr = BN // 2 if PAIR else BN
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    STEP: gl.constexpr = x_s.shape[2]
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, STEP // 4])
     g, s, e, b, a = -1, 0, 0, 0, 0
     slot, phase = 0, 0
     whole = (depth + STEP - 1) // STEP * (2 if SECOND else 1)
@@ -234,23 +258,29 @@ def _multiply(ends, rows, depth, tiles, across, x_s, w_s, staged, full, empty, o
             x_s, w_s, full, empty, acc, slot, phase, steps, gl.where(first < end, steps, 0), WHICH, TAKE, ACROSS,
             STAGES,
         )
+        acc = scaled_rows(acc, x_scale, take, first, rows, TAKE)
         one, two = halves(acc)
+        # Rows of no group are zero, whatever their scale.
+        of = gl.minimum(group, E - 1) * (2 * N if PAIR else N)
+        one = _scaled_columns(one, w_scale, of, n, N)
         if PAIR:
-            of_gate, of_up = one.to(staged.dtype), two.to(staged.dtype)
+            of_gate = one.to(staged.dtype)
             put(of_gate, staged, gate, first, end, n, N, hs)
+            of_up = _scaled_columns(two, w_scale, of + N, n, N).to(staged.dtype)
             put(of_up, staged, up, first, end, n, N, hs)
             made = product(of_gate.to(gl.float32), of_up.to(gl.float32), NAME, CURVE, False)
             put(made, staged, out, first, end, n, N, N)
         else:
             put(one, staged, out, first, end, n, N, N)
-            put(two, staged, out, first, end, n + BN // 2, N, N)
+            n += BN // 2
+            put(_scaled_columns(two, w_scale, of, n, N), staged, out, first, end, n, N, N)
 
 
 @gluon.jit
-def grouped_rows_hopper(x, x2, weights, places, take, ends, out, gate, up, rows, xs, hs, depth, N, E: gl.constexpr,
-                        EP: gl.constexpr, TAKE: gl.constexpr, PAIR: gl.constexpr, SECOND: gl.constexpr,
-                        ACROSS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, NEAR: gl.constexpr,
-                        NAME: gl.constexpr, CURVE: gl.constexpr, REGISTERS: gl.constexpr,
+def grouped_rows_hopper(x, x2, weights, places, take, ends, out, gate, up, x_scale, w_scale, rows, xs, hs, depth, N,
+                        E: gl.constexpr, EP: gl.constexpr, TAKE: gl.constexpr, PAIR: gl.constexpr,
+                        SECOND: gl.constexpr, ACROSS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
+                        NEAR: gl.constexpr, NAME: gl.constexpr, CURVE: gl.constexpr, REGISTERS: gl.constexpr,
                         COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """As `triton_grouped.grouped_rows`; PAIR: as `triton_gated.grouped_gated`. x: the rows [., depth], or by a
     descriptor of tiles of 128 where there is no `take`; weights: by a descriptor of [unit, n, k] or, ACROSS,
@@ -258,6 +288,8 @@ def grouped_rows_hopper(x, x2, weights, places, take, ends, out, gate, up, rows,
     warps, which become the first of those that multiply."""
     BM: gl.constexpr = 2 * ROWS
     T: gl.constexpr = weights.dtype
+    OUT: gl.constexpr = out.dtype.element_ty
+    STEP: gl.constexpr = STEP_BITS // T.primitive_bitwidth
     WIDTH: gl.constexpr = BN // 2 if PAIR else BN
     across = (N + WIDTH - 1) // WIDTH
     W: gl.constexpr = [STEP, BN] if ACROSS else [BN, STEP]
@@ -268,17 +300,17 @@ def grouped_rows_hopper(x, x2, weights, places, take, ends, out, gate, up, rows,
         to_s = as_tiles(w_s, 2 * STAGES, BN // 2, STEP)
     else:
         to_s = w_s
-    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BN // 2], T)
-    staged = gl.allocate_shared_memory(T, [2, ROWS, BN // 2], HALF)
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BN // 2], OUT)
+    staged = gl.allocate_shared_memory(OUT, [2, ROWS, BN // 2], HALF)
     full, empty = stage_barriers(STAGES, TAKE)
     tiles = tiles_of(ends, rows, E, EP, BM)
     fence_async_shared()
     barrier()
     gl.warp_specialize([
-        (_multiply, (ends, rows, depth, tiles, across, x_s, w_s, staged.index(0), full, empty, out, gate, up, N, hs, 0,
-                     E, TAKE, PAIR, SECOND, ACROSS, STAGES, BN, NEAR, NAME, CURVE)),
-        (_multiply, (ends, rows, depth, tiles, across, x_s, w_s, staged.index(1), full, empty, out, gate, up, N, hs, 1,
-                     E, TAKE, PAIR, SECOND, ACROSS, STAGES, BN, NEAR, NAME, CURVE)),
+        (_multiply, (ends, rows, depth, tiles, across, x_s, w_s, staged.index(0), full, empty, out, gate, up, take,
+                     x_scale, w_scale, N, hs, 0, E, TAKE, PAIR, SECOND, ACROSS, STAGES, BN, NEAR, NAME, CURVE)),
+        (_multiply, (ends, rows, depth, tiles, across, x_s, w_s, staged.index(1), full, empty, out, gate, up, take,
+                     x_scale, w_scale, N, hs, 1, E, TAKE, PAIR, SECOND, ACROSS, STAGES, BN, NEAR, NAME, CURVE)),
         (bring, (x, x2, weights, places, take, ends, rows, xs, depth, tiles, across, x_s, to_s, full, empty, E, TAKE,
                  PAIR, SECOND, ACROSS, STAGES, BN, NEAR)),
     ], [4, 4], [REGISTERS, COPY_REGISTERS])  # fmt: skip

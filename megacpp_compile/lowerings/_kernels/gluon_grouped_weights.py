@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megacpp_compile.lowerings._kernels.gluon_grouped import (
     ROWS,
-    STEP,
     after,
     halves,
     placed,
@@ -27,6 +26,9 @@ from megacpp_compile.lowerings._kernels.gluon_grouped import (
     upper_and_lower,
 )
 from megacpp_compile.lowerings._kernels.gluon_tiles import as_tiles, barrier, load_async, tma_load
+
+# Rows of a step of what is summed.
+STEP = gl.constexpr(64)
 
 
 @gluon.jit

@@ -40,10 +40,14 @@ def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 
 def numbers(dtype: torch.dtype) -> Any:
-    """Gluon's name of float32 or bfloat16."""
+    """Gluon's name of float32, bfloat16 or e4m3."""
     from triton.experimental.gluon import language
 
-    return {torch.float32: language.float32, torch.bfloat16: language.bfloat16}[dtype]
+    return {
+        torch.float32: language.float32,
+        torch.bfloat16: language.bfloat16,
+        torch.float8_e4m3fn: language.float8e4nv,
+    }[dtype]
 
 
 _compiled: dict[Any, Any] = {}

@@ -42,7 +42,7 @@ def rows(
     if (target := target_of(xs[0])) is CUDA:
         from megacpp_compile.lowerings._kernels import hopper_grouped
 
-        return hopper_grouped.rows(xs, weights, offsets, transposed, take, bias)
+        return hopper_grouped.rows(xs, weights, offsets, transposed, take, bias=bias)
     if take is not None:
         xs = [x[take] for x in xs]
     each = [w if transposed else w.transpose(-1, -2) for w in separate(weights)]
@@ -81,7 +81,7 @@ def dtype_of(x: Tensor, bias: Tensor | None) -> torch.dtype:
 
 def separate(weights: list[Tensor]) -> list[Tensor]:
     """One tensor for each weight."""
-    return [part for w in weights for part in (w.unbind(0) if w.dim() == 3 else (w,))]
+    return weights if weights[0].dim() == 2 else [part for w in weights for part in w.unbind(0)]
 
 
 @torch.library.custom_op("grouped_gemms::sums", mutates_args=())
@@ -164,7 +164,7 @@ def gated(
     if interleaved:
         hidden, out = triton_gated.interleaved(x, w_gate, offsets, take, activation, b_gate)
         return hidden, x.new_empty(0), out
-    return hopper_grouped.gated(x, w_gate, w_up, offsets, take, activation, b_gate, b_up)
+    return hopper_grouped.gated(x, w_gate, w_up, offsets, take, activation, b_gate=b_gate, b_up=b_up)
 
 
 @gated.register_fake

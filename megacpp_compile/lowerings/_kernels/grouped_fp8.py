@@ -27,11 +27,11 @@ def rows(
     bias: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
     """(`x @ w.T` plus the group's bias of rows `take` [S, n], or of all; the weights' scales [E, n])."""
-    from megacpp_compile.lowerings._kernels import triton_grouped, triton_quantise
+    from megacpp_compile.lowerings._kernels import hopper_grouped, triton_quantise
 
     x8, x_scale = triton_quantise.quantised_rows(x)
     w8, scale = triton_quantise.quantised_weights(separate(weights), 1)
-    return triton_grouped.rows([x8], [w8], offsets, False, take, (x_scale, scale), dtype_of(x, bias), bias), scale
+    return hopper_grouped.rows([x8], [w8], offsets, False, take, (x_scale, scale), dtype_of(x, bias), bias), scale
 
 
 @rows.register_fake
@@ -44,11 +44,11 @@ def _(x, weights, offsets, take=None, bias=None):  # type: ignore[no-untyped-def
 @torch.library.custom_op("grouped_gemms::rows_back_fp8", mutates_args=())
 def rows_back(x: Tensor, weights: list[Tensor], scale: Tensor, offsets: Tensor) -> Tensor:
     """[S, d]: `x @ w` of x [S, parts * n] and weights [n, d]. scale: theirs in forward."""
-    from megacpp_compile.lowerings._kernels import triton_grouped, triton_quantise
+    from megacpp_compile.lowerings._kernels import hopper_grouped, triton_quantise
 
     x8, x_scale = triton_quantise.quantised_rows(x, None, scale, offsets)
     w8 = _turned(weights, scale)
-    return triton_grouped.rows([x8], [w8], offsets, False, None, (x_scale, None), x.dtype)
+    return hopper_grouped.rows([x8], [w8], offsets, False, None, (x_scale, None), x.dtype)
 
 
 @rows_back.register_fake
@@ -68,12 +68,12 @@ def gated(
     b_up: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The three results of `grouped_gemms::gated`, and the weights' scales, the gate's first [E, 2n]."""
-    from megacpp_compile.lowerings._kernels import triton_gated, triton_quantise
+    from megacpp_compile.lowerings._kernels import hopper_grouped, triton_quantise
 
     x8, x_scale = triton_quantise.quantised_rows(x)
     w8, scale = triton_quantise.quantised_weights(separate([*w_gate, *w_up]), 2 if w_up else 1)
     gates, ups = ([part] for part in w8.chunk(2, 1)) if w_up else ([w8], [])
-    h_gate, h_up, a = triton_gated.gated(
+    h_gate, h_up, a = hopper_grouped.gated(
         x8, gates, ups, offsets, take, activation, (x_scale, scale), x.dtype, b_gate, b_up
     )
     return h_gate, h_up, a, scale
@@ -98,11 +98,11 @@ def gradients(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `grouped_gemms::gradients`. scale: the weights' in forward [E, d]."""
-    from megacpp_compile.lowerings._kernels import triton_gated_gradients, triton_quantise
+    from megacpp_compile.lowerings._kernels import hopper_grouped, triton_quantise
 
     g8, g_scale = triton_quantise.quantised_rows(grad, take, scale, offsets)
     w8 = _turned(weights, scale)
-    return triton_gated_gradients.gradients(
+    return hopper_grouped.gradients(
         g8, [w8.transpose(-1, -2)], hidden, gates, offsets, None, activation, g_scale, grad.dtype
     )
 

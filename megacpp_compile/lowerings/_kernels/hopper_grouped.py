@@ -33,11 +33,18 @@ except (ImportError, AttributeError) as error:
     kernels = GluonKernels(lacking(error))
 
 NAME = "grouped GEMMs"
-# A tile's sides, and a step of what is summed.
-SHORT, LONG, STEP = 128, 256, 64
-# With fewer rows in all, launches take longer; with fewer of a group, a weight is read for one row of tiles alone.
-# There Triton's kernels are as fast or faster.
-LEAST_ROWS, LEAST_OF_GROUP = 8192, 256
+# What tensor cores multiply here; e4m3 only along what is summed.
+FLOAT8 = torch.float8_e4m3fn
+DTYPES = torch.bfloat16, FLOAT8
+# Scales of the rows of x, and of those of the weights [E, n]: factors of a GEMM.
+Scales = tuple[Tensor | None, Tensor | None]
+NONE: Scales = (None, None)
+# A tile's sides, rows of a step of the weights' gradients, and bytes of a step elsewhere.
+SHORT, LONG, STEP, STEP_BYTES = 128, 256, 64, 128
+# With fewer rows in all, launches take longer; with fewer of a group, tiles are cut, and a weight is read for one row
+# of tiles alone. There Triton's kernels are as fast or faster: of two xs, and of gradients, whose tiles have 256 rows,
+# up to more rows (384 of a group take these 12 % more, 1536 4 % less).
+LEAST_ROWS, LEAST_OF_GROUP, LEAST_OF_TWO, LEAST_OF_GRADIENTS = 8192, 256, 384, 1024
 # Columns of tiles from which on programs have NEAR rows of them at a time: gate and up of 8 experts of 4096 x 14336, of
 # 112 columns, take 3.3 ms for 3.9; with 6 to 23 columns GEMMs take 2 to 14 % more.
 MANY_COLUMNS, NEAR = 32, 16
@@ -53,79 +60,85 @@ ANY_UNIT = 512
 
 def rows(
     xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None,
-    bias: Tensor | None = None,
+    scales: Scales = NONE, dtype: torch.dtype | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """[S, n]: as `grouped.rows`."""
+    """[S, n]: as `triton_grouped.rows`."""
     total, n = (xs[0] if take is None else take).shape[0], weights[0].shape[-1 if transposed else -2]
 
     def in_gluon(lying: _Lying) -> Tensor:
-        out = xs[0].new_empty((total, n))
-        _launch_rows(xs, lying, lying.across ^ transposed, offsets, take, out)
+        out = xs[0].new_empty((total, n), dtype=dtype)
+        _launch_rows(xs, lying, offsets, take, out, scales)
         return out
 
     def in_triton() -> Tensor:
-        return triton_grouped.rows(xs, weights, offsets, transposed, take, bias=bias)
+        return triton_grouped.rows(xs, weights, offsets, transposed, take, scales, dtype, bias)
 
-    plain = bias is None and (take is None or len(xs) == 1) and n % EIGHT == 0
-    if plain and _serve(total, offsets, *xs) and (lying := _lying(weights)):
+    plain = bias is None and (take is None or len(xs) == 1) and n % EIGHT == 0 and _made(xs[0], dtype)
+    least = (LEAST_OF_GROUP if len(xs) == 1 else LEAST_OF_TWO) * offsets.shape[0]
+    if plain and _serve(total, least, *xs) and (lying := _lying(weights, transposed)):
         return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
     return in_triton()
 
 
 def gated(
     x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], offsets: Tensor, take: Tensor | None, activation: str,
-    b_gate: Tensor | None = None, b_up: Tensor | None = None,
+    scales: Scales = NONE, dtype: torch.dtype | None = None, b_gate: Tensor | None = None, b_up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `triton_gated.gated`."""
     total, fused = (x if take is None else take).shape[0], not w_up
     n = w_gate[0].shape[-2] // (1 + fused)
 
     def in_gluon(lying: _Lying) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = [x.new_empty((total, 2 * n if fused else n)) for _ in range(2 - fused)]
+        hidden = [x.new_empty((total, 2 * n if fused else n), dtype=dtype) for _ in range(2 - fused)]
         gate, up = hidden[0].chunk(2, 1) if fused else hidden
-        out = x.new_empty((total, n))
-        _launch_rows([x], lying, False, offsets, take, out, (gate, up), Activation.parse(activation))
-        return hidden[0], x.new_empty(0) if fused else up, out
+        out = x.new_empty((total, n), dtype=dtype)
+        _launch_rows([x], lying, offsets, take, out, scales, (gate, up), Activation.parse(activation))
+        return hidden[0], out.new_empty(0) if fused else up, out
 
     def in_triton() -> tuple[Tensor, Tensor, Tensor]:
-        return triton_gated.gated(x, w_gate, w_up, offsets, take, activation, b_gate=b_gate, b_up=b_up)
+        return triton_gated.gated(x, w_gate, w_up, offsets, take, activation, scales, dtype, b_gate, b_up)
 
+    plain = b_gate is None and b_up is None and n % EIGHT == 0 and _made(x, dtype)
+    least = LEAST_OF_GROUP * offsets.shape[0]
+    lying = _lying([*w_gate, *w_up], halves=fused) if plain and _serve(total, least, x) else None
     # Rows of gate and of up make a tile: of weights that lie across, these would be columns.
-    plain = b_gate is None and b_up is None and n % EIGHT == 0
-    if plain and _serve(total, offsets, x) and (lying := _lying([*w_gate, *w_up], along=True, halves=fused)):
+    if lying and not lying.across:
         return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
     return in_triton()
 
 
 def gradients(
     grad: Tensor, weights: list[Tensor], hidden: list[Tensor], gates: Tensor, offsets: Tensor, take: Tensor | None,
-    activation: str,
+    activation: str, x_scale: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `triton_gated_gradients.gradients`."""
     gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
-    total, n = gate.shape
+    (total, n), step = gate.shape, STEP_BYTES // grad.element_size()
 
     def in_gluon(lying: _Lying) -> tuple[Tensor, Tensor, Tensor]:
         curve, experts = Activation.parse(activation), offsets.shape[0]
-        d_hidden, out = grad.new_empty((total, 2 * n)), grad.new_empty((total, n))
+        d_hidden, out = (grad.new_empty((total, width), dtype=dtype) for width in (2 * n, n))
         dots = gates.new_empty((triton.cdiv(n, SHORT), total))
         d_gate, d_up = d_hidden.chunk(2, 1)
         launch(
             gated_gradients_hopper, (multiprocessors(grad.device),),
-            x=_tile(grad, LONG, STEP) if take is None else grad, weights=lying.tiles(STEP, SHORT), places=lying.places,
+            x=_tile(grad, LONG, step) if take is None else grad, weights=lying.tiles(SHORT, step), places=lying.places,
             take=offsets if take is None else take, ends=offsets, gate=_tile(gate, 64, 32), up=_tile(up, 64, 32),
-            gates=gates.contiguous(), d_gate=d_gate, d_up=d_up, out=out, dots=dots, rows=total, xs=grad.stride(0),
-            depth=grad.shape[1], N=n, E=experts, EP=power_of_2(experts + 1), TAKE=take is not None, STAGES=3,
-            NEAR=_near(triton.cdiv(n, SHORT)), NAME=curve.name, CURVE=curve.constants, REGISTERS=216, COPY_REGISTERS=72,
-            num_warps=4,
+            gates=gates.contiguous(), d_gate=d_gate, d_up=d_up, out=out, dots=dots, x_scale=x_scale, rows=total,
+            xs=grad.stride(0), depth=grad.shape[1], N=n, E=experts, EP=power_of_2(experts + 1), TAKE=take is not None,
+            ACROSS=lying.across, STAGES=3, NEAR=_near(triton.cdiv(n, SHORT)), NAME=curve.name, CURVE=curve.constants,
+            REGISTERS=216, COPY_REGISTERS=72, num_warps=4,
         )  # fmt: skip
         return d_hidden, out, dots.sum(0)
 
     def in_triton() -> tuple[Tensor, Tensor, Tensor]:
-        return triton_gated_gradients.gradients(grad, weights, hidden, gates, offsets, take, activation)
+        return triton_gated_gradients.gradients(
+            grad, weights, hidden, gates, offsets, take, activation, x_scale, dtype
+        )
 
-    plain = gates.dtype == torch.float32
-    if plain and _serve(total, offsets, grad, gate, up) and (lying := _lying(weights, along=True)):
+    plain = gates.dtype == torch.float32 and gate.dtype == torch.bfloat16 and _made(grad, dtype)
+    least = LEAST_OF_GRADIENTS * offsets.shape[0]
+    if plain and _serve(total, least, grad, gate, up) and (lying := _lying(weights, transposed=True)):
         return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
     return in_triton()
 
@@ -156,36 +169,40 @@ def weights(grad: Tensor, x: Tensor, offsets: Tensor, take_grad: Tensor | None, 
         return grouped_mm(left.t(), x.contiguous() if take_x is None else x.index_select(0, take_x), offsets)
 
     tiles = triton.cdiv(grad.shape[1], SHORT) * triton.cdiv(x.shape[1], LONG)
-    if tiles < MANY_TILES and _serve((grad if take_grad is None else take_grad).shape[0], None, grad, x):
+    if tiles < MANY_TILES and _serve((grad if take_grad is None else take_grad).shape[0], 0, grad, x):
         return kernels.or_in_triton(NAME, in_gluon, otherwise)
     return otherwise()
 
 
 def _launch_rows(
-    xs: list[Tensor], weights: _Lying, across: bool, offsets: Tensor, take: Tensor | None, out: Tensor,
+    xs: list[Tensor], weights: _Lying, offsets: Tensor, take: Tensor | None, out: Tensor, scales: Scales,
     hidden: tuple[Tensor, Tensor] | None = None, activation: Activation | None = None,
 ) -> None:  # fmt: skip
-    """across: whether what is summed lies across in the weights' memory. hidden: where rows of gate and up go, `out`
-    being the activated hidden."""
-    x, pair, experts = xs[0], hidden is not None, offsets.shape[0]
-    w_tiles = weights.tiles(STEP, LONG) if across else weights.tiles(SHORT if pair else LONG, STEP)
+    """hidden: where rows of gate and up go, `out` being the activated hidden."""
+    x, pair, experts, step = xs[0], hidden is not None, offsets.shape[0], STEP_BYTES // xs[0].element_size()
     gate, up = hidden or (out, out)
-    first, second = (x if take is not None else _tile(x, SHORT, STEP) for x in (x, xs[-1]))
+    width = SHORT if pair else LONG
+    first, second = (x if take is not None else _tile(x, SHORT, step) for x in (x, xs[-1]))
     launch(
-        grouped_rows_hopper, (multiprocessors(x.device),), x=first, x2=second, weights=w_tiles,
+        grouped_rows_hopper, (multiprocessors(x.device),), x=first, x2=second, weights=weights.tiles(width, step),
         places=weights.places, take=offsets if take is None else take, ends=offsets, out=out, gate=gate, up=up,
-        rows=out.shape[0], xs=x.stride(0), hs=gate.stride(0), depth=x.shape[1], N=out.shape[1], E=experts,
-        EP=power_of_2(experts + 1), TAKE=take is not None, PAIR=pair, SECOND=len(xs) == 2, ACROSS=across, STAGES=4,
-        BN=LONG, NEAR=_near(triton.cdiv(out.shape[1], SHORT if pair else LONG)), NAME=activation and activation.name,
-        CURVE=activation and activation.constants, REGISTERS=208, COPY_REGISTERS=64, num_warps=4,
+        x_scale=scales[0], w_scale=scales[1], rows=out.shape[0], xs=x.stride(0), hs=gate.stride(0), depth=x.shape[1],
+        N=out.shape[1], E=experts, EP=power_of_2(experts + 1), TAKE=take is not None, PAIR=pair, SECOND=len(xs) == 2,
+        ACROSS=weights.across, STAGES=4, BN=LONG, NEAR=_near(triton.cdiv(out.shape[1], width)),
+        NAME=activation and activation.name, CURVE=activation and activation.constants, REGISTERS=208,
+        COPY_REGISTERS=64, num_warps=4,
     )  # fmt: skip
 
 
-def _serve(total: int, offsets: Tensor | None, *tensors: Tensor) -> bool:
-    """Whether the kernels in Gluon take a call of so many rows, which lie in these. offsets: of groups that each read a
-    weight."""
-    least = LEAST_ROWS if offsets is None else max(LEAST_ROWS, LEAST_OF_GROUP * offsets.shape[0])
-    return not kernels.missing and total >= least and on_hopper(tensors[0].device) and _aligned(*tensors)
+def _serve(total: int, least: int, *tensors: Tensor) -> bool:
+    """Whether the kernels in Gluon take a call of so many rows, which lie in these."""
+    enough = total >= max(LEAST_ROWS, least)
+    return enough and not kernels.missing and on_hopper(tensors[0].device) and _aligned(*tensors)
+
+
+def _made(x: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether the kernels write a result of this dtype, by default that of x."""
+    return (dtype or x.dtype) == torch.bfloat16
 
 
 def _near(columns: int) -> int:
@@ -195,7 +212,7 @@ def _near(columns: int) -> int:
 def _aligned(*tensors: Tensor) -> bool:
     """Whether TMA, and copies of 16 bytes, take rows of these as they lie."""
     return all(
-        t.dtype == torch.bfloat16
+        t.dtype in DTYPES
         and t.stride(-1) == 1
         and not any(n * t.element_size() % ALIGNED for n in (t.shape[-1], *t.stride()[:-1]))
         and t.data_ptr() % ALIGNED == 0
@@ -221,39 +238,40 @@ class _Lying(NamedTuple):
     shape: list[int]
     strides: list[int]
     places: Tensor  # [len] int32: at which unit each begins
-    across: bool  # rows are the weights' last dimension
+    across: bool  # what is summed lies across, in rows
 
-    def tiles(self, rows: int, lanes: int) -> Tile:
-        tile = (1, rows, lanes)
+    def tiles(self, results: int, step: int) -> Tile:
+        """Of so many results, and of a step of what is summed."""
+        tile = (1, step, results) if self.across else (1, results, step)
         return Tile(self.base, self.shape, self.strides, list(tile), tile_layout(tile, self.base.dtype))
 
 
-def _lying(weights: list[Tensor], along: bool = False, halves: bool = False) -> _Lying | None:
-    """How weights [n, k] or [E, n, k] lie, if TMA finds all by one description, else None. along: None also for those
-    that lie across. halves: the first half of the rows of each, and then the second of each, as weights of their own.
-    There may be hundreds: what is asked of each one here is host time of every launch."""
+def _lying(weights: list[Tensor], transposed: bool = False, halves: bool = False) -> _Lying | None:
+    """How weights [n, k] or [E, n, k] lie, if TMA finds all by one description and tensor cores take them, else None.
+    transposed: n is summed, else k. halves: the first half of the rows of each, and then the second of each, as weights
+    of their own. There may be hundreds: what is asked of each one here is host time of every launch."""
     first = weights[0]
     (n, k), (of_n, of_k), size = first.shape[-2:], first.stride()[-2:], first.element_size()
-    across = of_k != 1
-    rows, lanes, step = (k, n, of_k) if across else (n, k, of_n)
-    alike = len({(w.shape, w.stride()) for w in weights}) == 1
-    if not alike or first.dtype != torch.bfloat16 or 1 not in (of_n, of_k):
+    turned = of_k != 1
+    rows, lanes, step = (k, n, of_k) if turned else (n, k, of_n)
+    alike = len(set(map(Tensor.stride, weights))) == 1 and len({w.shape for w in weights}) == 1
+    if not alike or first.dtype not in DTYPES or 1 not in (of_n, of_k) or halves and (turned or n % 2):
         return None
-    if along and across or halves and n % 2:
+    if turned != transposed and first.dtype == FLOAT8:
         return None
-    addresses = [w.data_ptr() for w in weights]
+    addresses = begins = list(map(Tensor.data_ptr, weights))
     if first.dim() == 3:
         between = first.stride(0) * size
         addresses = [a + e * between for a in addresses for e in range(first.shape[0])]
     if halves:
         rows //= 2
-        addresses += [a + rows * step * size for a in addresses]
+        addresses = addresses + [a + rows * step * size for a in addresses]
     begin, unit, units, places = _places(tuple(addresses), first.device)
     aligned = not any(byte % ALIGNED for byte in (begin, unit, step * size, lanes * size))
     if not aligned or units > MOST_UNITS or unit > LARGEST_UNIT:
         return None
-    base = min(weights, key=Tensor.data_ptr)
-    return _Lying(base, [units, rows, lanes], [unit // size, step, 1], places, across)
+    base = weights[begins.index(min(begins))]
+    return _Lying(base, [units, rows, lanes], [unit // size, step, 1], places, turned != transposed)
 
 
 @functools.lru_cache(maxsize=256)

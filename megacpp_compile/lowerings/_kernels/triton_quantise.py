@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_grouped import TYPES, table_of
 from megacpp_compile.lowerings._kernels.triton_launch import interpreted, power_of_2
@@ -19,6 +20,8 @@ from megacpp_compile.lowerings._kernels.triton_launch import interpreted, power_
 FLOAT8 = torch.float8_e4m3fn
 # Elements of a weight that a program holds at once: all of some rows.
 _HELD = 32768
+# Rows that a program of two warps holds, which mostly are of one group and read its scales once, and their elements.
+_ROWS, _HELD_IN_ROWS = 2, 8192
 
 
 @triton.jit
@@ -28,21 +31,24 @@ def scale_from(largest):
 
 
 @triton.jit
-def quantise_row(x, take, ends, channel_scale, out, scale, xs, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr,
-                 EP: tl.constexpr):  # fmt: skip
+def quantise_rows(x, take, ends, channel_scale, out, scale, rows, xs, K: tl.constexpr, KP: tl.constexpr,
+                  E: tl.constexpr, EP: tl.constexpr, RB: tl.constexpr):  # fmt: skip
     """out[r] * scale[r] = x[take[r]], or x[r]; with channel_scale [E, K] times that of the row's group."""
-    r = tl.program_id(0)
-    source = (r if take is None else tl.load(take + r)).to(tl.int64)
+    r = tl.program_id(0) * RB + tl.arange(0, RB)
+    inside = r < rows
+    source = (r if take is None else tl.load(take + r, mask=inside, other=0)).to(tl.int64)
     k = tl.arange(0, KP)
-    v = tl.load(x + source * xs + k, mask=k < K, other=0).to(tl.float32)
+    here = inside[:, None] & (k < K)[None, :]
+    v = tl.load(x + source[:, None] * xs + k[None, :], mask=here, other=0).to(tl.float32)
     if channel_scale is not None:
         e = tl.arange(0, EP)
-        behind = tl.load(ends + e, mask=e < E, other=2147483647) <= r
-        group = tl.minimum(tl.sum(behind.to(tl.int32), 0), E - 1)  # a row behind all groups may have any scale
-        v *= tl.load(channel_scale + group * K + k, mask=k < K, other=0)
-    one = scale_from(tl.max(tl.abs(v), 0))
-    tl.store(scale + r, one)
-    tl.store(out + r.to(tl.int64) * K + k, as_stored(v * (1 / one), out), mask=k < K)
+        end = tl.load(ends + e, mask=e < E, other=2147483647)
+        behind = (end[None, :] <= r[:, None]).to(tl.int32)
+        group = tl.minimum(tl.sum(behind, 1), E - 1)  # a row behind all groups may have any scale
+        v *= tl.load(channel_scale + (group * K)[:, None] + k[None, :], mask=here, other=0)
+    one = scale_from(tl.max(tl.abs(v), 1))
+    tl.store(scale + r, one, mask=inside)
+    tl.store(out + r.to(tl.int64)[:, None] * K + k[None, :], as_stored(v * (1 / one)[:, None], out), mask=here)
 
 
 @triton.jit
@@ -120,9 +126,12 @@ def quantised_rows(
     out = torch.empty((rows, k), dtype=FLOAT8, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        quantise_row[(rows,)](
-            x, take, offsets, channel_scale, out, scale, x.stride(0), K=k, KP=power_of_2(k), E=experts,
-            EP=power_of_2(experts),
+        wide = power_of_2(k)
+        at_once = max(1, min(_ROWS, _HELD_IN_ROWS // wide))
+        launch(
+            quantise_rows, (triton.cdiv(rows, at_once),), x=x, take=take, ends=offsets, channel_scale=channel_scale,
+            out=out, scale=scale, rows=rows, xs=x.stride(0), K=k, KP=wide, E=experts, EP=power_of_2(experts),
+            RB=at_once, num_warps=2 if at_once == _ROWS else 4,
         )  # fmt: skip
     return out, scale
 
@@ -135,9 +144,9 @@ def quantised_weights(weights: Sequence[Tensor], parts: int) -> tuple[Tensor, Te
     scale = torch.empty((e, r), dtype=torch.float32, device=table.device)
     wide = power_of_2(c)
     at_once = max(1, _HELD // wide)
-    quantise_weights[(-(-sizes["R"] // at_once), e * parts)](
-        table, out, scale, weights[0].stride(0), CP=wide, RB=at_once, TYPE=TYPES[weights[0].dtype], **sizes,
-        num_warps=16,
+    launch(
+        quantise_weights, (triton.cdiv(sizes["R"], at_once), e * parts), table=table, out=out, scale=scale,
+        stride=weights[0].stride(0), CP=wide, RB=at_once, TYPE=TYPES[weights[0].dtype], **sizes, num_warps=16,
     )  # fmt: skip
     return out, scale
 
@@ -148,18 +157,19 @@ def turned_weights(weights: Sequence[Tensor], parts: int, scale: Tensor) -> Tens
     e, r, c = sizes["E"], parts * sizes["R"], sizes["C"]
     out = torch.empty((e, c, r), dtype=FLOAT8, device=table.device)
     blocks = {"RB": 128, "CB": 128}
-    programs = -(-sizes["R"] // blocks["RB"]) * -(-c // blocks["CB"])
-    quantise_turned[(programs, e * parts)](
-        table, out.view(torch.int32), scale.contiguous(), weights[0].stride(0), TYPE=TYPES[weights[0].dtype], **sizes,
-        **blocks, INTERPRETED=interpreted(), num_warps=8,
+    programs = triton.cdiv(sizes["R"], blocks["RB"]) * triton.cdiv(c, blocks["CB"])
+    launch(
+        quantise_turned, (programs, e * parts), table=table, out=out.view(torch.int32), scale=scale.contiguous(),
+        stride=weights[0].stride(0), TYPE=TYPES[weights[0].dtype], **sizes, **blocks, INTERPRETED=interpreted(),
+        num_warps=8,
     )  # fmt: skip
     return out
 
 
 def _found(weights: Sequence[Tensor], parts: int) -> tuple[Sequence[Tensor], Tensor, dict[str, int]]:
     """(weights with contiguous channels and equal strides, copies if need be; where each lies; their sizes)."""
-    if len({w.stride() for w in weights}) > 1 or weights[0].stride(-1) != 1:
+    if len(set(map(Tensor.stride, weights))) > 1 or weights[0].stride(-1) != 1:
         weights = [w.contiguous() for w in weights]
     r, c = weights[0].shape
     sizes = {"R": r, "C": c, "E": len(weights) // parts, "PARTS": parts}
-    return weights, table_of(tuple(w.data_ptr() for w in weights), weights[0].device), sizes
+    return weights, table_of(tuple(map(Tensor.data_ptr, weights)), weights[0].device), sizes
