@@ -58,11 +58,10 @@ class ExpertRates:
     weights_tb_per_s: float
 
 
-# Measured on one H200 with torch 2.11 and Triton 3.6, each kernel alone: 64 experts of 1408 x 2048, 98304 rows, an
-# expert's between 0 and 6715. GEMMs of 3.40 TFLOP in 6.54 ms and 4.13, 1.95 GB for rows in 0.59 ms. The weights'
-# payloads move 1.66 GB each: 0.47 ms in forward and 0.39 transposed, in backward. This predicts 1.17 there; with all
-# casts 1.26 was measured, and 1.20 with as many rows for each expert.
-EXPERTS = ExpertRates(520.0, 824.0, 3.3, 3.9)
+# Measured on one H200 with torch 2.11 and Triton 3.6, each kernel alone, from CUDA graphs: 64 experts of 1408 x 2048,
+# 98304 rows. GEMMs of 3.40 TFLOP in 5.90 ms and 3.52, 1.95 GB for rows in 0.53 ms. The weights' payloads move 1.66 GB
+# each: 0.46 ms in forward and 0.39 transposed, in backward. This predicts what was measured there, 1.20.
+EXPERTS = ExpertRates(577.0, 965.0, 3.7, 3.9)
 EXPERTS_MULTIPLE = 128  # of both sides of a weight, where those GEMMs have no ragged tile
 
 

@@ -135,7 +135,7 @@ NEEDS = {
         "python -m benchmarks", "python -m benchmarks --subject block", "python -m benchmarks --out DIR",
         "python -m benchmarks --subject remat", "python -m benchmarks --subject remat_peaks",
         "python -m benchmarks --subject sparse_mla", "python -m benchmarks --subject dsa",
-        "python -m benchmarks --subject head",
+        "python -m benchmarks --subject head", "python -m benchmarks --subject moe",
         "python -m benchmarks --subject mla_decode", "python -m benchmarks.fp8_gate",
         "python -m benchmarks.fp8_gate --compiled", "python -m benchmarks.fp8_gate --compiled --recipe fp8_current",
         "python -m benchmarks.fp8_gate --shape 16384,8192,512 --recipe fp8_current",

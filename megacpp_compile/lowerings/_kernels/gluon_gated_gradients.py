@@ -132,7 +132,7 @@ def _multiply_gradients(ends, rows, depth, tiles, across, x_s, w_s, h_s, a_s, fu
         acc, slot, phase = multiplied(
             x_s, w_s, full, empty, acc, slot, phase, steps, gl.where(first < end, steps, 0), WHICH, TAKE, ACROSS, STAGES
         )
-        acc = scaled_rows(acc, x_scale, take, first, rows, TAKE)
+        acc = scaled_rows(acc, x_scale, take, first, end, TAKE)
         dots_here = dots + column.to(gl.int64) * rows
         if there:
             upper, lower = upper_and_lower(acc)

@@ -216,13 +216,15 @@ def give(x, to, first, stop, n, width, stride):
 
 
 @gluon.jit
-def scaled_rows(acc, scale, take, first, rows, TAKE: gl.constexpr):
-    """A GEMM of payloads times the scales of its rows, if they have such."""
+def scaled_rows(acc, scale, take, first, stop, TAKE: gl.constexpr):
+    """A GEMM of payloads times the scales of its rows, if they have such. From `stop` on these count as zero: rows of
+    no group may be infinite, and so their scales."""
     if scale is not None:
-        row = gl.minimum(first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout)), rows - 1)
+        row = first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+        there = row < stop
         if TAKE:
-            row = gl.load(take + row)
-        acc *= gl.load(scale + row)[:, None]
+            row = gl.load(take + row, mask=there, other=0)
+        acc *= gl.load(scale + row, mask=there, other=0.0)[:, None]
     return acc
 
 
@@ -258,9 +260,9 @@ def _multiply(ends, rows, depth, tiles, across, x_s, w_s, staged, full, empty, o
             x_s, w_s, full, empty, acc, slot, phase, steps, gl.where(first < end, steps, 0), WHICH, TAKE, ACROSS,
             STAGES,
         )
-        acc = scaled_rows(acc, x_scale, take, first, rows, TAKE)
+        acc = scaled_rows(acc, x_scale, take, first, gl.where(group < E, end, 0), TAKE)
         one, two = halves(acc)
-        # Rows of no group are zero, whatever their scale.
+        # Rows of no group are zero by now.
         of = gl.minimum(group, E - 1) * (2 * N if PAIR else N)
         one = _scaled_columns(one, w_scale, of, n, N)
         if PAIR:
