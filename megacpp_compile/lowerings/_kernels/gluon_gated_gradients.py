@@ -164,7 +164,7 @@ def gated_gradients_hopper(x, weights, places, take, ends, gate, up, gates, d_ga
                            STAGES: gl.constexpr, NEAR: gl.constexpr, NAME: gl.constexpr, CURVE: gl.constexpr,
                            REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """As `triton_gated_gradients.gated_gradients`. x: as in `grouped_rows_hopper`, with tiles of 256 rows; weights: by
-    a descriptor of [unit, depth, N]; gate and up: [rows, N] by descriptors."""
+    a descriptor of [unit, N, depth] or, ACROSS, [unit, depth, N]; gate and up: [rows, N] by descriptors."""
     BM: gl.constexpr = 256
     BN: gl.constexpr = 128
     T: gl.constexpr = weights.dtype

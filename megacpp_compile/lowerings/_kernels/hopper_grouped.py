@@ -1,5 +1,5 @@
-"""The GEMMs of `grouped` on CUDA: by kernels in Gluon on Hopper, where rows are many and TMA takes them as they lie,
-else by Triton's and CUTLASS's."""
+"""The GEMMs of `grouped` and `grouped_fp8` on CUDA: by kernels in Gluon on Hopper, where rows are many and TMA takes them
+as they lie, else by Triton's and CUTLASS's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FLOAT8 = torch.float8_e4m3fn
 DTYPES = torch.bfloat16, FLOAT8
 # Scales of the rows of x, and of those of the weights [E, n]: factors of a GEMM.
 Scales = tuple[Tensor | None, Tensor | None]
-NONE: Scales = (None, None)
+UNSCALED: Scales = (None, None)
 # A tile's sides, rows of a step of the weights' gradients, and bytes of a step elsewhere.
 SHORT, LONG, STEP, STEP_BYTES = 128, 256, 64, 128
 # With fewer rows in all, launches take longer; with fewer of a group, tiles are cut, and a weight is read for one row
@@ -60,7 +60,7 @@ ANY_UNIT = 512
 
 def rows(
     xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None,
-    scales: Scales = NONE, dtype: torch.dtype | None = None, bias: Tensor | None = None,
+    scales: Scales = UNSCALED, dtype: torch.dtype | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[S, n]: as `triton_grouped.rows`."""
     total, n = (xs[0] if take is None else take).shape[0], weights[0].shape[-1 if transposed else -2]
@@ -82,7 +82,7 @@ def rows(
 
 def gated(
     x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], offsets: Tensor, take: Tensor | None, activation: str,
-    scales: Scales = NONE, dtype: torch.dtype | None = None, b_gate: Tensor | None = None, b_up: Tensor | None = None,
+    scales: Scales = UNSCALED, dtype: torch.dtype | None = None, b_gate: Tensor | None = None, b_up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `triton_gated.gated`."""
     total, fused = (x if take is None else take).shape[0], not w_up
