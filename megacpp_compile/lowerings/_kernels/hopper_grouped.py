@@ -1,5 +1,5 @@
-"""The GEMMs of `grouped` and `grouped_fp8` on CUDA: by kernels in Gluon on Hopper, where rows are many and TMA takes them
-as they lie, else by Triton's and CUTLASS's."""
+"""The GEMMs of `grouped` and `grouped_fp8` on CUDA: by kernels in Gluon on Hopper, where rows are many and TMA takes
+them as they lie, else by Triton's and CUTLASS's."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def rows(
 
 def gated(
     x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], offsets: Tensor, take: Tensor | None, activation: str,
-    scales: Scales = UNSCALED, dtype: torch.dtype | None = None, b_gate: Tensor | None = None, b_up: Tensor | None = None,
+    scales: Scales = UNSCALED, dtype: torch.dtype | None = None, b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `triton_gated.gated`."""
     total, fused = (x if take is None else take).shape[0], not w_up
