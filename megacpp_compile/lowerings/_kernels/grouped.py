@@ -16,7 +16,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import compute_dtype, ends_until
+from megacpp_compile.lowerings._op import compute_dtype, ends_until, kernel_op
 from megacpp_compile.targets import CPU, CUDA, Target, family
 
 
@@ -25,13 +25,13 @@ def target_of(x: Tensor) -> Target:
     return family({x.device.type})
 
 
-@torch.library.custom_op("grouped_gemms::rows", mutates_args=())
+@kernel_op("grouped_gemms::rows")
 def rows(
     xs: list[Tensor],
     weights: list[Tensor],
     offsets: Tensor,
     transposed: bool,
-    take: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    take: Optional[Tensor] = None,  # noqa: UP045  kernel_op reads typing.Optional on every supported torch
     bias: Optional[Tensor] = None,  # noqa: UP045
 ) -> Tensor:
     """[S, n]: `x @ w.T` with each row's own weight, or with `transposed` `x @ w`; rows of no group are zero.
@@ -68,7 +68,7 @@ def rows(
     return out
 
 
-@rows.register_fake
+@torch.library.register_fake("grouped_gemms::rows")
 def _(xs, weights, offsets, transposed, take=None, bias=None):  # type: ignore[no-untyped-def]
     count = (xs[0] if take is None else take).shape[0]
     return xs[0].new_empty((count, weights[0].shape[-1 if transposed else -2]), dtype=dtype_of(xs[0], bias))
@@ -84,7 +84,7 @@ def separate(weights: list[Tensor]) -> list[Tensor]:
     return weights if weights[0].dim() == 2 else [part for w in weights for part in w.unbind(0)]
 
 
-@torch.library.custom_op("grouped_gemms::sums", mutates_args=())
+@kernel_op("grouped_gemms::sums")
 def sums(
     rows: Tensor,
     offsets: Tensor,
@@ -105,12 +105,12 @@ def sums(
     return torch.stack([rows[start:end].sum(0) for start, end in _groups(offsets)])
 
 
-@sums.register_fake
+@torch.library.register_fake("grouped_gemms::sums")
 def _(rows, offsets, take=None, factors=None):  # type: ignore[no-untyped-def]
     return rows.new_empty((offsets.shape[0], rows.shape[1]), dtype=compute_dtype(rows))
 
 
-@torch.library.custom_op("grouped_gemms::weights", mutates_args=())
+@kernel_op("grouped_gemms::weights")
 def weights(
     grad: Tensor,
     x: Tensor,
@@ -135,12 +135,12 @@ def weights(
     return out
 
 
-@weights.register_fake
+@torch.library.register_fake("grouped_gemms::weights")
 def _(grad, x, offsets, take_grad=None, take_x=None):  # type: ignore[no-untyped-def]
     return x.new_empty((offsets.shape[0], grad.shape[1], x.shape[1]))
 
 
-@torch.library.custom_op("grouped_gemms::gated", mutates_args=())
+@kernel_op("grouped_gemms::gated")
 def gated(
     x: Tensor,
     w_gate: list[Tensor],
@@ -167,7 +167,7 @@ def gated(
     return hopper_grouped.gated(x, w_gate, w_up, offsets, take, activation, b_gate=b_gate, b_up=b_up)
 
 
-@gated.register_fake
+@torch.library.register_fake("grouped_gemms::gated")
 def _(x, w_gate, w_up, offsets, take, activation, b_gate=None, b_up=None, interleaved=False):  # type: ignore[no-untyped-def]
     rows, n = (x if take is None else take).shape[0], w_gate[0].shape[-2]
     first = x.new_empty((rows, n), dtype=dtype_of(x, b_gate))
@@ -175,7 +175,7 @@ def _(x, w_gate, w_up, offsets, take, activation, b_gate=None, b_up=None, interl
     return first, second, x.new_empty((rows, n if w_up else n // 2))
 
 
-@torch.library.custom_op("grouped_gemms::gradients", mutates_args=())
+@kernel_op("grouped_gemms::gradients")
 def gradients(
     grad: Tensor,
     weights: list[Tensor],
@@ -192,7 +192,7 @@ def gradients(
     return hopper_grouped.gradients(grad, weights, hidden, gates, offsets, take, activation)
 
 
-@gradients.register_fake
+@torch.library.register_fake("grouped_gemms::gradients")
 def _(grad, weights, hidden, gates, offsets, take, activation):  # type: ignore[no-untyped-def]
     rows, n = gates.shape[0], weights[0].shape[-1]
     return grad.new_empty((rows, 2 * n)), grad.new_empty((rows, n)), gates.new_empty(rows)

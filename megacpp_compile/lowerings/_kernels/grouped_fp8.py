@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.grouped import dtype_of, separate
+from megacpp_compile.lowerings._op import kernel_op
 
 
-@torch.library.custom_op("grouped_gemms::rows_fp8", mutates_args=())
+@kernel_op("grouped_gemms::rows_fp8")
 def rows(
     x: Tensor,
     weights: list[Tensor],
     offsets: Tensor,
-    take: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    take: Optional[Tensor] = None,  # noqa: UP045  kernel_op reads typing.Optional on every supported torch
     bias: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
     """(`x @ w.T` plus the group's bias of rows `take` [S, n], or of all; the weights' scales [E, n])."""
@@ -34,14 +35,14 @@ def rows(
     return hopper_grouped.rows([x8], [w8], offsets, False, take, (x_scale, scale), dtype_of(x, bias), bias), scale
 
 
-@rows.register_fake
+@torch.library.register_fake("grouped_gemms::rows_fp8")
 def _(x, weights, offsets, take=None, bias=None):  # type: ignore[no-untyped-def]
     n = weights[0].shape[-2]
     rows = (x if take is None else take).shape[0]
     return x.new_empty((rows, n), dtype=dtype_of(x, bias)), _scales(x, offsets, n)
 
 
-@torch.library.custom_op("grouped_gemms::rows_back_fp8", mutates_args=())
+@kernel_op("grouped_gemms::rows_back_fp8")
 def rows_back(x: Tensor, weights: list[Tensor], scale: Tensor, offsets: Tensor) -> Tensor:
     """[S, d]: `x @ w` of x [S, parts * n] and weights [n, d]. scale: theirs in forward."""
     from megacpp_compile.lowerings._kernels import hopper_grouped, triton_quantise
@@ -51,12 +52,12 @@ def rows_back(x: Tensor, weights: list[Tensor], scale: Tensor, offsets: Tensor) 
     return hopper_grouped.rows([x8], [w8], offsets, False, None, (x_scale, None), x.dtype)
 
 
-@rows_back.register_fake
+@torch.library.register_fake("grouped_gemms::rows_back_fp8")
 def _(x, weights, scale, offsets):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], weights[0].shape[-1]))
 
 
-@torch.library.custom_op("grouped_gemms::gated_fp8", mutates_args=())
+@kernel_op("grouped_gemms::gated_fp8")
 def gated(
     x: Tensor,
     w_gate: list[Tensor],
@@ -79,14 +80,14 @@ def gated(
     return h_gate, h_up, a, scale
 
 
-@gated.register_fake
+@torch.library.register_fake("grouped_gemms::gated_fp8")
 def _(x, w_gate, w_up, offsets, take, activation, b_gate=None, b_up=None):  # type: ignore[no-untyped-def]
     slots, n = (x if take is None else take).shape[0], w_gate[0].shape[-2]
     up, a = (x.new_empty((slots, n), dtype=dtype_of(x, b_up)), n) if w_up else (x.new_empty(0), n // 2)
     return x.new_empty((slots, n), dtype=dtype_of(x, b_gate)), up, x.new_empty((slots, a)), _scales(x, offsets, 2 * a)
 
 
-@torch.library.custom_op("grouped_gemms::gradients_fp8", mutates_args=())
+@kernel_op("grouped_gemms::gradients_fp8")
 def gradients(
     grad: Tensor,
     weights: list[Tensor],
@@ -107,7 +108,7 @@ def gradients(
     )
 
 
-@gradients.register_fake
+@torch.library.register_fake("grouped_gemms::gradients_fp8")
 def _(grad, weights, scale, hidden, gates, offsets, take, activation):  # type: ignore[no-untyped-def]
     slots, n = gates.shape[0], weights[0].shape[-1]
     return grad.new_empty((slots, 2 * n)), grad.new_empty((slots, n)), gates.new_empty(slots)

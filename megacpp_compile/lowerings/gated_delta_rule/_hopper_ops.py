@@ -12,8 +12,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from megacpp_compile.lowerings._op import kernel_op
 
-@torch.library.custom_op("megacpp_delta::walk", mutates_args=())
+
+@kernel_op("megacpp_delta::walk")
 def walk(
     q: Tensor,
     k: Tensor,
@@ -21,7 +23,7 @@ def walk(
     inverse: Tensor,
     mixed: Tensor,
     factors: Tensor,
-    initial_state: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    initial_state: Optional[Tensor],  # noqa: UP045  kernel_op reads typing.Optional on every supported torch
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_walks.walk` with a gate a head: o, the last state, and those that enter segments."""
@@ -30,14 +32,14 @@ def walk(
     return _walks.on_hopper(q, k, v, inverse, mixed, factors, initial_state, scale)
 
 
-@walk.register_fake
+@torch.library.register_fake("megacpp_delta::walk")
 def _(q, k, v, inverse, mixed, factors, initial_state, scale):  # type: ignore[no-untyped-def]
     from megacpp_compile.lowerings.gated_delta_rule import _walks
 
     return _walks.promised(q, k, v)
 
 
-@torch.library.custom_op("megacpp_delta::mild_chunks", mutates_args=())
+@kernel_op("megacpp_delta::mild_chunks")
 def mild_chunks(
     q: Tensor,
     k: Tensor,
@@ -51,14 +53,14 @@ def mild_chunks(
     return mild, queries, keys, out_keys, dots, ends
 
 
-@mild_chunks.register_fake
+@torch.library.register_fake("megacpp_delta::mild_chunks")
 def _(q, k, g, eps):  # type: ignore[no-untyped-def]
     from megacpp_compile.lowerings.gated_delta_rule import _mild_chunks
 
     return _mild_chunks.promised(g)
 
 
-@torch.library.custom_op("megacpp_delta::backward", mutates_args=())
+@kernel_op("megacpp_delta::backward")
 def backward(
     do: Tensor,
     dfinal: Optional[Tensor],  # noqa: UP045
@@ -86,14 +88,14 @@ def backward(
     return dq, dk, dv, dg, dbeta, d_initial
 
 
-@backward.register_fake
+@torch.library.register_fake("megacpp_delta::backward")
 def _(do, dfinal, q, k, v, g, beta, kept, inverse, decay, steps, norms, solve, turned, scale, eps):  # type: ignore[no-untyped-def]
     from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare
 
     return _behind_prepare.heads_promised((do, q, k, v, g, beta), scale, eps)
 
 
-@torch.library.custom_op("megacpp_delta::backward_channels", mutates_args=())
+@kernel_op("megacpp_delta::backward_channels")
 def backward_channels(
     do: Tensor,
     dfinal: Optional[Tensor],  # noqa: UP045
@@ -125,7 +127,7 @@ def backward_channels(
     return dq, dk, dv, dg, dbeta, d_initial, d_between, states, errors, d_states
 
 
-@backward_channels.register_fake
+@torch.library.register_fake("megacpp_delta::backward_channels")
 def _(do, dfinal, q, k, v, g, beta, kept, inverse, *parts_scale_eps):  # type: ignore[no-untyped-def]
     from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare
 

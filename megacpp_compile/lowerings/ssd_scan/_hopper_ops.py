@@ -12,17 +12,17 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import shaped_like
+from megacpp_compile.lowerings._op import kernel_op, shaped_like
 
 
-@torch.library.custom_op("megacpp_ssd::scan", mutates_args=())
+@kernel_op("megacpp_ssd::scan")
 def scan(
     x: Tensor,
     dt: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    D: Optional[Tensor],  # noqa: UP045  kernel_op reads typing.Optional on every supported torch
     initial_state: Optional[Tensor],  # noqa: UP045
     chunk_size: int,
     out_dtype: torch.dtype,
@@ -34,7 +34,7 @@ def scan(
     return cuda_triton.scan_on_hopper((x, dt, A, B, C), D, initial_state, chunk_size, out_dtype, seq_idx)
 
 
-@scan.register_fake
+@torch.library.register_fake("megacpp_ssd::scan")
 def _(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype, seq_idx):  # type: ignore[no-untyped-def]
     return promised(x, B, chunk_size, out_dtype, torch.float32)
 
@@ -52,7 +52,7 @@ def promised(
     )
 
 
-@torch.library.custom_op("megacpp_ssd::backward", mutates_args=())
+@kernel_op("megacpp_ssd::backward")
 def backward(
     dy: Tensor,
     dfinal: Optional[Tensor],  # noqa: UP045
@@ -84,7 +84,7 @@ def backward(
     return joined, d_dt, d_A, B.new_empty(0), C.new_empty(0), d_D, d_initial
 
 
-@backward.register_fake
+@torch.library.register_fake("megacpp_ssd::backward")
 def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx, firsts=None):  # type: ignore[no-untyped-def]
     if firsts is None:
         return shaped_like(states, (x, dt, A, B, C, D, initial_state))
