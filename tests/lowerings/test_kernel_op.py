@@ -17,7 +17,7 @@ def scaled():
     @kernel_op("megacpp_tests::scaled")
     def scaled(xs: list[Tensor], by: float = 2.0) -> Tensor:
         seen.append(torch.compiler.is_dynamo_compiling())
-        return torch.cat(xs) * by
+        return torch.cat(xs, out=xs[0].new_empty(0)) * by
 
     @torch.library.register_fake("megacpp_tests::scaled")
     def _(xs, by=2.0):
@@ -32,6 +32,14 @@ def test_runs_as_the_function_does(scaled, rand):
     assert torch.equal(op([x, y]), torch.cat([x, y]) * 2)
     assert torch.equal(torch.ops.megacpp_tests.scaled([x], by=3.0), x * 3)
     assert op._schema.is_mutable is False
+
+
+def test_no_graph_is_made_of_what_it_does(scaled, rand):
+    """`out=` is taken of operands with gradients, too, outside of a compiled graph."""
+    op, _ = scaled
+    x = rand(3, 4).requires_grad_()
+    assert torch.equal(op([x, x]), torch.cat([x, x]).detach() * 2)
+
 
 
 def test_is_opaque_to_compilers(scaled, rand):
