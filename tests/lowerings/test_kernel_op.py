@@ -41,7 +41,6 @@ def test_no_graph_is_made_of_what_it_does(scaled, rand):
     assert torch.equal(op([x, x]), torch.cat([x, x]).detach() * 2)
 
 
-
 def test_is_opaque_to_compilers(scaled, rand):
     op, seen = scaled
     graphs = []

@@ -12,14 +12,12 @@ from megacpp_compile.lowerings._kernels.gluon_grouped import (
     STEP_BITS,
     bring,
     found,
-    give,
-    halves,
     multiplied,
     scaled_rows,
     stage_barriers,
     tiles_of,
-    upper_and_lower,
 )
+from megacpp_compile.lowerings._kernels.gluon_results import give, halves, upper_and_lower
 from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, tma_load
 from megacpp_compile.lowerings._kernels.triton_activations import factors
 

@@ -19,12 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megacpp_compile.lowerings._kernels.gluon_grouped import (
     ROWS,
     after,
-    halves,
     placed,
-    put,
     stage_barriers,
-    upper_and_lower,
 )
+from megacpp_compile.lowerings._kernels.gluon_results import halves, put, upper_and_lower
 from megacpp_compile.lowerings._kernels.gluon_tiles import as_tiles, barrier, load_async, tma_load
 
 # Rows of a step of what is summed.

@@ -19,6 +19,7 @@ from megacpp_compile.lowerings._kernels.gluon_launch import Tile, launch, tile_l
 from megacpp_compile.lowerings._kernels.hopper import GluonKernels, lacking
 from megacpp_compile.lowerings._kernels.kept_tensors import kept_numbers
 from megacpp_compile.lowerings._kernels.triton_launch import power_of_2
+from megacpp_compile.lowerings._kernels.triton_quantise import FLOAT8
 from megacpp_compile.targets.chips import multiprocessors, on_hopper
 
 try:
@@ -34,7 +35,6 @@ except (ImportError, AttributeError) as error:
 
 NAME = "grouped GEMMs"
 # What tensor cores multiply here; e4m3 only along what is summed.
-FLOAT8 = torch.float8_e4m3fn
 DTYPES = torch.bfloat16, FLOAT8
 # Scales of the rows of x, and of those of the weights [E, n]: factors of a GEMM.
 Scales = tuple[Tensor | None, Tensor | None]
@@ -255,7 +255,7 @@ def _lying(weights: list[Tensor], transposed: bool = False, halves: bool = False
     (n, k), (of_n, of_k), size = first.shape[-2:], first.stride()[-2:], first.element_size()
     turned = of_k != 1
     rows, lanes, step = (k, n, of_k) if turned else (n, k, of_n)
-    alike = len(set(map(Tensor.stride, weights))) == 1 and len({w.shape for w in weights}) == 1
+    alike = triton_grouped.equal_strides(weights) and len({w.shape for w in weights}) == 1
     if not alike or first.dtype not in DTYPES or 1 not in (of_n, of_k) or halves and (turned or n % 2):
         return None
     if turned != transposed and first.dtype == FLOAT8:

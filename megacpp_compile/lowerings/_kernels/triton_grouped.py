@@ -8,6 +8,7 @@ are found through a table of their addresses; it is made once for a set of weigh
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -169,20 +170,28 @@ def _shared_memory(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
+def equal_strides(weights: Sequence[Tensor]) -> bool:
+    return len(set(map(Tensor.stride, weights))) == 1
+
+
+def table_of(weights: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Where each weight begins, as a tensor on the device, which later calls read too."""
+    return _table(tuple(map(Tensor.data_ptr, weights)), device)
+
+
 @functools.lru_cache(maxsize=256)
-def table_of(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """The addresses as a tensor on the device, which later calls read too."""
+def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     return kept_numbers(addresses, torch.int64, device)
 
 
 def arguments_of(operands: list[Tensor], x: Tensor, offsets: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
     """(weights [n, k] of every expert, or [E, n, k] of all, with equal strides; the kernel arguments that describe them
     and the dtype of the rows `x`)."""
-    if len({w.stride() for w in operands}) > 1:
+    if not equal_strides(operands):
         operands = [w.contiguous() for w in operands]
     first, experts, separate = operands[0], offsets.shape[0], operands[0].dim() == 2
     wn, wk = first.stride()[-2:]
-    table = table_of(tuple(w.data_ptr() for w in operands), x.device) if separate else offsets
+    table = table_of(operands, x.device) if separate else offsets
     return operands, {
         "table": table, "ends": offsets, "ws_e": 0 if separate else first.stride(0), "wn": wn, "wk": wk,
         "N": first.shape[-2], "K": first.shape[-1], "E": experts, "EP": power_of_2(experts + 1), "TABLE": separate,

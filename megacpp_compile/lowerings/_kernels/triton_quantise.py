@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
-from megacpp_compile.lowerings._kernels.triton_grouped import TYPES, table_of
+from megacpp_compile.lowerings._kernels.triton_grouped import TYPES, equal_strides, table_of
 from megacpp_compile.lowerings._kernels.triton_launch import interpreted, power_of_2
 
 FLOAT8 = torch.float8_e4m3fn
@@ -168,8 +168,8 @@ def turned_weights(weights: Sequence[Tensor], parts: int, scale: Tensor) -> Tens
 
 def _found(weights: Sequence[Tensor], parts: int) -> tuple[Sequence[Tensor], Tensor, dict[str, int]]:
     """(weights with contiguous channels and equal strides, copies if need be; where each lies; their sizes)."""
-    if len(set(map(Tensor.stride, weights))) > 1 or weights[0].stride(-1) != 1:
+    if not equal_strides(weights) or weights[0].stride(-1) != 1:
         weights = [w.contiguous() for w in weights]
     r, c = weights[0].shape
     sizes = {"R": r, "C": c, "E": len(weights) // parts, "PARTS": parts}
-    return weights, table_of(tuple(map(Tensor.data_ptr, weights)), weights[0].device), sizes
+    return weights, table_of(weights, weights[0].device), sizes
