@@ -21,7 +21,7 @@ TOPICS = {
     "Memory": ("CheckpointingPolicy", "apply_checkpoints", "estimate", "Estimate", "fit", "Fit"),
     "Launching": ("launch_record", "LaunchRecord"),
     "Precision": ("PrecisionPlan", "replace_linears", "te_layer_spec", "NativeLayerSpec",
-                  "scaling_state", "load_scaling_state"),
+                  "scaling_state", "load_scaling_state", "cached_weight_casts"),
     "Ops a model calls": ("attention", "attention_capability", "sparse_mla", "equal_split"),
     "Attention": ("enable_fa4", "disable_fa4", "uses_dense_fa4", "Validity", "last_attention", "observed_attention"),
     "Decoding": ("MLAKVCache", "latent_attention", "use_latent_cache", "ServingConfig"),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from megacpp_compile.precision.layer_spec import NativeLayerSpec, te_layer_spec
     from megacpp_compile.precision.replace import replace_linears
     from megacpp_compile.precision.scaling_state import load_scaling_state, scaling_state
+    from megacpp_compile.precision.weight_casts import cached_weight_casts
     from megacpp_compile.regional.compile import compile
     from megacpp_compile.report.collector import record
     from megacpp_compile.report.report import Report
@@ -48,12 +49,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointingPolicy", "CompileCache", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache",
-    "NativeLayerSpec", "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints",
-    "attention", "attention_capability", "backend", "check_resume", "compile", "disable_fa4", "enable", "enable_fa4",
-    "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record", "load_cache",
-    "load_scaling_state", "observed_attention", "record", "replace_linears", "save_cache", "scaling_state",
-    "sparse_mla", "te_layer_spec", "use_latent_cache", "uses_dense_fa4",
+    "CheckpointingPolicy", "CompileCache", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache", "NativeLayerSpec",
+    "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints", "attention",
+    "attention_capability", "backend", "cached_weight_casts", "check_resume", "compile", "disable_fa4", "enable",
+    "enable_fa4", "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record",
+    "load_cache", "load_scaling_state", "observed_attention", "record", "replace_linears", "save_cache",
+    "scaling_state", "sparse_mla", "te_layer_spec", "use_latent_cache", "uses_dense_fa4",
 ]  # fmt: skip
 
 _HOME = {
@@ -65,7 +66,7 @@ _HOME = {
     "ShardingPlan": "config.sharding", "Validity": "nn.attention.validity",
     "apply_checkpoints": "memory.checkpoints", "attention": "nn.attention",
     "attention_capability": "nn.attention", "backend": "backend", "check_resume": "resume",
-    "compile": "regional.compile",
+    "cached_weight_casts": "precision.weight_casts", "compile": "regional.compile",
     "disable_fa4": "nn.attention.switch", "enable": "enable", "enable_fa4": "nn.attention.switch",
     "equal_split": "nn.expert_capacity", "estimate": "memory.estimate", "explain": "explainer", "fit": "memory.fit",
     "last_attention": "nn.attention", "latent_attention": "decode.absorbed", "observed_attention": "nn.attention",

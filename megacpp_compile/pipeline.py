@@ -20,6 +20,7 @@ from megacpp_compile.backends._protocol import Backend, Settings, backend_for
 from megacpp_compile.backends.cache_hits import cache_hits
 from megacpp_compile.backends.delayed_scaling import take_past
 from megacpp_compile.backends.static_launch import start_workers
+from megacpp_compile.backends.weight_casts import take_casts
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import GraphBreakError, NotLoweredError, PeakUnreachableError, TwoPoliciesError
@@ -137,8 +138,10 @@ def _hand_to_backend(
     if rewritten is not None:
         try:
             restore_sdpa_regions(rewritten)
+            casts = take_casts(rewritten)
             past = take_past(rewritten, analysis.captured)
-            return past.adapt(backend.compile_lowered(rewritten, [*example_inputs, *past.fakes], settings))
+            behind = [*casts.fakes, *past.fakes]
+            return casts.adapt(past.adapt(backend.compile_lowered(rewritten, [*example_inputs, *behind], settings)))
         except _MEANT:
             raise
         except Exception as error:

@@ -102,8 +102,8 @@ def test_public_names():
     assert megacpp_compile.__all__ == [
         "CheckpointingPolicy", "CompileCache", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache",
         "NativeLayerSpec", "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints",
-        "attention", "attention_capability", "backend", "check_resume", "compile", "disable_fa4", "enable", "enable_fa4",
-        "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record", "load_cache",
+        "attention", "attention_capability", "backend", "cached_weight_casts", "check_resume", "compile", "disable_fa4",
+        "enable", "enable_fa4", "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record", "load_cache",
         "load_scaling_state", "observed_attention", "record", "replace_linears", "save_cache", "scaling_state",
         "sparse_mla", "te_layer_spec", "use_latent_cache", "uses_dense_fa4",
     ]  # fmt: skip

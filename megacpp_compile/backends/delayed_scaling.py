@@ -99,6 +99,8 @@ def _columns(linears: Sequence[Node], inputs: Sequence[Node]) -> tuple[dict[Node
         weight = parameter_of(linear.args[1][0])  # type: ignore[index, arg-type]
         assert weight is not None, "the pass has seen that it is an input"
         for kind, argument in (("x", 2), ("w", 4)):
+            if linear.args[argument].op == "placeholder":  # type: ignore[union-attr]
+                continue  # cast in front of the frame, by the values it has now
             if (cast := quantised(linear, argument)) not in forward:
                 forward[cast] = column(weight, kind)  # type: ignore[arg-type]
         backward[linear] = column(weight, "g")

@@ -52,6 +52,8 @@ def _ineffective(config: Config, target: Target) -> Iterator[tuple[str, str]]:
         yield "attention", f"it is about CUDA's kernels, {elsewhere}"
     if config.precision is not None and not target.float8 and config.precision.recipes() != {"bf16"}:
         yield "precision", f"float8 needs CUDA, {elsewhere}, where everything stays in the model's own dtype"
+    if config.cache_weight_casts and (config.precision is None or config.precision.recipes() == {"bf16"}):
+        yield "cache_weight_casts", "no weight is cast to float8 without a 'precision' that asks for it"
     if config.sharding is not None and not any(d.backend == "openxla" for d in target.devices):
         yield "sharding", f"it is about devices of XLA, {elsewhere}"
     if config.keep_latents is True and not config.enabled(_HAS_LATENTS):

@@ -92,6 +92,8 @@ class Config(_Asked):
             `policy` would take it for another; the longest pattern that hits wins.
         precision: which linears run in fp8: a `PrecisionPlan`, a mapping from glob over module names to recipe, or
             the name of a recipe ("fp8_current"). None, the default, leaves all of them in the model's own dtype.
+        cache_weight_casts: with `precision`, cast weights to fp8 in front of a compiled frame, and in a context
+            `cached_weight_casts()` once for all calls in it: for microbatches of a step, and for inference.
         compress: linears that save a random projection of their input for backward, which makes their weights'
             gradients approximate: a `CompressionPlan`, or a mapping of its fields, as in
             `{"names": ("*.mlp.down_proj",), "ratio": 0.25}`. None, the default, compresses nothing.
@@ -122,6 +124,7 @@ class Config(_Asked):
     policy: CheckpointingPolicy | Literal["auto"] | None = AUTO
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
+    cache_weight_casts: bool = False
     compress: CompressionPlan | None = None
     sharding: ShardingPlan | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -148,6 +151,7 @@ class Config(_Asked):
             "policy": policy_option(self.policy),
             "block_kinds": checks.mapping("block_kinds", self.block_kinds, _kind),
             "precision": _traceable(PrecisionPlan.of(self.precision)),
+            "cache_weight_casts": checks.boolean("cache_weight_casts", self.cache_weight_casts),
             "compress": CompressionPlan.of(self.compress),
             "sharding": ShardingPlan.of(self.sharding),
             "inductor": checks.mapping("inductor", self.inductor, lambda _key, value: value),

@@ -40,7 +40,8 @@ def serve(name: str, reference: ModuleType, *args: Any) -> Any:
 
     Ops that only passes write need none of this: they are lowered before they run.
     """
-    target = family({next(a for a in args if isinstance(a, Tensor)).device.type})
+    operands = (t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))
+    target = family({next(t for t in operands if isinstance(t, Tensor)).device.type})
     if target is CPU:
         return getattr(reference, name)(*args)
     from megacpp_compile.lowerings._registry import choose

@@ -14,6 +14,9 @@ After, under "fp8_delayed", the same with
 After, under "fp8_block":
         `x8, sx = megacpp.fp8_quantize_tiles(x, 1)`, `w8, sw = megacpp.fp8_quantize_tiles(w, 128)`;
         `y = megacpp.fp8_block_linear(x, w, x8, sx, w8, sw, b, dtype)`
+With `cache_weight_casts`, but for "fp8_block", of weights that are parameters, or views or casts of one:
+        `w8, wt, sw = megacpp.fp8_quantize_weights([w], True)`; `fp8_linear(x, [w], x8, sx, w8, sw, ..., wt)`, and the
+        frame is called with these three (`backends/weight_casts.py`)
 Where the weight's gradient is to be in float32 (`_rewrites/float32_gradients.py`), each has `float32` behind its other
 arguments, and linears share a GEMM only with such.
 
@@ -49,6 +52,7 @@ from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.passes._rewrites import weight_casts
 from megacpp_compile.passes._rewrites.delayed_scaling import no_parameter, no_past
 from megacpp_compile.passes._rewrites.float32_gradients import has_float32_gradient
 from megacpp_compile.passes._rule import Match
@@ -192,8 +196,23 @@ def _match(view: GraphView, group: Sequence[Wanted], payloads: Payloads) -> Matc
     notes += dict.fromkeys(one.note for one in group if one.note)
     if wide := group[0].wide:
         notes.append("weights' gradients in float32" if len(group) > 1 else "its weight's gradient in float32")
+    notes += [cached] if (cached := _cached(view, group[0].recipe, linears)) else []
     rewrite = lambda build: _rewrite(view, build, linears, group[0].recipe, payloads, wide)  # noqa: E731
     return Match(outputs[0], inputs, outputs, rewrite, note="; ".join(notes))
+
+
+def _cached(view: GraphView, recipe: str, linears: Sequence[Linear]) -> str:
+    """What becomes of the option `cache_weight_casts` for these linears, "" where it is not given."""
+    if not view.config.cache_weight_casts:
+        return ""
+    if recipe == "fp8_block":
+        return "cast in every call, as blocks have no shared casts"
+    return weight_casts.not_cacheable([linear.w for linear in linears]) or weight_casts.NOTE
+
+
+def _trained(view: GraphView, linears: Sequence[Linear]) -> bool:
+    """Whether a backward multiplies by the weights."""
+    return any(_recorded(view, linear.node) and view.needs_grad(linear.node) for linear in linears)
 
 
 def _no_device_for(recipe: str) -> Callable[[torch.device], str]:
@@ -232,9 +251,19 @@ def _rewrite(
     turned = delayed and any(view.needs_grad(linear.w) for linear in linears)
     of_x, of_w, scale = ([turned], [False], 2) if delayed else ([], [], 1)
     x8, *columns, x_scale = parts(payload(x, one, FORWARD, *of_x), *([0, 1, scale] if turned else [0, scale]))
-    w = weights[0] if len(weights) == 1 else build(aten.cat.default, weights)
-    quantised = [x8, x_scale, *parts(payload(w, one, FORWARD, *of_w), 0, scale)]
+    cached = _cached(view, recipe, linears) == weight_casts.NOTE
+    w_columns: list[Node] = []
+    if cached:
+        trained = _trained(view, linears)
+        made = build(ops.fp8_quantize_weights.default, weight_casts.detached(build, weights), trained)
+        w8, w_scale = parts(made, 0, 2)
+        w_columns = parts(made, 1) if trained else []
+    else:
+        w = weights[0] if len(weights) == 1 else build(aten.cat.default, weights)
+        w8, w_scale = parts(payload(w, one, FORWARD, *of_w), 0, scale)
+    quantised = [x8, x_scale, w8, w_scale]
+    # None stands for what is not there in front of what is.
     past = [None, None, *columns] if turned else []
-    past += [*[None] * (3 - len(past)), torch.float32] if wide else []
+    past += [*[None] * (3 - len(past)), torch.float32 if wide else None, *w_columns] if wide or w_columns else []
     new = build(ops.fp8_linear.default, x, weights, *quantised, biases, GRADIENT, dtype, *past)
     return new, [build.item(new, i) for i in range(len(linears))]

@@ -60,6 +60,7 @@ def test_every_field_is_read():
         "policy": CheckpointingPolicy("full").to_dict(),
         "block_kinds": {"layers.*.mixer": "mblock"},
         "precision": PrecisionPlan({"*.mlp.*": "fp8_block"}).to_dict(),
+        "cache_weight_casts": True,
         "compress": {"names": ["*.down_proj"], "ratio": 0.5, "seed": 3, "redraw": "update"},
         "sharding": ShardingPlan({"model": 4}, {"*.up.weight": ("model", None)}).to_dict(),
         "inductor": {"max_autotune": True},

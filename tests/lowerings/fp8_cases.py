@@ -45,16 +45,19 @@ for label, options in LINEARS.items():
 # --- both operands quantised
 
 
-def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True, grad_format="e4m3", parts=(1,), past=(), wide=False):
+def _fp8(
+    rand, dtype, outer=(2, 24), k=48, n=32, bias=True, grad_format="e4m3", parts=(1,), past=(), wide=False, given=False
+):
     """Operands of fp8_linear, one of them of very small numbers. parts: the weights' rows, in sixteens. past: largest
     magnitudes of gradients in earlier steps, of which the first counts; none without delayed scaling. wide: the weights'
-    gradients are in float32."""
+    gradients are in float32. given: backward has the weights' payload."""
     x, w = rand(*outer, k, dtype=dtype), rand(n, k, dtype=dtype) * 1e-4
     quantise = reference_of("fp8_quantize")
     weights, b = _parts(w, parts), _parts(rand(n, dtype=dtype), parts) if bias else []
     args = x, weights, *quantise(x, "e4m3"), *quantise(w, "e4m3"), b, grad_format, dtype
     delayed = (torch.tensor(past), torch.zeros(()), args[2].flatten(0, -2).t().contiguous()) if past else ()
-    return (*args, *(delayed or [None] * 3), torch.float32) if wide else (*args, *delayed)
+    others = (*(delayed or [None] * 3), torch.float32 if wide else None, args[4].t().contiguous() if given else None)
+    return *args, *(others if given else others[:4] if wide else delayed)
 
 
 def _parts(t, parts):
@@ -74,6 +77,8 @@ QUANTISED = {
     "float32_gradients": {"n": 64, "parts": (3, 1), "wide": True},
     "delayed_float32_gradients": {"past": (4e3,), "bias": False, "wide": True},
     "delayed_beyond_the_past": {"past": (200.0,), "n": 64, "parts": (3, 1), "bias": False},
+    "given_payload": {"n": 64, "parts": (3, 1), "given": True},
+    "delayed_given_payload": {"past": (4e3,), "bias": False, "given": True},
 }
 for label, options in QUANTISED.items():
 
@@ -87,9 +92,9 @@ for label, options in QUANTISED.items():
         grads = [rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3 for w in weights]
         if not delayed:
             return grads, x8, x_scale, weights, w_scale, grad_format, dtype
-        largest, _, turned, *wide = delayed
+        largest, _, turned, *others = delayed
         x8 = x8 if turned is None else turned
-        return grads, x8, x_scale, weights, w_scale, grad_format, dtype, largest, turned is not None, *wide
+        return grads, x8, x_scale, weights, w_scale, grad_format, dtype, largest, turned is not None, *others
 
 
 def _by_blocks(rand, dtype, outer=(2, 128), k=256, n=128, bias=True, wide=False):
@@ -149,6 +154,44 @@ for label, options in PASTS.items():
     @case("fp8_quantize_delayed", label)
     def _(rand, dtype, options=options):
         return with_past(rand, dtype, **options)
+
+
+WEIGHTS = {
+    "one": {"rows": [48]},
+    "several": {"rows": [16, 48, 16], "k": 160},
+    "no_backward": {"rows": [32], "turned": False},
+    "tiny": {"rows": [144], "factor": 1e-30},
+    "zero": {"rows": [16], "factor": 0},
+}
+for label, options in WEIGHTS.items():
+
+    @case("fp8_quantize_weights", label)
+    def _(rand, dtype, options=options):
+        factor, k = options.get("factor", 1), options.get("k", 48)
+        return [rand(n, k, dtype=dtype) * factor for n in options["rows"]], options.get("turned", True)
+
+
+def experts_weights(rand, dtype, parts=2, stacked=False, across=False, turned=True):
+    """Weights [48, 160] of 3 experts, one with a row of zeros. across: they lie [160, 48]."""
+    made = [rand(3, *((160, 48) if across else (48, 160)), dtype=dtype) for _ in range(parts)]
+    stacks = [t.transpose(1, 2) for t in made] if across else made
+    stacks[0][1, 5] = 0
+    return stacks if stacked else [w for stack in stacks for w in stack.unbind(0)], parts, turned
+
+
+EXPERTS_WEIGHTS = {
+    "separate": {},
+    "one_part": {"parts": 1},
+    "stacked": {"stacked": True},
+    "stacked_of_one_part": {"stacked": True, "parts": 1},
+    "transposed": {"stacked": True, "across": True},
+    "no_backward": {"turned": False},
+}
+for label, options in EXPERTS_WEIGHTS.items():
+
+    @case("fp8_quantize_experts", label)
+    def _(rand, dtype, options=options):
+        return experts_weights(rand, dtype, **options)
 
 
 for label, grads in {"forward_alone": 0, "with_gradients": 3}.items():

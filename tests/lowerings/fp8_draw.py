@@ -61,6 +61,10 @@ def _quantised(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tu
     if kind.op == "fp8_quantize_delayed":
         return x, past, format, kind.flags["bias"]
     n, main, quantise = kind.widths["n"], kind.dtypes["main"], reference_of("fp8_quantize")
+    if kind.op in ("fp8_quantize_weights", "fp8_quantize_experts"):
+        parts = 1 + kind.flags["bias"]
+        own = [make.normal(main)(n, kind.widths["k"]) for _ in range(2 * parts)]
+        return (own, *([parts] if "experts" in kind.op else []), kind.flags["wide"])
     weight = make.normal(main)(n, kind.widths["k"])
     (x8, x_scale), (w8, w_scale) = (quantise(t, "e4m3") for t in (x, weight))
     weights = list(weight.split([16, n - 16])) if kind.flags["bias"] and n > 16 else [weight]
@@ -68,7 +72,8 @@ def _quantised(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tu
         grads = [make.normal(main)(*x.shape[:-1], w.shape[0]) for w in weights]
         delayed = (past, False) if kind.flags["per"] != "tensor" else ()
         wide = (*(delayed or (None, False)), torch.float32) if kind.flags["wide"] else delayed
-        return grads, x8, x_scale, weights, w_scale, format, out, *wide
+        given = (*(wide or (None, False, None)), w8.t().contiguous()) if kind.flags["wide"] else wide
+        return grads, x8, x_scale, weights, w_scale, format, out, *given
     biases = [make.normal(main)(w.shape[0]) for w in weights] if kind.flags["bias"] else []
     return x, weights, x8, x_scale, w8, w_scale, biases, format, out
 

@@ -193,6 +193,39 @@ class Layers(nn.Module):
         return x
 
 
+def test_graph_of_weights_that_are_cast_in_front(float8):
+    """One op for both orientations of each weight, and of a weight that was rounded by autocast."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.up = nn.Linear(DIM, HIDDEN, bias=False)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.up(x)
+
+    frames = check(Two(), hidden(), config(cache_weight_casts=True), tolerance=FLOAT8)
+    assert frames.counts[NAME] == 1
+    expecttest.assert_expected_inline(render(frames.graph), """\
+_enter_autocast(cpu, bfloat16, True, False)
+to_copy: bf16[48, 32] = _to_copy(up_weight, dtype=bfloat16)
+detach: bf16[2, 16, 32] = detach(x)
+fp8_quantize: (float8_e4m3fn[2, 16, 32], f32[]) = megacpp.fp8_quantize(detach, e4m3)
+getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize[0]
+getitem_1: f32[] = fp8_quantize[1]
+detach_1: bf16[48, 32] = detach(to_copy)
+fp8_quantize_weights: (float8_e4m3fn[48, 32], float8_e4m3fn[32, 48], f32[]) = megacpp.fp8_quantize_weights([detach_1], True)
+getitem_2: float8_e4m3fn[48, 32] = fp8_quantize_weights[0]
+getitem_3: f32[] = fp8_quantize_weights[2]
+getitem_4: float8_e4m3fn[32, 48] = fp8_quantize_weights[1]
+fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [to_copy], getitem, getitem_1, getitem_2, getitem_3, [], e4m3, bfloat16, None, None, None, None, getitem_4)
+getitem_5: bf16[2, 16, 48] = fp8_linear[0]
+_exit_autocast(enter_autocast)
+return [getitem_5]""")
+
+
 # --- one GEMM for linears that share an input
 
 GATED = PrecisionPlan(rules=(("*", "fp8_current"),))

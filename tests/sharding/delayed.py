@@ -114,6 +114,9 @@ CASES: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], torch.dtype
     "by_hand": (by_hand, torch.bfloat16, False),
 }  # fmt: skip
 
+# Those that are trained with weights cast once for all microbatches, too.
+CACHED = ("tensor_parallel", "fsdp2", "traced_fsdp")
+
 
 def outcomes(names: tuple[str, ...] = tuple(CASES)) -> dict[str, list[dict[str, Any]]]:
     """Case -> what each rank saw. A rank that fails says so in place of what it saw."""
@@ -140,10 +143,21 @@ def batches(rank: int, same: bool) -> list[torch.Tensor]:
     return [torch.randn(2, 16, DIM, generator=draw).bfloat16() * 2**i for i in range(2 * STEPS)]
 
 
-def compiled(model: nn.Module, recipe: str) -> nn.Module:
+def compiled(model: nn.Module, recipe: str, **options: Any) -> nn.Module:
     torch._dynamo.reset()
     plan = PrecisionPlan(rules=(("*", recipe),), gate=False)
-    return torch.compile(model, backend="megacpp", options={"precision": plan})
+    return torch.compile(model, backend="megacpp", options={"precision": plan, **options})
+
+
+def cached(make: Callable[[], nn.Module], xs: list[torch.Tensor]) -> tuple[bool, set[str]]:
+    """(whether microbatches whose weights were cast once are bit for bit those without; the notes of the sites)"""
+    results = []
+    for kept in (False, True):
+        model = make()
+        with megacpp_compile.record() as report, megacpp_compile.cached_weight_casts():
+            results.append(train(compiled(model, "fp8_current", cache_weight_casts=kept), model, xs))
+    same = all(torch.equal(g, w) for gs, ws in zip(*results, strict=True) for g, w in zip(gs, ws, strict=True))
+    return same, {site.note for site in report.sites}
 
 
 def train(run: Callable[..., torch.Tensor], model: nn.Module, xs: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -174,6 +188,7 @@ def _run(name: str, mesh: DeviceMesh, rank: int) -> dict[str, Any]:
         errors = [relative_error(g, w) for gs, ws in zip(got, want, strict=True) for g, w in zip(gs, ws, strict=True)]
         seen["errors"][recipe] = max(errors)
     seen["last"] = got[-1]
+    seen["cached"] = cached(make, xs[:2]) if name in CACHED else None
     rows = [row for frame in report.frames for row in frame.precision]
     seen["rows"] = [[row["fqn"], row["effective"], row["reason"]] for row in rows]
     seen["state"] = state = megacpp_compile.scaling_state(model)

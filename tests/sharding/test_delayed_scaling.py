@@ -86,3 +86,12 @@ def test_the_maximum_over_ranks_is_a_state_of_the_whole(seen, case):
 @pytest.mark.parametrize("case", sorted(delayed.CASES))
 def test_goes_on_after_a_restart_bit_for_bit(seen, case):
     assert all(rank["restarted"] for rank in ranks(seen, case))
+
+
+@pytest.mark.parametrize("case", delayed.CACHED)
+def test_weights_cast_once_change_nothing(seen, case):
+    """A rank casts the part that it holds, or what FSDP2 gathers in front of a frame; not what the frame gathers."""
+    said = "cast in every call, as a weight is computed or gathered here"
+    for rank in ranks(seen, case):
+        same, notes = rank["cached"]
+        assert same and notes == {said if case == "traced_fsdp" else "weights cast once in cached_weight_casts()"}

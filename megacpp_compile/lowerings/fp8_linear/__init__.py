@@ -12,7 +12,7 @@
                                 row less; and the largest of each column, over and over [n, ALIGNED], so that a kernel
                                 may be given a row. What is not finite counts as 0
     fp8_linear(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype, grad_largest, grad_seen,
-               x_turned, weight_grad)
+               x_turned, weight_grad, w_turned)
         x           [..., k]; takes the gradient, and is not read
         weights     one [n_i, k] of each linear; they take the gradients, and are read in backward only
         x8, w8      the payloads in e4m3 of x and of all weights, one below the other [n, k], with their scales
@@ -21,13 +21,15 @@
                     that backward writes the gradient's largest magnitude to. None with current scaling
         x_turned    x8 as [k, rows], which backward keeps in the place of x8; None to keep x8
         weight_grad     dtype of the weights' gradients as the GEMM writes them; None for the weights' own
+        w_turned    w8 as [k, n], which backward multiplies; None for a payload that it makes from the weights anew
         returns     y_i [..., n_i] of each, in `out_dtype`: parts of (x8 @ w8.T) * x_scale_inv * w_scale_inv, plus bias
 
 In backward the linears are one: one GEMM has all gradients of the weights, and one the gradient of x, which needs no
 sum. Gradients are quantised to `grad_format`, together: "e4m3", as the pass has it, or "e5m2", with the range of
 float16 and one bit less of mantissa. Scaled by its largest number, a tensor has three bits in e4m3 down to 1/28672 of
 that number. k, each n_i and the rows of x are multiples of 16, as the tensor cores require.
-Saved for backward: x8 or x_turned, the two scales, and the weights, whose payload is recomputed; x itself is not.
+Saved for backward: x8 or x_turned, the two scales, and the weights, whose payload is recomputed, or w_turned; x itself
+is not.
 Sources: FP8 formats, https://arxiv.org/abs/2209.05433; current and delayed scaling as in Transformer Engine's
 Float8CurrentScaling and DelayedScaling, but that a number beyond what the past held, where it is infinite, becomes NaN.
 """
@@ -102,6 +104,7 @@ def fp8_linear(
     grad_seen: Tensor | None = None,
     x_turned: Tensor | None = None,
     weight_grad: torch.dtype | None = None,
+    w_turned: Tensor | None = None,
 ) -> list[Tensor]:
     with no_autocast(x):
         return reference.fp8_linear(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype)
@@ -109,7 +112,7 @@ def fp8_linear(
 
 @fp8_linear.register_fake
 def _(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype,
-      grad_largest=None, grad_seen=None, x_turned=None, weight_grad=None):  # type: ignore[no-untyped-def]  # fmt: skip
+      grad_largest=None, grad_seen=None, x_turned=None, weight_grad=None, w_turned=None):  # type: ignore[no-untyped-def]  # fmt: skip
     return [x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype) for w in weights]
 
 
@@ -125,18 +128,19 @@ def fp8_linear_backward(
     largest: Tensor | None = None,
     turned: bool = False,
     weight_grad: torch.dtype | None = None,
+    w_turned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x and of the weights, one below the other [n, k], and the largest magnitude of `grads` []. turned:
-    x8 is [k, rows]."""
+    x8 is [k, rows]. w_turned: the weights' payload [k, n], None where it is to be made."""
     with no_autocast(x8):
         return reference.fp8_linear_backward(
-            grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype, largest, turned, weight_grad
+            grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype, largest, turned, weight_grad, w_turned
         )
 
 
 @fp8_linear_backward.register_fake
 def _(grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype,
-      largest=None, turned=False, weight_grad=None):  # type: ignore[no-untyped-def]  # fmt: skip
+      largest=None, turned=False, weight_grad=None, w_turned=None):  # type: ignore[no-untyped-def]  # fmt: skip
     n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
     dx = grads[0].new_empty((*grads[0].shape[:-1], k), dtype=x_dtype)
     dw = weights[0].new_empty((n, k), dtype=weight_grad or weights[0].dtype)
@@ -145,24 +149,31 @@ def _(grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype,
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weights, x8, x_scale_inv, _, w_scale_inv, biases, ctx.grad_format, _, *delayed = inputs
-    grad_largest, ctx.grad_seen, x_turned, ctx.weight_grad = delayed
+    grad_largest, ctx.grad_seen, x_turned, ctx.weight_grad, w_turned = delayed
     ctx.set_materialize_grads(False)
     ctx.x_dtype, ctx.bias_dtypes = x.dtype, [b.dtype for b in biases]
     # Not saved: backward writes to `grad_seen`, and reads nothing of it.
     ctx.delayed, ctx.turned = grad_largest is not None, x_turned is not None
-    past = [grad_largest] if ctx.delayed else []
-    ctx.save_for_backward(x_turned if ctx.turned else x8, x_scale_inv, w_scale_inv, *past, *weights)
+    ctx.cast = w_turned is not None
+    given = [t for t in (grad_largest, w_turned) if t is not None]
+    ctx.save_for_backward(x_turned if ctx.turned else x8, x_scale_inv, w_scale_inv, *given, *weights)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     x8, x_scale_inv, w_scale_inv, *weights = ctx.saved_tensors
     largest = weights.pop(0) if ctx.delayed else None
+    w_turned = weights.pop(0) if ctx.cast else None
     # A linear that no loss depends on has no gradient, as in eager.
     used = {i: g for i, g in enumerate(grads) if g is not None}
     own = [weights[i] for i in used]
+    if w_turned is not None and len(own) < len(weights):
+        columns = w_turned.split([w.shape[0] for w in weights], 1)
+        w_turned = torch.cat([columns[i] for i in used], 1)
+    # What a call does not have it does not name, so that lowerings see the arguments that they know.
+    cast = () if w_turned is None else (w_turned,)
     dx, dw, seen = fp8_linear_backward(
         list(used.values()), x8, x_scale_inv, own, w_scale_inv, ctx.grad_format, ctx.x_dtype, largest, ctx.turned,
-        ctx.weight_grad,
+        ctx.weight_grad, *cast,
     )  # fmt: skip
     if ctx.grad_seen is not None:
         ctx.grad_seen.copy_(seen)
@@ -170,7 +181,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dbs = [None if (g := used.get(i)) is None else bias_gradient(g, d) for i, d in enumerate(ctx.bias_dtypes)]
     dws = [rows_of.get(i) for i in range(len(weights))]
     # One for every argument the caller gave, defaults not counted.
-    return (dx, dws, None, None, None, None, dbs, *[None] * 6)[: len(ctx.needs_input_grad)]
+    return (dx, dws, None, None, None, None, dbs, *[None] * 7)[: len(ctx.needs_input_grad)]
 
 
 fp8_linear.register_autograd(_backward, setup_context=_setup_context)

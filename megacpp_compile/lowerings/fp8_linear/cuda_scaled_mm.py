@@ -73,6 +73,7 @@ def fp8_linear(
     grad_seen: Tensor | None = None,
     x_turned: Tensor | None = None,
     weight_grad: torch.dtype | None = None,
+    w_turned: Tensor | None = None,
 ) -> list[Tensor]:
     # A GEMM each: parts of one result would keep all of it alive for as long as any of them.
     payloads = [w8] if len(weights) == 1 else w8.split([w.shape[0] for w in weights])
@@ -94,12 +95,14 @@ def fp8_linear_backward(
     largest: Tensor | None = None,
     turned: bool = False,
     weight_grad: torch.dtype | None = None,
+    w_turned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = _joined(grads, -1)
     rows, columns, scale_inv, seen = _gradient(grad.flatten(0, -2), grad_format, largest)
-    turned_weights = [rounded_by(w.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights]
-    w_columns = _joined(turned_weights, 1).contiguous()
-    dx = fp8_gemm(rows, scale_inv, w_columns, w_scale_inv, x_dtype).unflatten(0, grad.shape[:-1])
+    if w_turned is None:
+        each = [rounded_by(w.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights]
+        w_turned = _joined(each, 1).contiguous()
+    dx = fp8_gemm(rows, scale_inv, w_turned, w_scale_inv, x_dtype).unflatten(0, grad.shape[:-1])
     x_columns = x8 if turned else x8.flatten(0, -2).t().contiguous()
     dw = fp8_gemm(columns, scale_inv, x_columns, x_scale_inv, weight_grad or weights[0].dtype)
     return dx, dw, seen

@@ -59,6 +59,7 @@ def fp8_linear(
     grad_seen: Tensor | None = None,
     x_turned: Tensor | None = None,
     weight_grad: torch.dtype | None = None,
+    w_turned: Tensor | None = None,
 ) -> list[Tensor]:
     each = w8.split([w.shape[0] for w in weights])
     ys = [_gemm(x8, x_scale_inv, own.t(), w_scale_inv, torch.float32) for own in each]
@@ -77,13 +78,17 @@ def fp8_linear_backward(
     largest: Tensor | None = None,
     turned: bool = False,
     weight_grad: torch.dtype | None = None,
+    w_turned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = torch.cat(grads, -1)
     if largest is None:
         (g8, g_scale_inv), seen = fp8_quantize(grad, grad_format), largest_of(grad.to(torch.float32))
     else:
         g8, _, g_scale_inv, seen = fp8_quantize_delayed(grad, largest, grad_format, False)
-    w8 = torch.cat([rounded_by(w.to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights])
+    if w_turned is None:
+        w8 = torch.cat([rounded_by(w.to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights])
+    else:
+        w8 = w_turned.t()
     dx = _gemm(g8, g_scale_inv, w8, w_scale_inv, x_dtype)
     rows = x8.t() if turned else x8.flatten(0, -2)
     dw = _gemm(g8.flatten(0, -2).t(), g_scale_inv, rows, x_scale_inv, weight_grad or weights[0].dtype)

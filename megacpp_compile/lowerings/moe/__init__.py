@@ -16,13 +16,15 @@
 precision  "", or "fp8_current": operands of the GEMMs by the weights are rounded to e4m3, with a scale for every row
              (see `float8`). The weights' scales then follow `hidden`: [E, channels] of those before the
              activation, the gate's first, and [E, d] of those behind it: float32, or float64 for float64
+into8 ... down_scale  with a precision, casts of the weights that the call is to multiply (`float8.Payloads`); then
+             `hidden` has no scales
 
 x and weights share a dtype, in which GEMMs are rounded, the bias added; activation and weighted sum run in float32
 (float64 for float64). Of 16 bits, biases may be in float32, as autocast leaves them: then what they are added to stays
 in float32, hidden too, and so do their gradients. An index outside 0..E-1 is no expert's: its slot adds nothing, no
 bias either, and gets no gradient. The same expert chosen twice by a token counts twice.
 Saved for backward: x, gates, weights, biases, order, offsets, and `hidden` with `keep_hidden`; no expert's output, and
-no payload.
+no payload but the turned ones that it was given.
 Source: https://arxiv.org/abs/1701.06538; with many small experts, https://arxiv.org/abs/2401.06066.
 """
 
@@ -37,6 +39,7 @@ from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.moe import reference
+from megacpp_compile.lowerings.moe.float8 import Payloads
 
 
 @torch.library.custom_op("megacpp::moe", mutates_args=())
@@ -55,23 +58,29 @@ def moe(
     b_gate: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
     b_up: Optional[Tensor] = None,  # noqa: UP045
     b_down: Optional[Tensor] = None,  # noqa: UP045
+    into8: Optional[Tensor] = None,  # noqa: UP045
+    into_turned: Optional[Tensor] = None,  # noqa: UP045
+    into_scale: Optional[Tensor] = None,  # noqa: UP045
+    down8: Optional[Tensor] = None,  # noqa: UP045
+    down_turned: Optional[Tensor] = None,  # noqa: UP045
+    down_scale: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     assert precision in reference.PRECISIONS, precision
-    biases = b_gate, b_up, b_down
+    others = b_gate, b_up, b_down, into8, into_turned, into_scale, down8, down_turned, down_scale
     with no_autocast(x):
         return reference.moe(
-            x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, *biases
+            x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, *others
         )
 
 
 @moe.register_fake
 def _(  # type: ignore[no-untyped-def]
-    x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True, precision="", *biases
+    x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True, precision="", *others
 ):
     slots = indices.shape[0] * indices.shape[1]
-    hidden = reference.empty_hidden(x, slots, w_gate, w_up, *biases[:2]) if keep_hidden else []
+    hidden = reference.empty_hidden(x, slots, w_gate, w_up, *others[:2]) if keep_hidden else []
     order, experts = indices.new_empty(slots, dtype=torch.int64), reference.experts_of(w_down)
-    if precision:
+    if precision and Payloads.of(others[3:]) is None:
         widths = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]
         hidden += [x.new_empty((experts, n), dtype=compute_dtype(x)) for n in widths]
     offsets = indices.new_empty(experts, dtype=torch.int32)
@@ -95,20 +104,22 @@ def moe_backward(
     b_gate: Optional[Tensor] = None,  # noqa: UP045
     b_up: Optional[Tensor] = None,  # noqa: UP045
     b_down: Optional[Tensor] = None,  # noqa: UP045
+    into_turned: Optional[Tensor] = None,  # noqa: UP045
+    down_turned: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """(gradients of x, of gates, of w_gate and w_up as one tensor [E, 2n, d], the gate first, or of w_up alone, of
     w_down, and of the biases that are there)"""
-    biases = b_gate, b_up, b_down
+    others = b_gate, b_up, b_down, into_turned, down_turned
     with no_autocast(x):
         return reference.moe_backward(
-            grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, *biases
+            grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, *others
         )
 
 
 @moe_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
     grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision="",
-    b_gate=None, b_up=None, b_down=None,
+    b_gate=None, b_up=None, b_down=None, into_turned=None, down_turned=None,
 ):  # fmt: skip
     experts, (d, n) = reference.experts_of(w_down), w_down[0].shape[-2:]
     width = sum(w[0].shape[-2] for w in (w_gate, w_up) if w)
@@ -120,11 +131,12 @@ def _(  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, _, gates, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:8]
     ctx.precision = inputs[10] if len(inputs) > 10 else ""
-    biases = inputs[11:]
+    biases, payloads = inputs[11:14], Payloads.of(inputs[14:])
     ctx.biased = [b is not None for b in biases]
     _, hidden, order, offsets = output
     ctx.mark_non_differentiable(*hidden, order, offsets)
-    lists = (w_gate, w_up, w_down, hidden)
+    scales, turned = ([], []) if payloads is None else (payloads.scales(), payloads.turned())
+    lists = (w_gate, w_up, w_down, [*hidden, *scales], turned)
     ctx.lengths = [len(part) for part in lists]
     ctx.stacked = bool(w_down) and w_down[0].dim() == 3
     own = (b for b in biases if b is not None)
@@ -133,9 +145,9 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
     x, gates, order, offsets, *others = ctx.saved_tensors
-    w_gate, w_up, w_down, hidden = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
+    w_gate, w_up, w_down, hidden, turned = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
     biases = [others.pop(0) if there else None for there in ctx.biased]
-    said = (ctx.precision, *biases) if biases else (ctx.precision,) if ctx.precision else ()
+    said = (ctx.precision, *biases, *turned) if biases else (ctx.precision,) if ctx.precision else ()
     d_x, d_gates, d_into, d_down, d_biases = moe_backward(
         grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, ctx.activation, ctx.layout, *said
     )
@@ -146,7 +158,7 @@ def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
         for n, stack in zip(ctx.lengths, stacks, strict=False)
     ]
     grads = [d_biases.pop(0) if there else None for there in ctx.biased]
-    return (d_x, None, d_gates, *d_weights, *[None] * 5, *grads)[: len(ctx.needs_input_grad)]
+    return (d_x, None, d_gates, *d_weights, *[None] * 5, *grads, *[None] * 6)[: len(ctx.needs_input_grad)]
 
 
 moe.register_autograd(_backward, setup_context=_setup_context)
@@ -155,7 +167,7 @@ moe.register_autograd(_backward, setup_context=_setup_context)
 def _flops(
     x: Tensor, indices: Tensor, gates: Tensor, w_gate: list[Tensor], w_up: list[Tensor], w_down: list[Tensor],
     activation: str, layout: str, out_dtype: torch.dtype, keep_hidden: bool = True, precision: str = "",
-    *biases: Tensor | None,
+    *_: Tensor | None,
 ) -> float:  # fmt: skip
     """As if every expert were chosen equally often; that does not change the sum, as all are of one size."""
     experts = len(w_down) if w_down[0].dim() == 2 else hint(w_down[0].shape[0])

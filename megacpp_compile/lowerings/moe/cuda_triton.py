@@ -84,6 +84,22 @@ class Fp8Gemms(float8.Fp8Gemms):
 
     fuses_forward, fuses_backward = staticmethod(_fuses), staticmethod(_fuses)
 
+    def _payload(self, weights: list[Tensor], parts: int = 1) -> tuple[Tensor, Tensor]:
+        """(payload, scale) of weights in forward: as given, or made and its scale kept."""
+        if parts > 1 and self._payloads is not None:
+            del self._cast[:parts]
+            return self._payloads.into, self._payloads.into_scale
+        if self._cast:
+            return self._cast.pop(0)
+        payload, scale = torch.ops.grouped_gemms.weights_fp8(weights, parts)
+        self._made.append(scale)
+        return payload, scale
+
+    def _transposed(self, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """(payload turned, scale) of weights in backward."""
+        scale = self._given.pop()
+        return self._turned.pop() if self._turned else torch.ops.grouped_gemms.turned_fp8(weights, scale), scale
+
     def gated(
         self,
         x: Tensor,
@@ -95,12 +111,13 @@ class Fp8Gemms(float8.Fp8Gemms):
         b_gate: Tensor | None = None,
         b_up: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        biases = (b_gate, b_up) if w_gate else (b_up,)
-        first, second, a, scale = torch.ops.grouped_gemms.gated_fp8(
-            x, w_gate or w_up, w_up if w_gate else [], offsets, token, activation, *reference.given(*biases)
+        pair = bool(w_gate)
+        biases = reference.given(*((b_gate, b_up) if pair else (b_up,)))
+        payload, scale = self._payload([*w_gate, *w_up], 2 if pair else 1)
+        first, second, a = torch.ops.grouped_gemms.gated_fp8(
+            x, payload, scale, offsets, token, activation, pair, *biases
         )
-        self._made.append(scale)
-        return [first, second] if w_gate else [first], a
+        return [first, second] if pair else [first], a
 
     def gradients(
         self,
@@ -112,9 +129,8 @@ class Fp8Gemms(float8.Fp8Gemms):
         token: Tensor | None,
         activation: str,
     ) -> Any:
-        return torch.ops.grouped_gemms.gradients_fp8(
-            grad, weights, self._given.pop(), hidden, gates, offsets, token, activation
-        )
+        operands = self._transposed(weights)
+        return torch.ops.grouped_gemms.gradients_fp8(grad, *operands, hidden, gates, offsets, token, activation)
 
     def rows(
         self,
@@ -128,10 +144,9 @@ class Fp8Gemms(float8.Fp8Gemms):
         (x,) = xs
         if transposed:
             x = x if take is None else x[take]
-            return torch.ops.grouped_gemms.rows_back_fp8(x, weights, self._given.pop(), offsets)  # type: ignore[no-any-return]
-        y, scale = torch.ops.grouped_gemms.rows_fp8(x, weights, offsets, take, *reference.given(bias))
-        self._made.append(scale)
-        return y  # type: ignore[no-any-return]
+            return torch.ops.grouped_gemms.rows_back_fp8(x, *self._transposed(weights), offsets)  # type: ignore[no-any-return]
+        operands = self._payload(weights)
+        return torch.ops.grouped_gemms.rows_fp8(x, *operands, offsets, take, *reference.given(bias))  # type: ignore[no-any-return]
 
 
 def moe(
@@ -149,8 +164,9 @@ def moe(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    *payloads: Tensor | None,
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    grouped: Any = Fp8Gemms() if precision else GroupedGemms
+    grouped: Any = float8.forward_of(Fp8Gemms, w_gate, payloads) if precision else GroupedGemms
     return reference.moe(
         x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, b_gate,
         b_up, b_down, grouped=grouped,
@@ -173,8 +189,9 @@ def moe_backward(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    *turned: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    grouped: Any = Fp8Gemms(hidden[-reference.SCALES :]) if precision else GroupedGemms
+    grouped: Any = Fp8Gemms(hidden[-reference.SCALES :], turned) if precision else GroupedGemms
     return reference.moe_backward(
         grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, b_gate,
         b_up, b_down, grouped=grouped,

@@ -3,12 +3,14 @@
 Both operands of a GEMM are e4m3, with a scale for every row: of x a token's; of the input of `down`, of the output's
 gradient and of the gradients before the activation a slot's; of a weight [n]. Biases are added unrounded. Backward
 multiplies by the same payloads as forward. There the weights' scales lie along the summed dimension, so they are
-multiplied into the rows before these are rounded. Gradients of the weights are GEMMs of unrounded operands.
+multiplied into the rows before these are rounded. Gradients of the weights are GEMMs of unrounded operands. Payloads of
+the weights are made in each call, or given to it (`Payloads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,21 +22,59 @@ from megacpp_compile.lowerings._op import compute_dtype, ends_until
 FORMAT = torch.float8_e4m3fn
 
 
+class Payloads(NamedTuple):
+    """Casts of a layer's weights that its caller made (`megacpp::fp8_quantize_experts`): of those before the activation
+    [E, channels, d], the gate's first, turned [E, d, channels], and their scales; the same of those behind it. turned:
+    empty where there is no backward."""
+
+    into: Tensor
+    into_turned: Tensor
+    into_scale: Tensor
+    down: Tensor
+    down_turned: Tensor
+    down_scale: Tensor
+
+    @classmethod
+    def of(cls, given: Sequence[Tensor | None]) -> Payloads | None:
+        """The last arguments of an op of experts; None where it has none."""
+        there = [t for t in given if t is not None]
+        assert len(there) in (0, len(cls._fields)), "all of the casts, or none"
+        return cls(*there) if there else None
+
+    def scales(self) -> list[Tensor]:
+        return [self.into_scale, self.down_scale]
+
+    def turned(self) -> list[Tensor]:
+        return [self.into_turned, self.down_turned]
+
+
 class Fp8Gemms:
     """The GEMMs of one call. given: the scales that forward kept; backward, whose GEMMs run in reverse order, pops them
-    from the end."""
+    from the end, and so the weights turned, where forward was given payloads. payloads: forward's, with `parts` weights
+    before the activation."""
 
     weights = torch.ops.grouped_gemms.weights
     sums = torch.ops.grouped_gemms.sums
     side_by_side = True  # the gradients of gate and up are rounded as one row
 
-    def __init__(self, given: Iterable[Tensor] = ()) -> None:
-        self._given, self._made = list(given), list[Tensor]()
+    def __init__(
+        self,
+        given: Sequence[Tensor] = (),
+        turned: Sequence[Tensor | None] = (),
+        payloads: Payloads | None = None,
+        parts: int = 1,
+    ) -> None:
+        self._given, self._made, self._payloads = list(given), list[Tensor](), payloads
+        self._turned = [t for t in turned if t is not None]
+        self._cast = list[tuple[Tensor, Tensor]]()
+        if payloads is not None:
+            into = zip(payloads.into.chunk(parts, 1), payloads.into_scale.chunk(parts, 1), strict=True)
+            self._cast = [*into, (payloads.down, payloads.down_scale)]
 
     def scales(self) -> list[Tensor]:
-        """The scales of the weights before the activation, the gate's first [E, 2n], and of those behind it [E, d]."""
-        *into, down = self._made
-        return [torch.cat(into, 1), down]
+        """The scales of the weights before the activation, the gate's first [E, 2n], and of those behind it [E, d];
+        none where the caller has them."""
+        return [torch.cat(self._made[:-1], 1), self._made[-1]] if self._made else []
 
     def rows(
         self,
@@ -57,13 +97,27 @@ class Fp8Gemms:
             payload, own = round_to_fp8(wide * scale[group], FORMAT)
             # Of several parts, one after the other, as the weights lie.
             parts = scale.view(experts, len(each) // experts, -1).transpose(0, 1).flatten(0, 1)
-            operands = [widened(rounded_by(w, s[:, None], FORMAT), dtype) for w, s in zip(each, parts, strict=True)]
+            if self._turned:  # [E, d, parts * n]
+                blocks = self._turned.pop().view(experts, -1, len(each) // experts, each[0].shape[0])
+                rounded = [*blocks.permute(2, 0, 3, 1).flatten(0, 1).unbind(0)]
+            else:
+                rounded = [rounded_by(w, s[:, None], FORMAT) for w, s in zip(each, parts, strict=True)]
+            operands = [widened(w, dtype) for w in rounded]
             rows = (widened(payload, dtype) * own).chunk(len(each) // experts, 1)
             return torch.ops.grouped_gemms.rows(list(rows), operands, offsets, True).to(x.dtype)
         payload, own = round_to_fp8(wide, FORMAT)
-        rounded = [round_to_fp8(w, FORMAT) for w in each]
-        self._made.append(torch.stack([s.squeeze(-1) for _, s in rounded]))
-        operands = [widened(p, dtype) * s for p, s in rounded]
+        if self._cast:
+            pairs = list(zip(*self._cast.pop(0), strict=True))
+            operands = [widened(p, dtype) * s[:, None] for p, s in pairs]
+        else:
+            pairs = [round_to_fp8(w, FORMAT) for w in each]
+            self._made.append(torch.stack([s.squeeze(-1) for _, s in pairs]))
+            operands = [widened(p, dtype) * s for p, s in pairs]
         added = () if bias is None else (bias.to(dtype),)
         y = torch.ops.grouped_gemms.rows([widened(payload, dtype) * own], operands, offsets, False, take, *added)
         return y.to(grouped.dtype_of(x, bias))
+
+
+def forward_of(gemms: type[Fp8Gemms], w_gate: Sequence[Tensor], payloads: Sequence[Tensor | None]) -> Fp8Gemms:
+    """The GEMMs of a forward call whose last arguments are `payloads`."""
+    return gemms(payloads=Payloads.of(payloads), parts=2 if w_gate else 1)

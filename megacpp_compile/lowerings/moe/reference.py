@@ -115,10 +115,11 @@ def moe(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    *payloads: Tensor | None,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     if precision and grouped is GroupedGemms:
-        grouped = float8.Fp8Gemms()
+        grouped = float8.forward_of(float8.Fp8Gemms, w_gate, payloads)
     order, offsets = by_expert(indices, experts_of(w_down))
     token = order // indices.shape[1]
     hidden, a = into_experts(x, w_gate, w_up, offsets, token, activation, layout, b_gate, b_up, grouped)
@@ -208,6 +209,7 @@ def moe_backward(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    *turned: Tensor | None,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of x, gates, w_gate and w_up as one tensor [E, 2n, d], the gate's channels first, w_down, and biases.
@@ -220,7 +222,7 @@ def moe_backward(
     gate_of = gates.reshape(-1)[order].to(compute_dtype(x.dtype))
     d_rows, d_gate, d_into, d_down, d_biases = backward_of_rows(
         grad, x, gate_of, w_gate, w_up, w_down, hidden, offsets, token, activation, layout, precision, b_gate, b_up,
-        b_down, grouped,
+        b_down, grouped, turned,
     )  # fmt: skip
     d_gates = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
     d_x = _per_token(d_rows, order, offsets, gates.new_ones((), dtype=gate_of.dtype).expand(tokens, k)).sum(1)
@@ -244,12 +246,13 @@ def backward_of_rows(
     b_up: Tensor | None,
     b_down: Tensor | None,
     grouped: Grouped,
+    turned: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the rows that experts read, of their gates `gate_of` [S], and of weights and biases as
     `moe_backward` has them. token: the rows of x and of grad; None where these are in the order of experts already."""
     if precision:
         hidden, scales = hidden[:-SCALES], hidden[-SCALES:]
-        grouped = float8.Fp8Gemms(scales) if grouped is GroupedGemms else grouped
+        grouped = float8.Fp8Gemms(scales, turned) if grouped is GroupedGemms else grouped
     ups = [w for w in (w_gate, w_up) if w]
     hidden = hidden or _before_activation(x, w_gate, w_up, offsets, token, b_gate, b_up, grouped)
     unrounded, grad = grad, grad.to(x.dtype)

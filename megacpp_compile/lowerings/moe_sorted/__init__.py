@@ -1,14 +1,14 @@
 """`megacpp::moe_sorted`: experts over rows that lie in the order of experts already, without gates.
 
     x        [R, d], expert after expert      offsets [E] int32: where each expert's rows end, ascending
-    w_gate, w_up, w_down, activation, layout, precision, b_gate, b_up, b_down: as `megacpp::moe` has them
+    w_gate, w_up, w_down, activation, layout, precision, b_gate ... down_scale: as `megacpp::moe` has them
     returns  y [R, d] in x's dtype, or in b_down's, `expert(x)` of each row's own expert, zero behind the last end;
              hidden: results of the GEMMs before the activation, with their biases [R, n], none without `keep_hidden`;
-             behind them with `precision` the weights' scales
+             behind them with `precision` the weights' scales, where the call does not have them
 
 Rows behind the last end are padding: whatever they hold, also as a gradient, y and the gradient of x are zero there.
 (`torch._grouped_mm` leaves such rows of its result unwritten.)
-Saved for backward: x, weights, biases, offsets, and `hidden` with `keep_hidden`.
+Saved for backward: x, weights, biases, offsets, `hidden` with `keep_hidden`, and the turned payloads that it was given.
 Source: between the all-to-alls of expert parallelism, https://arxiv.org/abs/2006.16668.
 """
 
@@ -23,6 +23,7 @@ from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._kernels.grouped import dtype_of
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings._traits import OpTraits, declare
+from megacpp_compile.lowerings.moe.float8 import Payloads
 from megacpp_compile.lowerings.moe.reference import PRECISIONS, TIME_IN_FP8, empty_hidden, experts_of
 from megacpp_compile.lowerings.moe_sorted import reference
 
@@ -41,23 +42,29 @@ def moe_sorted(
     b_gate: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
     b_up: Optional[Tensor] = None,  # noqa: UP045
     b_down: Optional[Tensor] = None,  # noqa: UP045
+    into8: Optional[Tensor] = None,  # noqa: UP045
+    into_turned: Optional[Tensor] = None,  # noqa: UP045
+    into_scale: Optional[Tensor] = None,  # noqa: UP045
+    down8: Optional[Tensor] = None,  # noqa: UP045
+    down_turned: Optional[Tensor] = None,  # noqa: UP045
+    down_scale: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, list[Tensor]]:
     assert precision in PRECISIONS, precision
-    biases = b_gate, b_up, b_down
+    others = b_gate, b_up, b_down, into8, into_turned, into_scale, down8, down_turned, down_scale
     with no_autocast(x):
         return reference.moe_sorted(
-            x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden, precision, *biases
+            x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden, precision, *others
         )
 
 
 @moe_sorted.register_fake
 def _(  # type: ignore[no-untyped-def]
     x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden=True, precision="",
-    b_gate=None, b_up=None, b_down=None,
+    b_gate=None, b_up=None, b_down=None, *payloads,
 ):  # fmt: skip
     rows = x.shape[0]
     hidden = empty_hidden(x, rows, w_gate, w_up, b_gate, b_up) if keep_hidden else []
-    if precision:
+    if precision and Payloads.of(payloads) is None:
         widths = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]
         hidden += [x.new_empty((experts_of(w_down), n), dtype=compute_dtype(x)) for n in widths]
     return x.new_empty((rows, w_down[0].shape[-2]), dtype=dtype_of(x, b_down)), hidden
@@ -78,20 +85,22 @@ def moe_sorted_backward(
     b_gate: Optional[Tensor] = None,  # noqa: UP045
     b_up: Optional[Tensor] = None,  # noqa: UP045
     b_down: Optional[Tensor] = None,  # noqa: UP045
+    into_turned: Optional[Tensor] = None,  # noqa: UP045
+    down_turned: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """(gradients of x, of w_gate and w_up as one tensor [E, 2n, d], the gate first, or of w_up alone, of w_down, and of
     the biases that are there)"""
-    biases = b_gate, b_up, b_down
+    others = b_gate, b_up, b_down, into_turned, down_turned
     with no_autocast(x):
         return reference.moe_sorted_backward(
-            grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision, *biases
+            grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision, *others
         )
 
 
 @moe_sorted_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
     grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision="",
-    b_gate=None, b_up=None, b_down=None,
+    b_gate=None, b_up=None, b_down=None, into_turned=None, down_turned=None,
 ):  # fmt: skip
     experts, (d, n) = experts_of(w_down), w_down[0].shape[-2:]
     width = sum(w[0].shape[-2] for w in (w_gate, w_up) if w)
@@ -103,11 +112,12 @@ def _(  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, offsets, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:7]
     ctx.precision = inputs[8] if len(inputs) > 8 else ""
-    biases = inputs[9:]
+    biases, payloads = inputs[9:12], Payloads.of(inputs[12:])
     ctx.biased = [b is not None for b in biases]
     _, hidden = output
     ctx.mark_non_differentiable(*hidden)
-    lists = (w_gate, w_up, w_down, hidden)
+    scales, turned = ([], []) if payloads is None else (payloads.scales(), payloads.turned())
+    lists = (w_gate, w_up, w_down, [*hidden, *scales], turned)
     ctx.lengths = [len(part) for part in lists]
     ctx.stacked = bool(w_down) and w_down[0].dim() == 3
     own = (b for b in biases if b is not None)
@@ -116,9 +126,9 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
     x, offsets, *others = ctx.saved_tensors
-    w_gate, w_up, w_down, hidden = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
+    w_gate, w_up, w_down, hidden, turned = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
     biases = [others.pop(0) if there else None for there in ctx.biased]
-    said = (ctx.precision, *biases) if biases else (ctx.precision,) if ctx.precision else ()
+    said = (ctx.precision, *biases, *turned) if biases else (ctx.precision,) if ctx.precision else ()
     d_x, d_into, d_down, d_biases = moe_sorted_backward(
         grad, x, w_gate, w_up, w_down, hidden, offsets, ctx.activation, ctx.layout, *said
     )
@@ -129,7 +139,7 @@ def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
         for n, stack in zip(ctx.lengths, stacks, strict=False)
     ]
     grads = [d_biases.pop(0) if there else None for there in ctx.biased]
-    return (d_x, None, *d_weights, *[None] * 4, *grads)[: len(ctx.needs_input_grad)]
+    return (d_x, None, *d_weights, *[None] * 4, *grads, *[None] * 6)[: len(ctx.needs_input_grad)]
 
 
 moe_sorted.register_autograd(_backward, setup_context=_setup_context)
@@ -137,7 +147,7 @@ moe_sorted.register_autograd(_backward, setup_context=_setup_context)
 
 def _flops(
     x: Tensor, offsets: Tensor, w_gate: list[Tensor], w_up: list[Tensor], w_down: list[Tensor], activation: str,
-    layout: str, keep_hidden: bool = True, precision: str = "", *biases: Tensor | None,
+    layout: str, keep_hidden: bool = True, precision: str = "", *_: Tensor | None,
 ) -> float:  # fmt: skip
     """As if there were no padding."""
     experts = len(w_down) if w_down[0].dim() == 2 else hint(w_down[0].shape[0])

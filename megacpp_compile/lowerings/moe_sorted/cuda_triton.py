@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megacpp_compile.lowerings.moe import cuda_triton as unsorted
+from megacpp_compile.lowerings.moe.float8 import forward_of
 from megacpp_compile.lowerings.moe.reference import SCALES, precision_of
 from megacpp_compile.lowerings.moe_sorted import reference
 
@@ -33,8 +34,9 @@ def moe_sorted(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    *payloads: Tensor | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    grouped: Any = unsorted.Fp8Gemms() if precision else unsorted.GroupedGemms
+    grouped: Any = forward_of(unsorted.Fp8Gemms, w_gate, payloads) if precision else unsorted.GroupedGemms
     return reference.moe_sorted(
         x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden, precision, b_gate, b_up, b_down,
         grouped=grouped,
@@ -55,8 +57,9 @@ def moe_sorted_backward(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    *turned: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    grouped: Any = unsorted.Fp8Gemms(hidden[-SCALES:]) if precision else unsorted.GroupedGemms
+    grouped: Any = unsorted.Fp8Gemms(hidden[-SCALES:], turned) if precision else unsorted.GroupedGemms
     return reference.moe_sorted_backward(
         grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision, b_gate, b_up, b_down,
         grouped=grouped,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.gemms import Weight
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, only_checks_sizes
+from megacpp_compile.passes._rewrites import weight_casts
 from megacpp_compile.passes._rewrites.expert_precision import REASON, Gemms, decide
 from megacpp_compile.passes._rule import Match
 
@@ -144,7 +145,7 @@ def _op(view: GraphView, build: Builder, layer: RoutedExperts, x: Node, indices:
 @dataclasses.dataclass(frozen=True)
 class _Parts:
     """What an op of experts is called with: rows, weights, (activation, layout), precision and why it is not what the
-    plan asks for, and biases."""
+    plan asks for, biases, and casts of the weights, none where the call is to make them."""
 
     x: Node
     weights: tuple[list[Node], list[Node], list[Node]]
@@ -152,6 +153,7 @@ class _Parts:
     precision: str
     reason: str
     biases: list[Node | None]
+    casts: list[Node]
 
     @classmethod
     def of(cls, view: GraphView, build: Builder, layer: RoutedExperts | SortedExperts, x: Node, slots: Any) -> _Parts:
@@ -169,13 +171,32 @@ class _Parts:
         gemms_of = [[(*e.ups, e.down)[i] for e in experts] for i in range(count + 1)]
         biases = [_biases(build, [gemm.bias for gemm in own], value(own[0].node).dtype) for own in gemms_of]
         form = expert.activation, expert.layout
-        return cls(x, weights, form, precision, reason, [*([None] if count == 1 else []), *biases])
+        casts = list[Node]()
+        if precision and view.config.cache_weight_casts:
+            in_call = weight_casts.not_cacheable([w for part in weights for w in part])
+            casts = [] if in_call else _casts(view, build, weights, layer.output)
+            reason = "; ".join(filter(None, (reason, in_call)))
+        return cls(x, weights, form, precision, reason, [*([None] if count == 1 else []), *biases], casts)
 
     def others(self) -> tuple[Any, ...]:
         """The arguments with defaults, from `keep_hidden` on."""
+        if self.casts:
+            return True, self.precision, *self.biases, *self.casts
         if any(self.biases):
             return True, self.precision, *self.biases
         return (True, self.precision) if self.precision else ()
+
+
+def _casts(view: GraphView, build: Builder, weights: Sequence[list[Node]], output: Node) -> list[Node]:
+    """Payload, turned and scale of the weights before the activation, and of those behind it."""
+    w_gate, w_up, w_down = weights
+    trained = torch.is_grad_enabled() and view.mode_states[output].grad and view.needs_grad(output)
+    found = []
+    for own, parts in (([*w_gate, *w_up], 2 if w_gate else 1), (w_down, 1)):
+        operands = weight_casts.detached(build, own)
+        made = build(torch.ops.megacpp.fp8_quantize_experts.default, operands, parts, trained)
+        found += [build.item(made, i) for i in range(3)]
+    return found
 
 
 def _biases(build: Builder, biases: list[Weight | None], dtype: torch.dtype) -> Node | None:

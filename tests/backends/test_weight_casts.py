@@ -1,0 +1,345 @@
+"""Casts of weights in front of a frame: how often they are made, and that they change no result.
+
+A CPU multiplies no float8; the question is answered for it, and the reference computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import megacpp_compile
+from megacpp_compile.backends import weight_casts
+from megacpp_compile.config.precision import PrecisionPlan
+from megacpp_compile.passes import linear
+from megacpp_compile.passes._rewrites import expert_precision
+from megacpp_compile.precision import weight_casts as cache
+from tests.seeds import Draws
+
+pytestmark = pytest.mark.usefixtures("float8", "no_kernels")
+
+DIM, HIDDEN = 32, 48
+LINEARS = 3
+
+
+@pytest.fixture
+def float8(monkeypatch):
+    monkeypatch.setattr(linear, "no_float8", lambda device: "")
+    monkeypatch.setattr(linear, "no_block_scales", lambda device: "")
+    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def rand(request):
+    return draws(request)
+
+
+def draws(request):
+    return Draws(request.node.name, torch.bfloat16)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The names of the ops that made casts in front of frames, in order."""
+    names, plain = [], weight_casts._now
+
+    @functools.wraps(plain)
+    def counted(name, *args):
+        names.append(name)
+        return plain(name, *args)
+
+    monkeypatch.setattr(weight_casts, "_now", counted)
+    return names
+
+
+class Block(nn.Module):
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        make = lambda i, o: nn.Linear(i, o, bias=False, dtype=dtype)  # noqa: E731
+        self.gate, self.up, self.down = make(DIM, HIDDEN), make(DIM, HIDDEN), make(HIDDEN, DIM)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def block(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return Block(dtype)
+
+
+def compiled(model, recipe="fp8_current", cached=True, gate=False, **how):
+    options = {"precision": PrecisionPlan(rules=(("*", recipe),), gate=gate), "cache_weight_casts": cached}
+    return torch.compile(model, backend="megacpp", options={"strict": True, **options}, **how)
+
+
+def step(run, model, x, grad):
+    """(output, gradients of x and of all weights)"""
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    y = run(x)
+    y.backward(grad)
+    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def equal(got, want):
+    return all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def batch(rand, sequences=2):
+    return rand(sequences, 16, DIM), rand(sequences, 16, DIM) * 1e-6
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
+def test_is_cast_once_for_all_microbatches_of_a_step(rand, made, recipe, dynamic):
+    """Of all sizes, whether each has a frame of its own or the second makes one for any."""
+    model = block()
+    run = compiled(model, recipe, dynamic=dynamic)
+    for n in (1, 2):
+        with megacpp_compile.cached_weight_casts():
+            for sequences in (2, 3):
+                step(run, model, *batch(rand, sequences))
+        assert len(made) == n * LINEARS and set(made) == {"fp8_quantize_weights"}
+    x, grad = batch(rand)
+    step(run, model, x, grad)
+    step(run, model, x, grad)
+    assert len(made) == (2 + 2) * LINEARS  # without a context, in each call
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_results_are_those_without(request, autocast):
+    """Bit for bit, through steps that change the weights between contexts."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    results = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        model, rand, seen = block(dtype), draws(request), []
+        run = compiled(model, cached=cached)
+        for _ in range(2):
+            with megacpp_compile.cached_weight_casts(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                for _ in range(2):
+                    seen += step(run, model, *batch(rand))
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.data.copy_(weight - 0.1 * weight.grad.sign())
+        results.append(seen)
+    assert equal(*results)
+
+
+class Heads(nn.Module):
+    """Queries, keys and values of few heads, whose gradients are put together for one GEMM."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, n, bias=False, dtype=torch.bfloat16) for n in (32, 16, 16))
+
+    def forward(self, x):
+        return self.q(x), self.k(x), self.v(x)
+
+
+def test_linears_that_share_a_gemm_share_a_cast(rand, made):
+    results = []
+    x, grad = rand(32, 64), rand(32, 64)
+    for cached in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Heads()
+        with megacpp_compile.record() as report, megacpp_compile.cached_weight_casts():
+            run = compiled(model, cached=cached)
+            results.append(step(lambda x, run=run: torch.cat(run(x), -1), model, x, grad))
+        assert len(report.sites) == 1
+    assert len(made) == 1 and equal(*results)
+
+
+def test_of_linears_that_share_a_gemm_one_may_have_no_gradient(rand):
+    """Backward reads the columns of the others alone."""
+    x, results = rand(32, 64), []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, leaf = Heads(), x.clone().requires_grad_()
+        q, _, v = compiled(model, cached=cached)(leaf)
+        loss = q.float().sum() + v.float().square().sum()
+        results.append(torch.autograd.grad(loss, [leaf, model.q.weight, model.v.weight]))
+    assert equal(*results)
+
+
+def test_a_changed_weight_is_cast_anew(rand, made):
+    """One that an operation in place has changed, even in the context; all others stay."""
+    model = block()
+    run = compiled(model)
+    x, grad = batch(rand)
+    with megacpp_compile.cached_weight_casts():
+        step(run, model, x, grad)
+        with torch.no_grad():
+            model.down.weight.mul_(2)
+        changed = step(run, model, x, grad)
+    assert len(made) == LINEARS + 1
+    torch._dynamo.reset()
+    assert equal(changed, step(compiled(model, cached=False), model, x, grad))
+
+
+def test_backward_has_the_casts_of_its_forward(rand):
+    """Of two forwards before their backwards."""
+    model = block()
+    run = compiled(model)
+    x, grad = batch(rand)
+    want = step(run, model, x, grad)
+    x = x.requires_grad_()
+    with megacpp_compile.cached_weight_casts():
+        first, second = run(x), run(x)
+        (dx,) = torch.autograd.grad(first, x, grad)
+        assert torch.equal(dx, want[1]) and torch.equal(torch.autograd.grad(second, x, grad)[0], want[1])
+
+
+def test_recomputation_reads_the_cache(rand, made):
+    model = block()
+    run = compiled(model)
+    x, grad = batch(rand)
+    want = step(run, model, x, grad)
+    made.clear()
+    with megacpp_compile.cached_weight_casts():
+        got = step(lambda x: checkpoint(run, x, use_reentrant=False), model, x, grad)
+    assert equal(got, want) and len(made) == LINEARS
+
+
+def test_inference_keeps_one_orientation(rand, made, monkeypatch):
+    model = block().requires_grad_(False)
+    run, kept = compiled(model), []
+    plain = cache._made
+    monkeypatch.setattr(cache, "_made", lambda *args: kept.append(plain(*args)) or kept[-1])
+    with megacpp_compile.cached_weight_casts(), torch.inference_mode():
+        for sequences in (2, 2, 2):
+            run(batch(rand, sequences)[0])
+    assert len(made) == LINEARS and all(columns.numel() == 0 for _, columns, _ in kept)
+
+
+def test_nothing_outlives_the_context(rand, monkeypatch):
+    model = block()
+    run, refs, plain = compiled(model), [], cache._made
+
+    def watched(*args):
+        casts = plain(*args)
+        refs.extend(weakref.ref(t) for t in casts)
+        return casts
+
+    monkeypatch.setattr(cache, "_made", watched)
+    with megacpp_compile.cached_weight_casts():
+        with megacpp_compile.cached_weight_casts():
+            step(run, model, *batch(rand))
+        gc.collect()
+        assert refs and all(ref() is not None for ref in refs)  # the outermost counts
+        step(run, model, *batch(rand))
+        assert len(refs) == 3 * LINEARS
+    gc.collect()
+    assert all(ref() is None for ref in refs)
+
+
+def test_repeated_blocks_have_their_own(rand, made):
+    """Blocks that share an artifact have weights of their own."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block(), Block())
+    results = []
+    x, grad = batch(rand)
+    for cached in (False, True):
+        torch._dynamo.reset()
+        model = copy.deepcopy(plain)
+        plan = PrecisionPlan(rules=(("*", "fp8_current"),), gate=False)
+        run = megacpp_compile.compile(model, options={"precision": plan, "cache_weight_casts": cached})
+        with megacpp_compile.cached_weight_casts():
+            results.append(step(run, model, x, grad))
+            results.append(step(run, model, x, grad))
+    assert len(made) == 3 * LINEARS and all(equal(got, results[0]) for got in results[1:])
+
+
+class Doubled(Block):
+    def forward(self, x):
+        return F.linear(x, 2 * self.gate.weight) @ self.down.weight.t()
+
+
+def notes(report):
+    return {site.note for site in report.sites}
+
+
+def test_says_what_it_did(rand):
+    for recipe, model, want in (
+        ("fp8_current", block(), {"weights cast once in cached_weight_casts()"}),
+        ("fp8_block", block(), {"cast in every call, as blocks have no shared casts"}),
+        ("fp8_current", Doubled(), {"cast in every call, as a weight is computed or gathered here",
+                                    "weights cast once in cached_weight_casts()"}),
+    ):  # fmt: skip
+        torch._dynamo.reset()
+        model = model.to(torch.bfloat16)
+        if recipe == "fp8_block":
+            model.gate, model.up, model.down = (nn.Linear(128, 128, bias=False).bfloat16() for _ in range(3))
+        x = rand(1, 128, model.gate.in_features).requires_grad_()
+        with megacpp_compile.record() as report, megacpp_compile.cached_weight_casts():
+            compiled(model, recipe)(x).sum().backward()
+        assert notes(report) == want
+
+
+def test_a_weight_that_is_no_parameter_is_cast_in_the_frame(rand, made):
+    def double(x, w):
+        return F.linear(x, w)
+
+    x, w = rand(16, DIM).requires_grad_(), rand(HIDDEN, DIM).requires_grad_()
+    plan = PrecisionPlan(roles={"other": "fp8_current"}, gate=False)
+    with megacpp_compile.record() as report:
+        run = torch.compile(double, backend="megacpp", options={"precision": plan, "cache_weight_casts": True})
+        run(x, w).sum().backward()
+    assert notes(report) == {"cast in every call, as a weight is no parameter"} and not made
+
+
+class Experts(nn.Module):
+    def __init__(self, experts=4):
+        super().__init__()
+        make = lambda i, o: nn.ModuleList(nn.Linear(i, o, bias=False) for _ in range(experts))  # noqa: E731
+        self.router = nn.Linear(DIM, experts, bias=False)
+        self.gate, self.up, self.down = make(DIM, HIDDEN), make(DIM, HIDDEN), make(HIDDEN, DIM)
+
+    def forward(self, x):
+        gates, indices = self.router(x).float().softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for e in range(len(self.gate)):
+            token, choice = torch.where(indices == e)
+            rows = x[token]
+            rows = self.down[e](F.silu(self.gate[e](rows)) * self.up[e](rows))
+            y = y.index_add(0, token, rows * gates[token, choice, None].to(x.dtype))
+        return y
+
+
+def test_experts(rand, made):
+    """Their weights are cast once, too, and results are bit for bit those without."""
+    results = []
+    x, grad = rand(64, DIM), rand(64, DIM)
+    for cached in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Experts().bfloat16()
+        plan = PrecisionPlan(rules=(("router", "bf16"),), gate=False)
+        options = {"precision": plan, "cache_weight_casts": cached, "strict": True, "require": {"moe": 1}}
+        run = torch.compile(model, backend="megacpp", options=options)
+        with megacpp_compile.record() as report, megacpp_compile.cached_weight_casts():
+            results.append(step(run, model, x, grad))
+            results.append(step(run, model, x, grad))
+        rows = [(r["effective"], r["reason"]) for f in report.frames for r in f.precision if r["kind"] == "experts"]
+        assert rows == [("fp8_current", "")]
+    assert made == ["fp8_quantize_experts"] * 2 and all(equal(got, results[0]) for got in results[1:])
+
+
+def test_warns_where_nothing_is_cast(rand, monkeypatch):
+    said = []
+    monkeypatch.setattr(cache, "warn_once", said.append)
+    model = block()
+    with megacpp_compile.cached_weight_casts():
+        compiled(model, cached=False)(batch(rand)[0])
+    assert len(said) == 1 and "cached_weight_casts() has no effect" in said[0]
