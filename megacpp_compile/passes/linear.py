@@ -3,14 +3,14 @@ or those of past steps (arXiv:2209.05433), or one for every block of 128 (arXiv:
 
 Before: `y = linear(x, w, b)`, in any spelling
 After, under "fp8_current":
-        `x8, sx = megacpp.fp8_quantize(x, "e4m3")`, once for all linears that read x; the same of w;
-        `y, = megacpp.fp8_linear(x, [w], x8, sx, w8, sw, [b], "e4m3", dtype)`
+        `x8, x8t, sx = megacpp.fp8_quantize_turned(x, "e4m3")`, once for all linears that read x; backward keeps x8t,
+        the orientation that it multiplies. `w8, sw = megacpp.fp8_quantize(w, "e4m3")`; of x, too, if w is not trained;
+        `y, = megacpp.fp8_linear(x, [w], x8, sx, w8, sw, [b], "e4m3", dtype, None, None, x8t)`
         and of linears that share x, where some are too narrow to gain alone (MLA's two down-projections):
-        `y0, y1 = megacpp.fp8_linear(x, [w0, w1], x8, sx, w8, sw, [], "e4m3", dtype)`
+        `y0, y1 = megacpp.fp8_linear(x, [w0, w1], x8, sx, w8, sw, [], "e4m3", dtype, None, None, x8t)`
 After, under "fp8_delayed", the same with
         `x8, x8t, sx, seen = megacpp.fp8_quantize_delayed(x, largest, "e4m3", turned)`, where `largest` is 0, that of a
-        first step; the compiled frame has the history in its place (`backends/delayed_scaling.py`). One kernel casts x
-        in both orientations, and backward keeps the one that it multiplies
+        first step; the compiled frame has the history in its place (`backends/delayed_scaling.py`)
 After, under "fp8_block":
         `x8, sx = megacpp.fp8_quantize_tiles(x, 1)`, `w8, sw = megacpp.fp8_quantize_tiles(w, 128)`;
         `y = megacpp.fp8_block_linear(x, w, x8, sx, w8, sw, b, dtype)`
@@ -247,10 +247,13 @@ def _rewrite(
         return new, [new]
     biases = [linear.b for linear in linears if linear.b is not None]
     delayed = recipe == "fp8_delayed"
-    one = ops.fp8_quantize_delayed.default if delayed else ops.fp8_quantize.default
-    turned = delayed and any(view.needs_grad(linear.w) for linear in linears)
-    of_x, of_w, scale = ([turned], [False], 2) if delayed else ([], [], 1)
-    x8, *columns, x_scale = parts(payload(x, one, FORWARD, *of_x), *([0, 1, scale] if turned else [0, scale]))
+    one, scale = (ops.fp8_quantize_delayed.default, 2) if delayed else (ops.fp8_quantize.default, 1)
+    turned = _recorded(view, first.node) and any(view.needs_grad(linear.w) for linear in linears)
+    of_x, of_w = ([turned], [False]) if delayed else ([], [])
+    if turned and not delayed:
+        x8, *columns, x_scale = parts(payload(x, ops.fp8_quantize_turned.default, FORWARD), 0, 1, 2)
+    else:
+        x8, *columns, x_scale = parts(payload(x, one, FORWARD, *of_x), *([0, 1, scale] if turned else [0, scale]))
     cached = _cached(view, recipe, linears) == weight_casts.NOTE
     w_columns: list[Node] = []
     if cached:

@@ -71,6 +71,7 @@ INNER_UNIT = 2**-16
 KIND = {
     "fp8_quantize": "float8",
     "fp8_quantize_delayed": "float8",
+    "fp8_quantize_turned": "float8",
     "fp8_quantize_weights": "float8",
     "fp8_quantize_experts": "float8",
     "push_maxima": "float8",

@@ -133,6 +133,10 @@ for format in ("e4m3", "e5m2"):
         def _(rand, dtype, format=format, factor=factor):
             return rand(3, 16, dtype=dtype) * factor, format
 
+        @case("fp8_quantize_turned", f"{format}_{label}")
+        def _(rand, dtype, format=format, factor=factor):
+            return rand(2, 24, 144, dtype=dtype) * factor, format
+
 
 PASTS = {
     "known": {"past": 3.0},

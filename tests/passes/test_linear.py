@@ -59,39 +59,41 @@ def test_graph(float8):
     assert frames.counts[NAME] == 3
     expecttest.assert_expected_inline(render(frames.graph), """\
 detach: bf16[2, 16, 32] = detach(x)
-fp8_quantize: (float8_e4m3fn[2, 16, 32], f32[]) = megacpp.fp8_quantize(detach, e4m3)
-getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize[0]
-getitem_1: f32[] = fp8_quantize[1]
+fp8_quantize_turned: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[]) = megacpp.fp8_quantize_turned(detach, e4m3)
+getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_turned[0]
+getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_turned[1]
+getitem_2: f32[] = fp8_quantize_turned[2]
 detach_1: bf16[48, 32] = detach(gate_proj_weight)
-fp8_quantize_1: (float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize(detach_1, e4m3)
-getitem_2: float8_e4m3fn[48, 32] = fp8_quantize_1[0]
-getitem_3: f32[] = fp8_quantize_1[1]
-fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [gate_proj_weight], getitem, getitem_1, getitem_2, getitem_3, [], e4m3, bfloat16)
-getitem_4: bf16[2, 16, 48] = fp8_linear[0]
-silu: bf16[2, 16, 48] = silu(getitem_4)
+fp8_quantize: (float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize(detach_1, e4m3)
+getitem_3: float8_e4m3fn[48, 32] = fp8_quantize[0]
+getitem_4: f32[] = fp8_quantize[1]
+fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [gate_proj_weight], getitem, getitem_2, getitem_3, getitem_4, [], e4m3, bfloat16, None, None, getitem_1)
+getitem_5: bf16[2, 16, 48] = fp8_linear[0]
+silu: bf16[2, 16, 48] = silu(getitem_5)
 detach_2: bf16[48, 32] = detach(up_proj_weight)
-fp8_quantize_2: (float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize(detach_2, e4m3)
-getitem_5: float8_e4m3fn[48, 32] = fp8_quantize_2[0]
-getitem_6: f32[] = fp8_quantize_2[1]
-fp8_linear_1: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_proj_weight], getitem, getitem_1, getitem_5, getitem_6, [], e4m3, bfloat16)
-getitem_7: bf16[2, 16, 48] = fp8_linear_1[0]
-mul: bf16[2, 16, 48] = mul.Tensor(silu, getitem_7)
+fp8_quantize_1: (float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize(detach_2, e4m3)
+getitem_6: float8_e4m3fn[48, 32] = fp8_quantize_1[0]
+getitem_7: f32[] = fp8_quantize_1[1]
+fp8_linear_1: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_proj_weight], getitem, getitem_2, getitem_6, getitem_7, [], e4m3, bfloat16, None, None, getitem_1)
+getitem_8: bf16[2, 16, 48] = fp8_linear_1[0]
+mul: bf16[2, 16, 48] = mul.Tensor(silu, getitem_8)
 detach_3: bf16[2, 16, 48] = detach(mul)
-fp8_quantize_3: (float8_e4m3fn[2, 16, 48], f32[]) = megacpp.fp8_quantize(detach_3, e4m3)
-getitem_8: float8_e4m3fn[2, 16, 48] = fp8_quantize_3[0]
-getitem_9: f32[] = fp8_quantize_3[1]
+fp8_quantize_turned_1: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize_turned(detach_3, e4m3)
+getitem_9: float8_e4m3fn[2, 16, 48] = fp8_quantize_turned_1[0]
+getitem_10: float8_e4m3fn[48, 32] = fp8_quantize_turned_1[1]
+getitem_11: f32[] = fp8_quantize_turned_1[2]
 detach_4: bf16[32, 48] = detach(down_proj_weight)
-fp8_quantize_4: (float8_e4m3fn[32, 48], f32[]) = megacpp.fp8_quantize(detach_4, e4m3)
-getitem_10: float8_e4m3fn[32, 48] = fp8_quantize_4[0]
-getitem_11: f32[] = fp8_quantize_4[1]
-fp8_linear_2: (bf16[2, 16, 32]) = megacpp.fp8_linear(mul, [down_proj_weight], getitem_8, getitem_9, getitem_10, getitem_11, [], e4m3, bfloat16)
-getitem_12: bf16[2, 16, 32] = fp8_linear_2[0]
-return [getitem_12]""")
+fp8_quantize_2: (float8_e4m3fn[32, 48], f32[]) = megacpp.fp8_quantize(detach_4, e4m3)
+getitem_12: float8_e4m3fn[32, 48] = fp8_quantize_2[0]
+getitem_13: f32[] = fp8_quantize_2[1]
+fp8_linear_2: (bf16[2, 16, 32]) = megacpp.fp8_linear(mul, [down_proj_weight], getitem_9, getitem_11, getitem_12, getitem_13, [], e4m3, bfloat16, None, None, getitem_10)
+getitem_14: bf16[2, 16, 32] = fp8_linear_2[0]
+return [getitem_14]""")
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="there from torch 2.10 on")
-@pytest.mark.parametrize("recipe, given", [("fp8_current", "None, None, None"), ("fp8_delayed", "None, None, getitem_1")])
-def test_graph_of_a_gradient_in_float32(float8, recipe, given):
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
+def test_graph_of_a_gradient_in_float32(float8, recipe):
     """The parameter's `grad_dtype` is the op's last argument; all else is as it is without."""
     plan = PrecisionPlan(rules=(("*", recipe),), gate=False)
     graphs = []
@@ -103,7 +105,7 @@ def test_graph_of_a_gradient_in_float32(float8, recipe, given):
         assert [s.note for a in frames.analyses for s in a.outcome.sites][1:] == ["", ""]
     (plain, asked), *others = [(a, b) for a, b in zip(*graphs, strict=True) if a != b]
     assert not others and "gate_proj_weight" in plain and "megacpp.fp8_linear(" in plain
-    assert asked == plain.removesuffix(f", {given})").removesuffix(")") + f", {given}, float32)"
+    assert plain.endswith(", None, None, getitem_1)") and asked == plain.removesuffix(")") + ", float32)"
 
 
 def test_bias_and_a_matmul(float8):
@@ -146,14 +148,14 @@ def test_the_plan_chooses(float8):
 
 
 def test_saves_payloads(float8):
-    """Under autograd the two inputs are kept as bytes; their values in bfloat16 are not."""
+    """Under autograd the two inputs are kept as bytes, turned as backward reads them; their values in bfloat16 are not."""
     frames = run(MLP(), hidden(), config())
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         frames.compiled(*hidden())
-    sizes = {(t.dtype, t.shape[-1]) for t in kept if t.dim() == 3}
-    assert {(torch.float8_e4m3fn, DIM), (torch.float8_e4m3fn, HIDDEN)} <= sizes
-    assert (torch.bfloat16, DIM) not in sizes
+    sizes = {(t.dtype, *t.shape) for t in kept}
+    assert {(torch.float8_e4m3fn, DIM, 2 * ROWS), (torch.float8_e4m3fn, HIDDEN, 2 * ROWS)} <= sizes
+    assert not {(torch.float8_e4m3fn, 2, ROWS, DIM), (torch.bfloat16, 2, ROWS, DIM)} & sizes
 
 
 def test_through_the_backend(float8, no_kernels):
@@ -212,18 +214,19 @@ def test_graph_of_weights_that_are_cast_in_front(float8):
 _enter_autocast(cpu, bfloat16, True, False)
 to_copy: bf16[48, 32] = _to_copy(up_weight, dtype=bfloat16)
 detach: bf16[2, 16, 32] = detach(x)
-fp8_quantize: (float8_e4m3fn[2, 16, 32], f32[]) = megacpp.fp8_quantize(detach, e4m3)
-getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize[0]
-getitem_1: f32[] = fp8_quantize[1]
+fp8_quantize_turned: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[]) = megacpp.fp8_quantize_turned(detach, e4m3)
+getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_turned[0]
+getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_turned[1]
+getitem_2: f32[] = fp8_quantize_turned[2]
 detach_1: bf16[48, 32] = detach(to_copy)
 fp8_quantize_weights: (float8_e4m3fn[48, 32], float8_e4m3fn[32, 48], f32[]) = megacpp.fp8_quantize_weights([detach_1], True)
-getitem_2: float8_e4m3fn[48, 32] = fp8_quantize_weights[0]
-getitem_3: f32[] = fp8_quantize_weights[2]
-getitem_4: float8_e4m3fn[32, 48] = fp8_quantize_weights[1]
-fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [to_copy], getitem, getitem_1, getitem_2, getitem_3, [], e4m3, bfloat16, None, None, None, None, getitem_4)
-getitem_5: bf16[2, 16, 48] = fp8_linear[0]
+getitem_3: float8_e4m3fn[48, 32] = fp8_quantize_weights[0]
+getitem_4: f32[] = fp8_quantize_weights[2]
+getitem_5: float8_e4m3fn[32, 48] = fp8_quantize_weights[1]
+fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [to_copy], getitem, getitem_2, getitem_3, getitem_4, [], e4m3, bfloat16, None, None, getitem_1, None, getitem_5)
+getitem_6: bf16[2, 16, 48] = fp8_linear[0]
 _exit_autocast(enter_autocast)
-return [getitem_5]""")
+return [getitem_6]""")
 
 
 # --- one GEMM for linears that share an input
@@ -256,19 +259,20 @@ def test_a_narrow_one_joins_a_wide_one(narrow_alone):
     assert frames.counts[NAME] == 1 and not frames.tags(NAME)
     expecttest.assert_expected_inline(render(frames.graph), """\
 detach: bf16[2, 16, 32] = detach(x)
-fp8_quantize: (float8_e4m3fn[2, 16, 32], f32[]) = megacpp.fp8_quantize(detach, e4m3)
-getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize[0]
-getitem_1: f32[] = fp8_quantize[1]
+fp8_quantize_turned: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[]) = megacpp.fp8_quantize_turned(detach, e4m3)
+getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_turned[0]
+getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_turned[1]
+getitem_2: f32[] = fp8_quantize_turned[2]
 cat: bf16[64, 32] = cat([one_weight, two_weight])
 detach_1: bf16[64, 32] = detach(cat)
-fp8_quantize_1: (float8_e4m3fn[64, 32], f32[]) = megacpp.fp8_quantize(detach_1, e4m3)
-getitem_2: float8_e4m3fn[64, 32] = fp8_quantize_1[0]
-getitem_3: f32[] = fp8_quantize_1[1]
-fp8_linear: (bf16[2, 16, 48], bf16[2, 16, 16]) = megacpp.fp8_linear(x, [one_weight, two_weight], getitem, getitem_1, getitem_2, getitem_3, [], e4m3, bfloat16)
-getitem_4: bf16[2, 16, 48] = fp8_linear[0]
-getitem_5: bf16[2, 16, 16] = fp8_linear[1]
-tanh: bf16[2, 16, 48] = tanh(getitem_4)
-return [tanh, getitem_5]""")
+fp8_quantize: (float8_e4m3fn[64, 32], f32[]) = megacpp.fp8_quantize(detach_1, e4m3)
+getitem_3: float8_e4m3fn[64, 32] = fp8_quantize[0]
+getitem_4: f32[] = fp8_quantize[1]
+fp8_linear: (bf16[2, 16, 48], bf16[2, 16, 16]) = megacpp.fp8_linear(x, [one_weight, two_weight], getitem, getitem_2, getitem_3, getitem_4, [], e4m3, bfloat16, None, None, getitem_1)
+getitem_5: bf16[2, 16, 48] = fp8_linear[0]
+getitem_6: bf16[2, 16, 16] = fp8_linear[1]
+tanh: bf16[2, 16, 48] = tanh(getitem_5)
+return [tanh, getitem_6]""")
 
 
 @pytest.mark.parametrize("bias", [(True, True), (True, False)])
@@ -420,7 +424,7 @@ def test_both_recipes_of_one_input(float8):
     frames = run(Wide(), wide_input(), config(PrecisionPlan(rules=(("a", "fp8_block"), ("b", "fp8_current")), gate=False)))
     assert frames.counts[NAME] == 2
     graph = render(frames.graph)
-    assert graph.count("fp8_quantize_tiles(") == 2 and graph.count("fp8_quantize(") == 2
+    assert graph.count("fp8_quantize_tiles(") == 2 and graph.count("fp8_quantize(") == graph.count("fp8_quantize_turned(") == 1
 
 
 def test_refuses_what_blocks_do_not_divide(float8):

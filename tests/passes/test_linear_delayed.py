@@ -178,4 +178,5 @@ def test_current_and_delayed_readers_of_one_tensor():
     plan = PrecisionPlan(rules=(("a", "fp8_current"), ("*", "fp8_delayed")), gate=False)
     frames = check(Pair(), x(), Config(strict=True, precision=plan), tolerance=FLOAT8)
     targets = [str(n.target) for n in frames.graph.graph.nodes]
-    assert targets.count("megacpp.fp8_quantize.default") == targets.count("megacpp.fp8_quantize_delayed.default") == 2
+    casts = ("fp8_quantize", "fp8_quantize_turned", "fp8_quantize_delayed")
+    assert [targets.count(f"megacpp.{name}.default") for name in casts] == [1, 1, 2]

@@ -2,11 +2,13 @@
 
     fp8_quantize(x, format)     payload, x's shape in float8, and scale_inv [], float32: x = payload * scale_inv.
                                 format "e4m3" or "e5m2"; the scale comes from the values x has now ("current scaling")
+    fp8_quantize_turned(x, format)
+                                the same in both orientations: the payload, that as [k, rows], and the scale
     fp8_quantize_delayed(x, largest, format, turned)
-                                the same by "delayed scaling", and the cast is one pass: the scale leaves room for twice
-                                `largest[0]`, the largest magnitude that x's past held; where that is 0, as it is before
-                                there is a past, it comes from a sample of x. Returns the payload, with `turned` also
-                                that as [k, rows] (else empty), the scale, and the largest magnitude of x now []
+                                `fp8_quantize` by "delayed scaling", and the cast is one pass: the scale leaves room for
+                                twice `largest[0]`, the largest magnitude that x's past held; where that is 0, as it is
+                                before there is a past, it comes from a sample of x. Returns the payload, with `turned`
+                                also that as [k, rows] (else empty), the scale, and the largest magnitude of x now []
     push_maxima(history, latest, grads)
                                 history [h, n] with a row more, `latest` [m] and `grads` (n - m of []), and its oldest
                                 row less; and the largest of each column, over and over [n, ALIGNED], so that a kernel
@@ -62,6 +64,18 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 @fp8_quantize.register_fake
 def _(x, format):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=DTYPES[format]), x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("megacpp::fp8_quantize_turned", mutates_args=())
+def fp8_quantize_turned(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    with no_autocast(x):
+        return reference.fp8_quantize_turned(x, format)
+
+
+@fp8_quantize_turned.register_fake
+def _(x, format):  # type: ignore[no-untyped-def]
+    columns = x.new_empty((x.shape[-1], x.numel() // x.shape[-1]), dtype=DTYPES[format])
+    return x.new_empty(x.shape, dtype=DTYPES[format]), columns, x.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("megacpp::fp8_quantize_delayed", mutates_args=())
@@ -195,6 +209,7 @@ def _flops(x: Tensor, weights: list[Tensor], *_: Any) -> float:
 declare(
     {
         "megacpp::fp8_quantize": OpTraits(),
+        "megacpp::fp8_quantize_turned": OpTraits(),
         "megacpp::fp8_quantize_delayed": OpTraits(),
         "megacpp::push_maxima": OpTraits(recomputable=False),  # of tensors that the step writes to
         "megacpp::fp8_linear": OpTraits(gemm=True, flops=_flops),

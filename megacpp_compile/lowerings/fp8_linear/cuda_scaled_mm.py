@@ -1,10 +1,10 @@
-"""`fp8_linear` on CUDA: cuBLASLt's GEMMs of float8 (`torch._scaled_mm`), with the casts around them in ATen, which
-Inductor fuses into the norm, activation or rotation before them.
+"""`fp8_linear` on CUDA: cuBLASLt's GEMMs of float8 (`torch._scaled_mm`), and the casts around them.
 
-Hopper's float8 GEMM wants both operands with the summed dimension contiguous. The gradient of the weights therefore
-casts both into transposed copies, that of the input the weights; with delayed scaling a kernel of its own writes both
-orientations at once (`_kernels/triton_delayed_cast.py`). Forward GEMMs accumulate fast (in the tensor cores' own 22
-bits), backward ones exactly, as Transformer Engine has it.
+Hopper's float8 GEMM wants both operands with the summed dimension contiguous: the gradient of the weights reads x and
+the gradient turned, that of the input the weights. A kernel of its own writes both orientations at once
+(`_kernels/triton_delayed_cast.py`); by current scaling it gets the largest magnitude that the values have now, from a
+reduction in ATen. What has one orientation is cast in ATen, which Inductor fuses into what comes before. Forward GEMMs
+accumulate fast (in the tensor cores' own 22 bits), backward ones exactly, as Transformer Engine has it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8, no_linear
 from megacpp_compile.lowerings._kernels.fp8 import (
+    ROOM,
     delayed_scale,
     fp8_gemm,
     largest_of,
@@ -28,12 +29,12 @@ from megacpp_compile.lowerings._kernels.fp8 import (
 from megacpp_compile.lowerings.fp8_linear import reference
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize, push_maxima
 
-__all__ = ["LEAVES_OUT", "fp8_linear", "fp8_linear_backward", "fp8_quantize", "fp8_quantize_delayed", "push_maxima",
-           "supports"]  # fmt: skip
+__all__ = ["LEAVES_OUT", "fp8_linear", "fp8_linear_backward", "fp8_quantize", "fp8_quantize_delayed",
+           "fp8_quantize_turned", "push_maxima", "supports"]  # fmt: skip
 
 
 # A policy's recomputed cast needs one orientation of the payload, and so does the forward behind it.
-LEAVES_OUT = {"fp8_quantize_delayed": (0, 1)}
+LEAVES_OUT = {"fp8_quantize_delayed": (0, 1), "fp8_quantize_turned": (0, 1)}
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -51,11 +52,29 @@ def fp8_quantize_delayed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if format != "e4m3":
         return reference.fp8_quantize_delayed(x, largest, format, turned)
+    return _cast(x, largest, turned and 1 not in unread, 0 not in unread)
+
+
+def fp8_quantize_turned(
+    x: Tensor, format: str, unread: frozenset[int] = frozenset()
+) -> tuple[Tensor, Tensor, Tensor]:
+    if format != "e4m3":
+        return reference.fp8_quantize_turned(x, format)
+    return _cast(x, _past_of(x), 1 not in unread, 0 not in unread)[:3]
+
+
+def _past_of(x: Tensor) -> Tensor:
+    """A past [1] by which delayed scaling has the scale of the values that x has now."""
+    return largest_of(x).to(torch.float32).view(1) / ROOM
+
+
+def _cast(x: Tensor, largest: Tensor, turned: bool, straight: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(payload in e4m3, the same as [k, rows], scale, largest magnitude); empty what is not asked for."""
     from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
 
     flat = x.flatten(0, -2)
-    payload, columns, scale, seen = delayed_cast(flat, largest, turned and 1 not in unread, 0 not in unread)
-    none = flat.new_empty(0, dtype=DTYPES[format])
+    payload, columns, scale, seen = delayed_cast(flat, largest, turned, straight)
+    none = flat.new_empty(0, dtype=DTYPES["e4m3"])
     return none if payload is None else payload.view(x.shape), none if columns is None else columns, scale, seen
 
 
@@ -110,12 +129,8 @@ def fp8_linear_backward(
 
 def _gradient(grad: Tensor, format: str, largest: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(payload [rows, n], the same transposed, scale [], largest magnitude []) of a gradient."""
-    if largest is not None and format == "e4m3":
-        from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
-
-        payload, columns, scale, seen = delayed_cast(grad, largest, True)
-        assert payload is not None and columns is not None
-        return payload, columns, scale, seen
+    if format == "e4m3":
+        return _cast(grad, _past_of(grad) if largest is None else largest, True, True)
     wide, dtype = grad.to(torch.float32), DTYPES[format]
     scale = scale_of(wide, dtype, whole=True) if largest is None else delayed_scale(wide, largest[0], dtype)
     rounded = rounded_by if largest is None else rounded_by_past

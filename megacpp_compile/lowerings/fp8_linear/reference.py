@@ -25,6 +25,11 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return payload.contiguous(), scale
 
 
+def fp8_quantize_turned(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    payload, scale = fp8_quantize(x, format)
+    return payload, payload.flatten(0, -2).t().contiguous(), scale
+
+
 def fp8_quantize_delayed(
     x: Tensor, largest: Tensor, format: str, turned: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
