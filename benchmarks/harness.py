@@ -6,6 +6,7 @@ backward). What is timed was checked before, on the same inputs and in the same 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import statistics
@@ -49,6 +50,7 @@ class Contestant:
     """One row. `kind` is limit, eager, inductor, ours, kernels, peer or control.
 
     `bound`: largest relative error, for what rounds more by design (fp8); by default it is eager's, `times_eager`.
+    `within`: what is open from when it is built to the last measure of its case.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Contestant:
     build: Callable[[], Runner]
     bound: float | None = None
     times_eager: float = MORE_THAN_EAGER
+    within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 @dataclasses.dataclass
@@ -152,6 +155,11 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 def run_case(case: Case, settings: Settings) -> list[dict[str, Any]]:
     """One table per measure, as plain data."""
+    with contextlib.ExitStack() as opened:
+        return _run_case(case, settings, opened)
+
+
+def _run_case(case: Case, settings: Settings, opened: contextlib.ExitStack) -> list[dict[str, Any]]:
     progress(f"{case.subject}: {case.name}")
     torch._dynamo.reset()
     want, eager = case.reference(), None
@@ -162,6 +170,7 @@ def run_case(case: Case, settings: Settings) -> list[dict[str, Any]]:
         rows[contestant.name] = row
         began = time.perf_counter()
         try:
+            opened.enter_context(contestant.within())
             runner = contestant.build()
             with observe.sites(row):
                 got = runner.results() if runner.results else []

@@ -6,6 +6,7 @@ missing, with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,13 @@ class Variant:
     subjects: frozenset[str]
     bound: float | None = None  # largest relative error, where it is not eager's by which a row is judged
     missing: Callable[[], str] = str  # what it needs that is not there, "" where all of it is
+
+    def within(self) -> contextlib.AbstractContextManager[None]:
+        """What is open around all its calls: casts of weights, where it caches them, are those of the first."""
+        import megacpp_compile
+
+        made = getattr(megacpp_compile, "cached_weight_casts", contextlib.nullcontext)
+        return made() if self.options.get("cache_weight_casts") else contextlib.nullcontext()
 
 
 def without_fa4() -> str:
@@ -56,6 +64,12 @@ VARIANTS: dict[str, Variant] = {
     "megacpp, float8, delayed": Variant({"precision": "fp8_delayed"}, frozenset({"block", "stack"}), FP8_BOUND),
     "megacpp, float8, delayed, selective": Variant(
         {"precision": "fp8_delayed", "policy": "selective"}, frozenset({"stack"}), FP8_BOUND
+    ),
+    "megacpp, float8, weights cast once": Variant(
+        {"precision": "fp8_current", "cache_weight_casts": True}, frozenset({"block", "stack", "moe"}), FP8_BOUND
+    ),
+    "megacpp, float8, delayed, weights cast once": Variant(
+        {"precision": "fp8_delayed", "cache_weight_casts": True}, frozenset({"block", "stack"}), FP8_BOUND
     ),
     "megacpp, float8 by blocks": Variant({"precision": "fp8_block"}, frozenset({"block"}), FP8_BOUND),
 }
@@ -117,6 +131,8 @@ def contestants(
         return made
 
     return [
-        Contestant(name, kind, build(compiler), VARIANTS[name].bound if name in VARIANTS else None)
+        Contestant(name, kind, build(compiler), VARIANTS[name].bound, within=VARIANTS[name].within)
+        if name in VARIANTS
+        else Contestant(name, kind, build(compiler))
         for name, (kind, compiler) in compilers(subject).items()
     ]

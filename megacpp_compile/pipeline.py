@@ -57,7 +57,8 @@ class Block:
 
 WHOLE = Block()
 # The settings that compiled autograd's frames have no use for: what a forward returns and saves, how it is rewritten.
-_OF_FORWARD = ("require", "drop_outputs", "policy", "block_kinds", "precision", "compress", "sharding")
+_OF_FORWARD = ("require", "drop_outputs", "policy", "block_kinds", "precision", "cache_weight_casts", "compress",
+               "sharding")  # fmt: skip
 
 
 def compile_frame(

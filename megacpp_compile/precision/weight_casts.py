@@ -55,14 +55,14 @@ def cached_weight_casts() -> Iterator[None]:
     _CACHE.depth += 1
     try:
         yield
+        if _CACHE.depth == 1 and not _CACHE.asked:
+            warn_once(
+                "cached_weight_casts() has no effect: no model that was called in it casts weights to float8 in front "
+                "of its graph. Compile with a precision plan and options={'cache_weight_casts': True}."
+            )
     finally:
         _CACHE.depth -= 1
         if not _CACHE.depth:
-            if not _CACHE.asked:
-                warn_once(
-                    "cached_weight_casts() has no effect: no model that was called in it casts weights to float8 "
-                    "behind its graph. Compile with a precision plan and options={'cache_weight_casts': True}."
-                )
             _CACHE.kept, _CACHE.asked = {}, False
 
 

@@ -352,6 +352,15 @@ def test_experts(rand, made):
 
 
 @on_a_cpu
+def test_is_verified_site_by_site(rand):
+    model = block()
+    options = {"verify": "each", "strict": True, "require": {"linear": LINEARS}, "cache_weight_casts": True}
+    plan = PrecisionPlan(rules=(("*", "fp8_current"),), gate=False)
+    run = torch.compile(model, backend="megacpp", options={**options, "precision": plan})
+    step(run, model, *batch(rand))
+
+
+@on_a_cpu
 def test_warns_where_nothing_is_cast(rand, monkeypatch):
     said = []
     monkeypatch.setattr(cache, "warn_once", said.append)
