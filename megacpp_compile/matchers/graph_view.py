@@ -40,6 +40,14 @@ class GraphView:
             stack.extend(new)
         return False
 
+    def recorded(self, node: Node) -> bool:
+        """Whether `node` runs where autograd records; a frame has its mode while it is compiled."""
+        return torch.is_grad_enabled() and self.mode_states[node].grad
+
+    def has_backward(self, node: Node) -> bool:
+        """Whether autograd records `node` and a gradient flows through it."""
+        return self.recorded(node) and self.needs_grad(node)
+
     @functools.cached_property
     def heads(self) -> Heads:
         """Every attention head with a rotary embedding, and the near misses."""

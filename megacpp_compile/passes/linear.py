@@ -128,18 +128,13 @@ def _check(view: GraphView, plan: PrecisionPlan, linear: Linear) -> Wanted | Mat
     misfit = _misfit(value(node).dtype, recipe, k, n, rows)
     if misfit is not None:
         return MatchFailure(node, *(("gate", gate) if gate else misfit))
-    wide = _recorded(view, node) and has_float32_gradient(linear.w)
+    wide = view.recorded(node) and has_float32_gradient(linear.w)
     return Wanted(linear, recipe, shape, gate, note, wide)
-
-
-def _recorded(view: GraphView, node: Node) -> bool:
-    """Whether `node` runs where autograd records."""
-    return torch.is_grad_enabled() and view.mode_states[node].grad
 
 
 def _without_past(view: GraphView, linear: Linear) -> str:
     """Why there is no past that could scale the tensors of `linear`, "" where there is."""
-    if not (_recorded(view, linear.node) and view.needs_grad(linear.node)):
+    if not view.has_backward(linear.node):
         return "fp8_current: nothing is trained here"
     return f"fp8_current: {why}, so it has no past" if (why := no_parameter(linear.w)) else ""
 
@@ -196,23 +191,17 @@ def _match(view: GraphView, group: Sequence[Wanted], payloads: Payloads) -> Matc
     notes += dict.fromkeys(one.note for one in group if one.note)
     if wide := group[0].wide:
         notes.append("weights' gradients in float32" if len(group) > 1 else "its weight's gradient in float32")
-    notes += [cached] if (cached := _cached(view, group[0].recipe, linears)) else []
+    if view.config.cache_weight_casts:
+        notes.append(_in_every_call(group[0].recipe, linears) or weight_casts.NOTE)
     rewrite = lambda build: _rewrite(view, build, linears, group[0].recipe, payloads, wide)  # noqa: E731
     return Match(outputs[0], inputs, outputs, rewrite, note="; ".join(notes))
 
 
-def _cached(view: GraphView, recipe: str, linears: Sequence[Linear]) -> str:
-    """What becomes of the option `cache_weight_casts` for these linears, "" where it is not given."""
-    if not view.config.cache_weight_casts:
-        return ""
+def _in_every_call(recipe: str, linears: Sequence[Linear]) -> str:
+    """Why the weights are cast in every call all the same, "" where they need not be."""
     if recipe == "fp8_block":
         return "cast in every call, as blocks have no shared casts"
-    return weight_casts.not_cacheable([linear.w for linear in linears]) or weight_casts.NOTE
-
-
-def _trained(view: GraphView, linears: Sequence[Linear]) -> bool:
-    """Whether a backward multiplies by the weights."""
-    return any(_recorded(view, linear.node) and view.needs_grad(linear.node) for linear in linears)
+    return weight_casts.not_cacheable([linear.w for linear in linears])
 
 
 def _no_device_for(recipe: str) -> Callable[[torch.device], str]:
@@ -248,16 +237,15 @@ def _rewrite(
     biases = [linear.b for linear in linears if linear.b is not None]
     delayed = recipe == "fp8_delayed"
     one, scale = (ops.fp8_quantize_delayed.default, 2) if delayed else (ops.fp8_quantize.default, 1)
-    turned = _recorded(view, first.node) and any(view.needs_grad(linear.w) for linear in linears)
+    turned = view.recorded(first.node) and any(view.needs_grad(linear.w) for linear in linears)
     of_x, of_w = ([turned], [False]) if delayed else ([], [])
     if turned and not delayed:
         x8, *columns, x_scale = parts(payload(x, ops.fp8_quantize_turned.default, FORWARD), 0, 1, 2)
     else:
         x8, *columns, x_scale = parts(payload(x, one, FORWARD, *of_x), *([0, 1, scale] if turned else [0, scale]))
-    cached = _cached(view, recipe, linears) == weight_casts.NOTE
     w_columns: list[Node] = []
-    if cached:
-        trained = _trained(view, linears)
+    if view.config.cache_weight_casts and not _in_every_call(recipe, linears):
+        trained = any(view.has_backward(linear.node) for linear in linears)
         made = build(ops.fp8_quantize_weights.default, weight_casts.detached(build, weights), trained)
         w8, w_scale = parts(made, 0, 2)
         w_columns = parts(made, 1) if trained else []

@@ -351,6 +351,32 @@ def test_experts(rand, made):
     assert made == ["fp8_quantize_experts"] * 2 and all(equal(got, results[0]) for got in results[1:])
 
 
+class Normalised(Block):
+    """Its weights are changed where a forward begins, and one in the middle of it."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.gate.weight.mul_(0.5)
+        y = F.silu(self.gate(x)) * self.up(x)
+        with torch.no_grad():
+            self.down.weight.mul_(0.5)
+        return self.down(y)
+
+
+@on_a_cpu
+def test_a_frame_that_changes_its_weights(rand):
+    """What it reads of a weight is what it has written, in every call."""
+    results, x, grad = [], *batch(rand)
+    for cached in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Normalised()
+        run = compiled(model, cached=cached)
+        with megacpp_compile.cached_weight_casts():
+            results.append([t for _ in range(3) for t in step(run, model, x, grad)])
+    assert equal(*results)
+
+
 @on_a_cpu
 def test_is_verified_site_by_site(rand):
     model = block()

@@ -190,8 +190,7 @@ class _Parts:
 def _casts(view: GraphView, build: Builder, weights: Sequence[list[Node]], output: Node) -> list[Node]:
     """Payload, turned and scale of the weights before the activation, and of those behind it."""
     w_gate, w_up, w_down = weights
-    trained = torch.is_grad_enabled() and view.mode_states[output].grad and view.needs_grad(output)
-    found = []
+    trained, found = view.has_backward(output), list[Node]()
     for own, parts in (([*w_gate, *w_up], 2 if w_gate else 1), (w_down, 1)):
         operands = weight_casts.detached(build, own)
         made = build(torch.ops.megacpp.fp8_quantize_experts.default, operands, parts, trained)
