@@ -191,6 +191,7 @@ SIZES = {
     "up_gate": {"d": 32, "n": 16, "layout": "up_gate"},
     "single": {"d": 32, "n": 48, "layout": "single", "activation": "relu2"},
     "biased": {"d": 48, "n": 32, "biased": "gate up down", "activation": CURVES["swish"]},
+    "softcapped": {"d": 48, "n": 32, "activation": CURVES["softcapped_silu"]},  # no kernel of gate and up together
     "biased_gate_up": {"d": 48, "n": 32, "layout": "gate_up", "biased": "up down"},
     "interleaved": {"d": 32, "n": 16, "layout": "interleaved", "biased": "up down", "activation": CURVES["swish"]},
     "to_one": {"d": 64, "n": 32, "kind": "to_one", "tokens": 150},

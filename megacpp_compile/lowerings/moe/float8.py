@@ -68,7 +68,8 @@ class Fp8Gemms:
         self._turned = [t for t in turned if t is not None]
         self._cast = list[tuple[Tensor, Tensor]]()
         if payloads is not None:
-            into = zip(payloads.into.chunk(parts, 1), payloads.into_scale.chunk(parts, 1), strict=True)
+            scales = [scale.contiguous() for scale in payloads.into_scale.chunk(parts, 1)]  # as kernels read them
+            into = zip(payloads.into.chunk(parts, 1), scales, strict=True)
             self._cast = [*into, (payloads.down, payloads.down_scale)]
 
     def scales(self) -> list[Tensor]:
