@@ -31,6 +31,7 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
             "test_whatever_is_recomputed",
         ),
         "backends/test_held_ops.py": ("test_forward_and_backward",),
+        "backends/test_weight_casts.py": ("test_is_cast_once_for_all_microbatches_of_a_step",),
         "config/test_given.py": ("test_a_config_is_accepted_and_counts", "test_every_way_warns"),
         "config/test_option_effects.py": ("test_shared_inputs_that_stay_by_themselves",),
         "config/test_rules.py": (

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], torch.dtype
 }  # fmt: skip
 
 # Those that are trained with weights cast once for all microbatches, too.
-CACHED = ("tensor_parallel", "fsdp2", "traced_fsdp")
+CACHED = ("tensor_parallel", "fsdp2_tensor_parallel", "traced_fsdp")
 
 
 def outcomes(names: tuple[str, ...] = tuple(CASES)) -> dict[str, list[dict[str, Any]]]:

@@ -90,7 +90,7 @@ def test_goes_on_after_a_restart_bit_for_bit(seen, case):
 
 @pytest.mark.parametrize("case", delayed.CACHED)
 def test_weights_cast_once_change_nothing(seen, case):
-    """A rank casts the part that it holds, or what FSDP2 gathers in front of a frame; not what the frame gathers."""
+    """A rank casts the part that it holds of what FSDP2 gathers in front of a frame; not what the frame gathers."""
     said = "cast in every call, as a weight is computed or gathered here"
     for rank in ranks(seen, case):
         same, notes = rank["cached"]
