@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from megacpp_compile.backends.more_inputs import add_inputs, called_with
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import Builder, drop_dead, value
 from megacpp_compile.passes._rewrites.delayed_scaling import is_delayed, parameter_of, quantised
@@ -37,13 +38,7 @@ class Past:
     def adapt(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, called with the frame's own inputs."""
         columns = self.columns
-        if not columns:
-            return compiled
-
-        def with_past(*inputs: Any) -> Any:
-            return compiled(*inputs, *maxima_of(columns, inputs).arguments())
-
-        return with_past
+        return called_with(compiled, lambda inputs: maxima_of(columns, inputs).arguments()) if columns else compiled
 
 
 def take_past(gm: GraphModule, captured: Captured | None) -> Past:
@@ -61,7 +56,7 @@ def take_past(gm: GraphModule, captured: Captured | None) -> Past:
     device = value(linears[0])[0].device
     with mode, torch.no_grad():
         fakes = [torch.zeros(s, device=device) for s in ((HISTORY, len(order)), (len(forward),), *[()] * len(backward))]
-    history, latest, *grads = _placeholders(gm, inputs[-1], fakes)
+    history, latest, *grads = add_inputs(gm, "maxima", fakes, static=True)
 
     first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
     build = Builder(graph, mode, first, history)  # in no checkpoint's region: recomputed, it would push once more
@@ -105,16 +100,3 @@ def _columns(linears: Sequence[Node], inputs: Sequence[Node]) -> tuple[dict[Node
                 forward[cast] = column(weight, kind)  # type: ignore[arg-type]
         backward[linear] = column(weight, "g")
     return forward, backward
-
-
-def _placeholders(gm: GraphModule, last: Node, fakes: Sequence[Tensor]) -> list[Node]:
-    """Inputs behind `last`. AOTAutograd reads off them that they have no source in the user's code, and that they stay
-    where they are, so that CUDA graphs may write to them."""
-    made = []
-    for i, fake in enumerate(fakes):
-        with gm.graph.inserting_after(last):
-            last = gm.graph.placeholder(f"maxima_{i}")
-        last.meta.update(val=fake, tensor_dict={"_dynamo_static_input_type": "unguarded"})
-        last._dynamo_source = None  # type: ignore[attr-defined]
-        made.append(last)
-    return made

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 
+from megacpp_compile.backends.more_inputs import add_inputs, called_with
 from megacpp_compile.fx.edit import drop_dead, value
 from megacpp_compile.lowerings._op import serve
 from megacpp_compile.lowerings.fp8_weights import reference
@@ -50,18 +51,11 @@ class Casts:
 
     def adapt(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, called with the frame's own inputs."""
-        casts = self.casts
-        if not casts:
-            return compiled
+        return called_with(compiled, self._made) if self.casts else compiled
 
-        def with_casts(*inputs: Any) -> Any:
-            behind: list[Tensor] = []
-            for one in casts:
-                made = cast(one.key, [inputs[i] for i in one.weights], one.make)
-                behind += [made[i] for i in one.read]
-            return compiled(*inputs, *behind)
-
-        return with_casts
+    def _made(self, inputs: Sequence[Any]) -> list[Tensor]:
+        made = [(cast(one.key, [inputs[i] for i in one.weights], one.make), one.read) for one in self.casts]
+        return [results[i] for results, read in made for i in read]
 
 
 def take_casts(gm: GraphModule) -> Casts:
@@ -69,25 +63,19 @@ def take_casts(gm: GraphModule) -> Casts:
     where it has no op that makes them."""
     inputs = gm.graph.find_nodes(op="placeholder")
     nodes = [n for target in _CASTS for n in gm.graph.find_nodes(op="call_function", target=target)]
-    casts, fakes = [], list[Tensor]()
-    last = inputs[-1] if inputs else None
+    casts, outputs = [], list[Node]()
     for node in nodes:
         weights = list(dict.fromkeys(chain(w)[0] for w in node.args[0]))  # type: ignore[union-attr]
-        if last is None or any(w.op != "placeholder" for w in weights):
-            continue  # a pass that moved it left it with more than views; then the frame casts it
+        assert all(w.op == "placeholder" for w in weights), "the pass has seen that they are inputs"
         make, key = _in_front(node, weights)
         results = {u.args[1]: u for u in node.users if u.target is operator.getitem and u.users}
         read = tuple(sorted(results))  # type: ignore[type-var]
-        for i in read:
-            with gm.graph.inserting_after(last):
-                last = gm.graph.placeholder(f"cast_{len(fakes)}")
-            fake = value(results[i])
-            last.meta.update(val=fake)
-            last._dynamo_source = None  # type: ignore[attr-defined]
-            results[i].replace_all_uses_with(last)
-            fakes.append(fake)
         casts.append(_Cast(tuple(inputs.index(w) for w in weights), make, key, read))  # type: ignore[arg-type]
+        outputs += [results[i] for i in read]
+    fakes = [value(o) for o in outputs]
     if casts:
+        for old, new in zip(outputs, add_inputs(gm, "cast", fakes), strict=True):
+            old.replace_all_uses_with(new)
         drop_dead(gm.graph)
         gm.graph.lint()
         gm.recompile()

@@ -29,7 +29,7 @@ from megacpp_compile.lowerings._kernels.fp8 import (
 from megacpp_compile.lowerings.fp8_linear import reference
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize, push_maxima
 
-__all__ = ["LEAVES_OUT", "fp8_linear", "fp8_linear_backward", "fp8_quantize", "fp8_quantize_delayed",
+__all__ = ["LEAVES_OUT", "cast", "fp8_linear", "fp8_linear_backward", "fp8_quantize", "fp8_quantize_delayed",
            "fp8_quantize_turned", "push_maxima", "supports"]  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def fp8_quantize_delayed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if format != "e4m3":
         return reference.fp8_quantize_delayed(x, largest, format, turned)
-    return _cast(x, largest, turned and 1 not in unread, 0 not in unread)
+    return cast(x, largest, turned and 1 not in unread, 0 not in unread)
 
 
 def fp8_quantize_turned(
@@ -60,7 +60,7 @@ def fp8_quantize_turned(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if format != "e4m3":
         return reference.fp8_quantize_turned(x, format)
-    return _cast(x, _past_of(x), 1 not in unread, 0 not in unread)[:3]
+    return cast(x, _past_of(x), 1 not in unread, 0 not in unread)[:3]
 
 
 def _past_of(x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _past_of(x: Tensor) -> Tensor:
     return largest_of(x).to(torch.float32).view(1) / ROOM
 
 
-def _cast(x: Tensor, largest: Tensor, turned: bool, straight: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast(x: Tensor, largest: Tensor, turned: bool, straight: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(payload in e4m3, the same as [k, rows], scale, largest magnitude); empty what is not asked for."""
     if isinstance(x.numel(), int) and not x.numel():  # no program would write the scale
         return reference.fp8_quantize_delayed(x, largest, "e4m3", turned)
@@ -132,7 +132,7 @@ def fp8_linear_backward(
 def _gradient(grad: Tensor, format: str, largest: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(payload [rows, n], the same transposed, scale [], largest magnitude []) of a gradient."""
     if format == "e4m3":
-        return _cast(grad, _past_of(grad) if largest is None else largest, True, True)
+        return cast(grad, _past_of(grad) if largest is None else largest, True, True)
     wide, dtype = grad.to(torch.float32), DTYPES[format]
     scale = scale_of(wide, dtype, whole=True) if largest is None else delayed_scale(wide, largest[0], dtype)
     rounded = rounded_by if largest is None else rounded_by_past

@@ -12,7 +12,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
 from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the casts of experts
 from megacpp_compile.lowerings._kernels.fp8 import ROOM
-from megacpp_compile.lowerings.fp8_linear.reference import DTYPES
+from megacpp_compile.lowerings.fp8_linear.cuda_scaled_mm import cast
 
 __all__ = ["fp8_quantize_experts", "fp8_quantize_weights", "supports"]
 
@@ -30,14 +30,10 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 
 def fp8_quantize_weights(weights: list[Tensor], turned: bool) -> tuple[Tensor, Tensor, Tensor]:
-    from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
-
     w = weights[0] if len(weights) == 1 else torch.cat(weights)
     # One pass, and no copy of magnitudes, where this runs outside of a graph.
     largest = torch.linalg.vector_norm(w, float("inf"), dtype=torch.float32)
-    payload, columns, scale, _ = delayed_cast(w, largest.view(1) / ROOM, turned)
-    assert payload is not None
-    return payload, w.new_empty(0, dtype=DTYPES["e4m3"]) if columns is None else columns, scale
+    return cast(w, largest.view(1) / ROOM, turned, True)[:3]
 
 
 def fp8_quantize_experts(weights: list[Tensor], parts: int, turned: bool) -> tuple[Tensor, Tensor, Tensor]:

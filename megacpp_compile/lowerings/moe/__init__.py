@@ -131,11 +131,10 @@ def _(  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, _, gates, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:8]
     ctx.precision = inputs[10] if len(inputs) > 10 else ""
-    biases, payloads = inputs[11:14], Payloads.of(inputs[14:])
+    biases, (scales, turned) = inputs[11:14], Payloads.kept(inputs[14:])
     ctx.biased = [b is not None for b in biases]
     _, hidden, order, offsets = output
     ctx.mark_non_differentiable(*hidden, order, offsets)
-    scales, turned = ([], []) if payloads is None else (payloads.scales(), payloads.turned())
     lists = (w_gate, w_up, w_down, [*hidden, *scales], turned)
     ctx.lengths = [len(part) for part in lists]
     ctx.stacked = bool(w_down) and w_down[0].dim() == 3

@@ -41,11 +41,11 @@ class Payloads(NamedTuple):
         assert len(there) in (0, len(cls._fields)), "all of the casts, or none"
         return cls(*there) if there else None
 
-    def scales(self) -> list[Tensor]:
-        return [self.into_scale, self.down_scale]
-
-    def turned(self) -> list[Tensor]:
-        return [self.into_turned, self.down_turned]
+    @classmethod
+    def kept(cls, given: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """(scales, turned) that backward keeps of the last arguments of an op of experts."""
+        own = cls.of(given)
+        return ([own.into_scale, own.down_scale], [own.into_turned, own.down_turned]) if own else ([], [])
 
 
 class Fp8Gemms:

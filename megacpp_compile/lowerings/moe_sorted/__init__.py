@@ -112,11 +112,10 @@ def _(  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, offsets, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:7]
     ctx.precision = inputs[8] if len(inputs) > 8 else ""
-    biases, payloads = inputs[9:12], Payloads.of(inputs[12:])
+    biases, (scales, turned) = inputs[9:12], Payloads.kept(inputs[12:])
     ctx.biased = [b is not None for b in biases]
     _, hidden = output
     ctx.mark_non_differentiable(*hidden)
-    scales, turned = ([], []) if payloads is None else (payloads.scales(), payloads.turned())
     lists = (w_gate, w_up, w_down, [*hidden, *scales], turned)
     ctx.lengths = [len(part) for part in lists]
     ctx.stacked = bool(w_down) and w_down[0].dim() == 3
