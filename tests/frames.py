@@ -16,19 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.aot_autograd import aot_export_module
-from torch._subclasses import FakeTensorMode
-from torch.func import functional_call
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megacpp_compile.analysis import Analysis, analyse
+from megacpp_compile.analysis import Analysis, _rewrite, analyse
 from megacpp_compile.config.options import Config
-from megacpp_compile.frontend.canonicalize import canonicalize
-from megacpp_compile.frontend.capture import Captured
-from megacpp_compile.passes._driver import Outcome, run_passes
-from megacpp_compile.report.records import MissedFusion
+from megacpp_compile.passes._driver import run_passes
+from megacpp_compile.remat.conflicts import trains
+from megacpp_compile.report.records import Frame, MissedFusion
 from megacpp_compile.targets import CPU
+from tests import capture
 
 # By the coarsest dtype in the model; relative to each tensor's largest value. bf16 keeps 8 bits, and an op rounds
 # fewer times than the code it replaces.
@@ -162,43 +158,44 @@ def check(
     **kwargs: Any,
 ) -> Frames:
     """`run`, and all outputs, gradients and buffers have to be those of eager."""
-    if tolerance is None:
-        dtypes = {t.dtype for t in (*args, *module.parameters()) if isinstance(t, Tensor)}
-        tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
     eager = copy.deepcopy(module)
     want = train(eager, eager, args, around)
-    frames = run(module, args, config, around=around, **kwargs)
+    return _as_eager(run(module, args, config, around=around, **kwargs), want, _tolerance(module, args, tolerance))
+
+
+def _tolerance(module: nn.Module, args: tuple[Any, ...], given: float | None) -> float:
+    dtypes = {t.dtype for t in (*args, *module.parameters()) if isinstance(t, Tensor)}
+    return given if given is not None else max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+
+
+def _as_eager(frames: Frames, want: Mapping[str, Tensor], tolerance: float) -> Frames:
     error, name = largest_error(frames.results, want)
     assert error <= tolerance, f"{name} differs from eager's by {error:.2e}; fired {frames.fired}"
     return frames
 
 
-def passed(module: nn.Module, args: tuple[Any, ...], config: Config | None = None) -> Outcome:
-    """What the passes do to `module`, traced without Dynamo, which takes longer than all else: its parameters and
-    buffers are inputs, as Dynamo has them. Where a pass fires, results of the rewritten graph have to be eager's. For
-    modules that write to nothing."""
-    state = dict([*module.named_parameters(), *module.named_buffers()])
-    names, inputs, mode = list(state), (*state.values(), *args), FakeTensorMode(shape_env=ShapeEnv())
-
-    def call(*flat: Any) -> tuple[Any, ...]:
-        out = functional_call(module, dict(zip(names, flat, strict=False)), flat[len(names) :])
-        return out if isinstance(out, tuple) else (out,)
-
-    fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in inputs]
-    gm, signature = aot_export_module(Function(call), fakes, trace_joint=False, pre_dispatch=True)
-    assert isinstance(gm, GraphModule) and not signature.buffers_to_mutate and not signature.user_inputs_to_mutate
-    canonicalize(gm.graph, mode)
-    given = list(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    trained = frozenset(n for n, x in given if isinstance(x, Tensor) and x.requires_grad)
-    weights = frozenset(n for n, x in given if isinstance(x, nn.Parameter))
-    outcome = run_passes(Captured(gm, mode, weights | trained, trained), config or Config(strict=True))
+def run_graph(module: nn.Module, args: tuple[Any, ...], config: Config | None = None) -> Frames:
+    """`run` of a module without Dynamo: on a graph that `tests/capture.py` keeps from run to run. For modules that write
+    to nothing and stand in no region; what Dynamo or the frontend makes of a frame is not in it."""
+    captured, inputs = capture.captured(module, args)
+    config = config or Config(strict=True)
+    config = config.on(CPU)
+    frame = Frame(name=type(module).__name__, nodes=len(captured.gm.graph.nodes), target="cpu", grad=trains(inputs))
+    outcome, shown = _rewrite(captured, inputs, config, frame, 0)
+    frame.passes, graph = outcome.counts, captured.gm
     if outcome.sites:
-        gm.recompile()
-        want = train(module, module, args)
-        error, name = largest_error(train(lambda *args: gm(*state.values(), *args), module, args), want)
-        tolerance = max(TOLERANCE.get(x.dtype, 0.0) for x in inputs if isinstance(x, Tensor))
-        assert error <= tolerance, f"{name} differs from eager's by {error:.2e}; fired {outcome.counts}"
-    return outcome
+        _assert_honest(graph, list(inputs))
+    state = inputs[: len(inputs) - len(args)]
+    call = lambda *args: graph(*state, *args)  # noqa: E731
+    return Frames([Analysis(frame, captured, outcome, shown)], [graph], call, train(call, module, args))
+
+
+def check_graph(
+    module: nn.Module, args: tuple[Any, ...], config: Config | None = None, *, tolerance: float | None = None
+) -> Frames:
+    """`run_graph`, and all outputs and gradients have to be those of eager."""
+    want = train(module, module, args)
+    return _as_eager(run_graph(module, args, config), want, _tolerance(module, args, tolerance))
 
 
 class Function(nn.Module):

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.aot_autograd import aot_export_module
-from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from megacpp_compile.frontend.canonicalize import canonicalize
+from tests.capture import captured
 
 aten = torch.ops.aten
 
@@ -28,28 +27,23 @@ class Traced:
         (node,) = self.outputs
         return node
 
+    @property
+    def calls(self) -> set[Node]:
+        return {n for n in self.graph.nodes if n.op == "call_function"}
+
     def only(self, *targets: Any) -> Node:
         """The one node that calls any of `targets`."""
         (node,) = [n for n in self.graph.nodes if n.target in targets]
         return node
 
-
-class _Function(nn.Module):
-    def __init__(self, f: Callable[..., Any]) -> None:
-        super().__init__()
-        self.f = f
-
-    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
-        out = self.f(*args)
-        return out if isinstance(out, tuple) else (out,)
+    def __call__(self, *args: Tensor) -> Any:
+        """What the graph computes: its outputs."""
+        return GraphModule(nn.Module(), self.graph)(*args)
 
 
 def trace(f: Callable[..., Any], *args: Tensor) -> Traced:
-    """The graph of `f(*args)`, every argument a graph input."""
-    mode = FakeTensorMode()
-    fakes = [mode.from_tensor(a) for a in args]
-    module, _ = aot_export_module(_Function(f), fakes, trace_joint=False, pre_dispatch=True)
-    canonicalize(module.graph, mode)
-    inputs = module.graph.find_nodes(op="placeholder")
-    (outputs,) = module.graph.output_node().args
-    return Traced(module.graph, list(inputs), list(outputs))
+    """The graph of `f(*args)`, every argument a graph input; as it is captured, it is kept from run to run."""
+    graph, _ = captured(f, args)
+    canonicalize(graph.gm.graph, graph.fake_mode)
+    (outputs,) = graph.gm.graph.output_node().args
+    return Traced(graph.gm.graph, list(graph.gm.graph.find_nodes(op="placeholder")), list(outputs))

@@ -14,44 +14,42 @@ from torch.fx import Graph, Node
 from megacpp_compile.config.options import Config
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.passes._rule import Pass
-from tests.frames import TOLERANCE, Frames, check, largest_error, passed, run, train
+from tests.frames import TOLERANCE, Frames, check, check_graph, largest_error, run, run_graph, train
 from tests.lowerings import relative_error
 
 Args = tuple[Tensor, ...]
 
 
-def assert_fires(name: str, module: nn.Module, args: Args, count: int = 1, config: Config | None = None) -> Frames:
-    """`count` times, with eager's outputs and gradients, and no more on a second run over the result."""
-    frames = check(module, args, config)
+def assert_fires(
+    name: str, module: nn.Module, args: Args, count: int = 1, config: Config | None = None, *, dynamo: bool = False
+) -> Frames:
+    """`count` times, with eager's outputs and gradients, and no more on a second run over the result. dynamo: through
+    Dynamo and the frontend, for what they make of a module; the graph is otherwise captured without them."""
+    frames = (check if dynamo else check_graph)(module, args, config)
     assert frames.counts[name] == count, frames.misses
     assert not frames.again(config)
     return frames
 
 
-def assert_refused(name: str, tag: str, module: nn.Module, args: Args, config: Config | None = None) -> Frames:
+def assert_refused(
+    name: str, tag: str, module: nn.Module, args: Args, config: Config | None = None, *, dynamo: bool = False
+) -> Frames:
     """The pass says why, does nothing, and the rest of the frame keeps eager's results."""
-    frames = check(module, args, config)
+    frames = (check if dynamo else check_graph)(module, args, config)
     assert tag in frames.tags(name), f"refused {frames.misses}, fired {frames.fired}"
     assert not frames.counts[name]
     return frames
 
 
-def assert_refused_in_a_graph(name: str, tag: str, module: nn.Module, args: Args) -> None:
-    """`assert_refused` of what is read alike with Dynamo in front and without, at less than half the time."""
-    outcome = passed(module, args)
-    tags = {miss.tag for miss in outcome.misses if miss.pass_name == name}
-    assert tag in tags and not outcome.counts[name], f"refused {outcome.misses}, fired {outcome.counts}"
-
-
 def assert_disabled(name: str, module: nn.Module, args: Args, *also: str) -> None:
     """Both ways to switch a pass off; the others go on. also: passes that are off throughout, as they would take what
     this one leaves."""
-    on = run(module, args, Config(strict=True, disable=also)).fired
+    on = run_graph(module, args, Config(strict=True, disable=also)).fired
     for config in (
         Config(strict=True, disable=(name, *also)),
         Config(strict=True, disable=also, passes={name: False}),
     ):
-        frames = check(module, args, config)
+        frames = check_graph(module, args, config)
         assert name not in frames.counts
         assert frames.fired == {other: count for other, count in on.items() if other != name}
 
