@@ -40,8 +40,9 @@ KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuz
 DOCS_VENV  := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.installed
 
-# How often the suite is run by test-repeat.
-N ?= 20
+# How often the suite is run by test-repeat, and how much of it (tests/tiers.py).
+N    ?= 20
+TIER ?= test
 
 # A package index that answers late or breaks off is asked again.
 export PIP_RETRIES ?= 10
@@ -52,7 +53,7 @@ export UV_HTTP_TIMEOUT ?= 300
 .NOTPARALLEL:
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all unit test-repeat test-xla lint types accept pages docs build clean FORCE
+.PHONY: help demo test test-all unit suite kernels test-repeat test-xla lint types accept pages docs docs-if-changed build clean FORCE
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,24 +61,29 @@ help:  ## list these targets
 demo: $(READY)  ## train a small MLA model, eager and compiled, and compare the two
 	$(BIN)/python examples/train_mla.py
 
-test: lint types unit  ## lint, type check and the whole test suite
+test: lint types suite kernels  ## lint, type check, and the suite: all but grids, in some ten minutes
 
 # MALLOC_PERTURB_: glibc fills what it allocates with large numbers, so that no test passes on memory that happens to be
 # zero. PYTHONDONTWRITEBYTECODE: each worker, and each process that a test starts, would otherwise compile the package and
 # the tests anew.
-unit: $(READY)  ## the whole test suite alone
+PYTEST := MALLOC_PERTURB_=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
+
+unit: $(READY)  ## what a change runs: no C++, no ranks, no other process; some five minutes
+	$(PYTEST) --tier unit
+
+suite: $(READY)  ## the tests of `make test` alone, without those of kernels in Triton's interpreter
 	@echo "== pytest, $(WORKERS) workers"
-	MALLOC_PERTURB_=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
+	$(PYTEST) --tier $(TIER)
+
+kernels: $(READY)  ## Triton kernels in its interpreter, a case a kernel
 	@echo "== pytest, Triton kernels through the interpreter"
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TRITON_INTERPRET=1 \
-		$(BIN)/python -m pytest -n $(WORKERS) -q $(KERNEL_TESTS)
+	TRITON_INTERPRET=1 $(PYTEST) --tier $(TIER) $(KERNEL_TESTS)
 
-test-all: $(READY)  ## the whole suite with the tests and parameters that `make test` leaves out
-	TEST_ALL=1 $(MAKE) unit
+test-all: TIER := all
+test-all: suite kernels  ## every test with all its parameters, for a release; more than twice the time
 
-test-repeat: $(READY)  ## the test suite N times, each time in another order, and a table of what failed; N=20
-	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) $(BIN)/python -m tests.repeat $(N)
+test-repeat: $(READY)  ## the suite N times, each time in another order, and a table of what failed; N=20, TIER=unit
+	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) $(BIN)/python -m tests.repeat $(N) --tier $(TIER)
 
 # uv leaves it to the first import to compile a module, so that may be kept: it takes as long as importing torch does.
 test-xla: $(XLA_READY)  ## the tests for XLA on its CPU device, with torch 2.9; XLA_TESTS=tests for the whole suite on it
@@ -108,6 +114,11 @@ pages: $(READY)  ## rewrite the generated pages and pictures of docs/ that the r
 
 docs: $(DOCS_READY)  ## build the site with the API reference into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" $(DOCS_VENV)/bin/mkdocs build --strict
+	$(PYTHON) docs/_inputs.py > docs/.built
+
+docs-if-changed:  ## make docs, where pages or docstrings are not those of the last build without a broken link
+	@if $(PYTHON) docs/_inputs.py | cmp -s - docs/.built; then echo "== docs: as they were built before"; \
+		else $(MAKE) docs; fi
 
 build: $(DOCS_READY)  ## sdist and wheel into dist/, checked
 	rm -rf dist

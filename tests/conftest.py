@@ -33,9 +33,8 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.passes import linear_cross_entropy
 from megacpp_compile.report.at_exit import ENDING
-from tests import quicker
+from tests import capture, quicker, tiers
 from tests.seeds import move_written_seeds, seed_of
-from tests.thinned import left_out
 
 # Which vector instructions the compiler takes is otherwise tried out, for seconds in each new cache.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
@@ -115,10 +114,19 @@ def pytest_fixture_setup(fixturedef, request):
         torch.set_rng_state(kept[1])
 
 
+def pytest_addoption(parser):
+    tiers.add_option(parser)
+
+
+def pytest_sessionstart(session):
+    if not hasattr(session.config, "workerinput"):
+        capture.remove_old()
+
+
 def pytest_collection_modifyitems(config, items):
-    """The whole suite leaves out what `tests/thinned.py` says. `TEST_ORDER=7` shuffles: no test needs another before it.
-    Every worker does alike."""
-    if left := set(left_out(config, items)):
+    """Leaves out what the tier does not run. `TEST_ORDER=7` shuffles: no test needs another before it. Every worker does
+    alike."""
+    if left := set(tiers.left_out(tiers.tier_of(config), items)):
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=list(left))
     if order := os.environ.get("TEST_ORDER"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests import conftest, seeds, thinned
+from tests import conftest, durations, seeds, tiers
 from tests.adapters import megatron_ranks, test_megatron_ranks
 from tests.repeat import failed_in, table
 from tests.sharding import delayed, heads, ranks, test_delayed_scaling, test_dtensors, test_heads
@@ -95,54 +95,70 @@ def test_failures_are_counted_by_test():
     assert table(Counter(), 20) == "20 runs, none failed"
 
 
-class Item:
-    """One set of parameters of a test, as the plugin sees it."""
+def test_seconds_are_counted_for_what_takes_them(monkeypatch):
+    """What runs within another kind's function is not that kind's."""
+    monkeypatch.setattr(durations, "spent", Counter())
+    ticks = iter(range(100))
+    monkeypatch.setattr(durations, "clock", lambda: float(next(ticks)))
+    inner = durations.counted("C++", lambda: None)
+    durations.counted("Dynamo", inner)()
+    assert durations.spent == {"Dynamo": 2.0, "C++": 1.0}
+    lines = durations.table({"tests/fx/test_a.py::x": {"whole": 9.0, **durations.spent}, "tests/test_b.py::y": {"whole": 1.0}})
+    assert [line.split(" | ")[:4] for line in lines.splitlines()[2:]] == [
+        ["| all", "2", "10", "2"], ["| fx", "1", "9", "2"], ["| (top)", "1", "1", "0"],
+    ]  # fmt: skip
 
-    def __init__(self, file, name, params=None, **indices):
-        self.path, self.originalname, self.name = Path(thinned.__file__).parent / file, name, f"{name}[a]"
-        self.callspec = types.SimpleNamespace(indices=indices, params=params or {})
+
+def item(name="test_x", *marks, case=None, **indices):
+    """One set of parameters of a test, as pytest has it."""
+    found = types.SimpleNamespace(path=Path(f"{name}.py"), originalname=name, name=f"{name}[a]")
+    found.callspec = types.SimpleNamespace(indices=indices, params={"case": case} if case else {})
+    found.iter_markers = lambda kind: (mark.mark for mark in marks if mark.name == kind)
+    found.get_closest_marker = lambda kind: next(found.iter_markers(kind), None)
+    return found
 
 
 class Asked:
     """A run that asks for the whole suite."""
 
-    invocation_params = types.SimpleNamespace(dir=Path(thinned.__file__).parents[1])
-    args = ("tests",)
+    invocation_params = types.SimpleNamespace(dir=Path(tiers.__file__).parents[1])
+    args, tier = ("tests",), None
+
+    @classmethod
+    def getoption(cls, name):
+        return {"--tier": cls.tier}[name]
 
 
-@pytest.mark.parametrize("ratio", thinned.THINNED)
-def test_the_whole_suite_is_thinned_and_what_is_named_is_not(monkeypatch, ratio):
-    file, (name, *_) = next(iter(thinned.THINNED[ratio].items()))
-    items = [
-        *(Item(file, name, a=i, b=i) for i in range(2 * ratio + 1)),
-        Item(file, "test_another"),
-        Item("x.py", name),
-    ]
-    monkeypatch.delenv("TEST_ALL", raising=False)
-    assert thinned.left_out(Asked, items) == [items[i] for i in range(2 * ratio) if i % ratio]
-    grid = [Item(file, name, a=i, b=j) for i in range(ratio) for j in range(ratio)]
-    left = thinned.left_out(Asked, grid)
-    assert len(left) == ratio * (ratio - 1) and grid[0] not in left
-    for parameter in "ab":
-        assert len({item.callspec.indices[parameter] for item in grid if item not in left}) == ratio
-    file, (name, *_) = next(iter(thinned.WHOLE.items()))
-    assert len(thinned.left_out(Asked, [Item(file, name), Item(file, "test_another")])) == 1
-    monkeypatch.setenv("TEST_ALL", "1")
-    assert thinned.left_out(Asked, items) == []
-    monkeypatch.delenv("TEST_ALL")
-    monkeypatch.setattr(Asked, "args", (f"tests/{file}",))
-    assert thinned.left_out(Asked, items) == []
+def test_whoever_names_tests_gets_all_of_them(monkeypatch):
+    assert tiers.tier_of(Asked) == "test"
+    monkeypatch.setattr(Asked, "args", ("tests/passes",))
+    assert tiers.tier_of(Asked) == "all"
+    monkeypatch.setattr(Asked, "tier", "unit")
+    assert tiers.tier_of(Asked) == "unit"
 
 
-def test_what_is_thinned_is_there():
-    """And is thinned once."""
-    seen = set()
-    tables = (*thinned.THINNED.values(), thinned.WHOLE)
-    for file, names in ((file, names) for of in tables for file, names in of.items()):
-        source = (Path(thinned.__file__).parent / file).read_text()
-        assert [name for name in names if f"def {name}(" not in source] == [], file
-        assert not seen & {(file, name) for name in names}
-        seen |= {(file, name) for name in names}
+MARKS = pytest.mark
+
+
+@pytest.mark.parametrize(
+    ("tier", "names"),
+    [("unit", {"plain"}), ("test", {"plain", "compiled", "ranks"}), ("all", {"plain", "compiled", "ranks", "others", "te"})],
+)
+def test_a_tier_runs_what_its_markers_say(tier, names):
+    items = [item("plain"), item("compiled", MARKS.end_to_end), item("ranks", MARKS.xdist_group("ranks"))]
+    items += [item("others", MARKS.exhaustive), item("te", MARKS.rare("te", "x"), case="te")]
+    left = tiers.left_out(tier, items)
+    assert {i.originalname for i in items if i not in left} == names
+
+
+@pytest.mark.parametrize(("tier", "kept"), [("unit", 2), ("test", 4), ("all", 10)])
+def test_of_a_sampled_test_a_diagonal_runs(tier, kept):
+    line = [item("of_ten", MARKS.sampled(3, unit=7), a=i, b=i) for i in range(10)]
+    assert len(line) - len(tiers.left_out(tier, [item("another"), *line])) == kept
+    grid = [item("of_grid", MARKS.sampled(3), a=i, b=j) for i in range(3) for j in range(3)]
+    stay = [i for i in grid if i not in tiers.left_out("test", grid)]
+    assert len(stay) == 3 and grid[0] in stay
+    assert all({i.callspec.indices[name] for i in stay} == {0, 1, 2} for name in "ab")
 
 
 @pytest.mark.parametrize(
@@ -155,13 +171,6 @@ def test_what_is_thinned_is_there():
     ],
     ids=["dtensors", "heads", "delayed", "megatron"],
 )
-def test_rare_cases_are_left_out_and_no_test_reads_them_otherwise(monkeypatch, tests, cases):
-    assert len(thinned.RARE) == 4
-    file = Path(tests.__file__).relative_to(Path(thinned.__file__).parent).as_posix()
-    rare = thinned.RARE[file]
+def test_rare_cases_are_there_and_no_test_reads_them_otherwise(tests, cases):
+    (rare,) = [mark.args for mark in tests.pytestmark if mark.name == "rare"]
     assert set(rare) <= cases.keys() and not set(rare) & set(tests.READ)
-    items = [Item(file, "test_of_cases", {"case": case}) for case in cases]
-    monkeypatch.delenv("TEST_ALL", raising=False)
-    assert [thinned.case_of(item) for item in thinned.left_out(Asked, items)] == [c for c in cases if c in rare]
-    monkeypatch.setenv("TEST_ALL", "1")
-    assert thinned.left_out(Asked, items) == []
