@@ -91,11 +91,8 @@ def addresses(*tensors: Tensor) -> set[int]:
 
 
 # Leading dimensions of the tables beside operands of (B, S, H, channels): each 1 or the operand's.
-TABLE_SHAPES = {
-    "by_position": lambda b, s, h: (1, s, 1),
-    "by_row_and_position": lambda b, s, h: (b, s, 1),
-    "one_for_all": lambda b, s, h: (1, 1, 1),
-}
+TABLE_SHAPES = {"by_position": lambda b, s, h: (1, s, 1), "by_row_and_position": lambda b, s, h: (b, s, 1),
+                "one_for_all": lambda b, s, h: (1, 1, 1)}
 STRIDES = ("transposed", "sliced", "expanded")
 
 

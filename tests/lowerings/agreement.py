@@ -25,35 +25,27 @@ from .rounding import moved_by_rounding
 # Norm of the difference to the float64 reference over the reference's norm, for inputs rounded to the dtype, in units
 # in the last place: 2^-7 in bfloat16, 2^-10 in float16, 2^-23 in float32, 2^-52 in float64.
 UNITS = {
-    # (kind of op, whether in half precision)
+    # kind of op: (in full precision, in half)
     # A rotation rounds its products and its sum, then the result. A gradient summed over heads is no worse.
-    ("rotation", True): 1,
-    ("rotation", False): 4,
+    "rotation": (4, 1),
     # Four or so products, or a norm of one, in float32 and rounded once. Gradients of weights are sums over all tokens.
-    ("mixer", True): 1,
-    ("mixer", False): 8,
+    "mixer": (8, 1),
     # Two GEMMs with a norm between. In half precision latent and normed latent are rounded in between, each adding half
     # a unit; the backward goes through both again. float32: sums over the width in any order, and TF32 is off.
-    ("projection", True): 2.5,
-    ("projection", False): 8,
+    "projection": (8, 2.5),
     # Products of rounded factors, decays among them, summed over the positions of a chunk and then over chunks. In half
     # precision scores, decays and states may each be rounded once before a GEMM, as in a flash attention's kernel.
-    ("scan", True): 2.5,
-    ("scan", False): 8,
+    "scan": (8, 2.5),
     # As a scan's, with the inverse of a triangular matrix between, which rounds what it multiplies once more. Linear
     # attention has none.
-    ("delta rule", True): 2.5,
-    ("delta rule", False): 8,
+    "delta rule": (8, 2.5),
     # Three GEMMs, an activation between and a weighted sum; in half precision hidden, activated and output are rounded.
-    ("experts", True): 2.5,
-    ("experts", False): 8,
+    "experts": (8, 2.5),
     # Two GEMMs with a softmax between, which rounds its probabilities to the dtype; in backward also the scores'
     # gradient. Rows in fp8 are exact, and rounded to the dtype of the queries, bfloat16.
-    ("attention", True): 2.5,
-    ("attention", False): 8,
+    "attention": (8, 2.5),
     # Two GEMMs with a softmax between, as attention's: logits and their gradient are rounded to the dtype.
-    ("loss", True): 2.5,
-    ("loss", False): 8,
+    "loss": (8, 2.5),
 }
 # Results in float8, or of what was rounded to it, by kind of op; neither has units that would say much.
 # "float8": payloads are the same but where a scale of another rounding crosses a tie, which moves an element by 2^-3 of
@@ -68,50 +60,20 @@ OF_FLOAT8 = {"float8": 1e-2, "fp8_linear": 1e-1}
 TIMES_ROUNDING = 4
 # What steps in between are rounded to where operands are in half precision: the kernels' GEMMs keep 16 bits of a factor.
 INNER_UNIT = 2**-16
-KIND = {
-    "fp8_quantize": "float8",
-    "fp8_quantize_delayed": "float8",
-    "fp8_quantize_turned": "float8",
-    "fp8_quantize_weights": "float8",
-    "fp8_quantize_experts": "float8",
-    "push_maxima": "float8",
-    "fp8_linear": "float8",
-    "fp8_linear_backward": "float8",
-    "fp8_quantize_tiles": "float8",
-    "fp8_block_linear": "float8",
-    "fp8_block_linear_backward": "float8",
-    "causal_conv1d": "mixer",
-    "causal_conv1d_backward": "mixer",
-    "gated_delta_rule": "delta rule",
-    "gated_delta_rule_backward": "delta rule",
-    "gated_linear_attention": "delta rule",
-    "gated_linear_attention_backward": "delta rule",
-    "gated_rms_norm": "mixer",
-    "gated_rms_norm_backward": "mixer",
-    "down_norm_up": "projection",
-    "down_norm_up_backward": "projection",
-    "norm_linear": "projection",
-    "norm_linear_backward": "projection",
-    "compressed_linear": "projection",
-    "compressed_linear_backward": "projection",
-    "linear_cross_entropy": "loss",
-    "linear_cross_entropy_backward": "loss",
-    "linear_fp8_weight": "fp8_linear",
-    "linear_fp8_weight_backward": "fp8_linear",
-    "moe": "experts",
-    "moe_backward": "experts",
-    "moe_sorted": "experts",
-    "moe_sorted_backward": "experts",
-    "mla_rope_q": "rotation",
-    "mla_rope_kv": "rotation",
-    "mla_rope_kv_backward": "rotation",
-    "rope_qk": "rotation",
-    "mla_decode": "attention",
-    "sparse_mla": "attention",
-    "sparse_mla_backward": "attention",
-    "ssd_scan": "scan",
-    "ssd_scan_backward": "scan",
-}
+KIND = {"fp8_quantize": "float8", "fp8_quantize_delayed": "float8", "fp8_quantize_turned": "float8",
+        "fp8_quantize_weights": "float8", "fp8_quantize_experts": "float8", "push_maxima": "float8",
+        "fp8_linear": "float8", "fp8_linear_backward": "float8", "fp8_quantize_tiles": "float8",
+        "fp8_block_linear": "float8", "fp8_block_linear_backward": "float8", "causal_conv1d": "mixer",
+        "causal_conv1d_backward": "mixer", "gated_delta_rule": "delta rule", "gated_delta_rule_backward": "delta rule",
+        "gated_linear_attention": "delta rule", "gated_linear_attention_backward": "delta rule",
+        "gated_rms_norm": "mixer", "gated_rms_norm_backward": "mixer", "down_norm_up": "projection",
+        "down_norm_up_backward": "projection", "norm_linear": "projection", "norm_linear_backward": "projection",
+        "compressed_linear": "projection", "compressed_linear_backward": "projection", "linear_cross_entropy": "loss",
+        "linear_cross_entropy_backward": "loss", "linear_fp8_weight": "fp8_linear",
+        "linear_fp8_weight_backward": "fp8_linear", "moe": "experts", "moe_backward": "experts",
+        "moe_sorted": "experts", "moe_sorted_backward": "experts", "mla_rope_q": "rotation", "mla_rope_kv": "rotation",
+        "mla_rope_kv_backward": "rotation", "rope_qk": "rotation", "mla_decode": "attention", "sparse_mla": "attention",
+        "sparse_mla_backward": "attention", "ssd_scan": "scan", "ssd_scan_backward": "scan"}
 
 
 def interpreted() -> bool:
@@ -126,11 +88,21 @@ def places() -> list[tuple[str, str]]:
     return [("cpu", "cuda")] if interpreted() else [("cpu", "cpu"), ("cpu", "tpu")]
 
 
-def of_kernels() -> list[pytest.MarkDecorator]:
-    """The marks of a file whose tests run Triton's kernels."""
-    skipped = not torch.cuda.is_available() and not interpreted()
-    marks = [pytest.mark.skipif(skipped, reason="kernels need a GPU, or TRITON_INTERPRET=1")]
-    return [*marks, pytest.mark.cuda] if torch.cuda.is_available() else marks
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+KERNELS = pytest.mark.skipif(not CUDA and not interpreted(), reason="kernels need a GPU, or TRITON_INTERPRET=1")
+# The marks of a file whose tests run Triton's kernels.
+OF_KERNELS = [KERNELS, *([pytest.mark.cuda] if CUDA else [])]
+
+
+def seldom(test: Any) -> Any:
+    """A test that the interpreter leaves to `make test-all`, as another runs the same kernels; a GPU runs it always."""
+    return test if CUDA else pytest.mark.exhaustive(test)
+
+
+def rarely(*values: Any) -> Any:
+    """A set of parameters that `seldom` runs."""
+    return pytest.param(*values, marks=[] if CUDA else [pytest.mark.exhaustive])
 
 
 def lowerings(target: str) -> Iterator[tuple[Any, str, str, str]]:
@@ -210,7 +182,7 @@ def disagreements(got: Sequence[Tensor], name: str, args: Any) -> list[str]:
         wide = on("cpu", args, torch.float64)
         return [TIMES_ROUNDING * moved for moved in moved_by_rounding(reference, wide, INNER_UNIT if half else unit)]
 
-    return faults(got, want, UNITS[KIND[name], half] * unit, rounding)
+    return faults(got, want, UNITS[KIND[name]][half] * unit, rounding)
 
 
 def unit_of(dtype: torch.dtype) -> float:
@@ -218,9 +190,8 @@ def unit_of(dtype: torch.dtype) -> float:
     return torch.finfo(torch.bfloat16 if dtype.itemsize == 1 else dtype).eps
 
 
-def faults(
-    got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float, rounding: Callable[[], list[float]] | None = None
-) -> list[str]:
+def faults(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float,
+           rounding: Callable[[], list[float]] | None = None) -> list[str]:
     """What is wrong with the results `got`, in words; `want` are those in float64. tolerance: of an error, relative to
     the norm of its output. rounding: by output, the norm of an error that rounding alone accounts for."""
     wrong, accounted = [], None
@@ -237,9 +208,6 @@ def faults(
             if error > share:
                 wrong.append(f"output {i} is off by {error:.2e}, of which rounding explains {share:.2e}")
     return wrong
-
-
-# --- memory
 
 
 def memory(t: Tensor) -> Tensor:
@@ -272,9 +240,8 @@ def addresses(t: Tensor) -> Tensor:
     )
 
 
-def in_place_faults(
-    body: Callable[..., Any], overwrites: Sequence[int], args: Any, out_dtype: torch.dtype
-) -> list[str]:
+def in_place_faults(body: Callable[..., Any], overwrites: Sequence[int], args: Any,
+                    out_dtype: torch.dtype) -> list[str]:
     """What is wrong with `in_place=True` of a lowering that works without, in words. `args` are left as they are.
 
     The results have to be the operands themselves, equal bit for bit to those of the plain call, and no other byte of
@@ -289,9 +256,8 @@ def in_place_faults(
         for i, value in zip(overwrites, plain, strict=True):
             expected[i].copy_(value)
             result, operand = results[0][overwrites.index(i)], runs[0][i]
-            if operand.numel() and (result.data_ptr(), result.shape, result.stride()) != (
-                operand.data_ptr(), operand.shape, operand.stride()
-            ):  # fmt: skip
+            if operand.numel() and (result.data_ptr(), result.shape,
+                                    result.stride()) != (operand.data_ptr(), operand.shape, operand.stride()):
                 wrong.append(f"result {i} is not argument {i}")
     elif any(r.untyped_storage().data_ptr() == args_i.untyped_storage().data_ptr()
              for r in results[0] for args_i in tensors_of(runs[0]) if r.numel()):  # fmt: skip

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from .agreement import reference_of
-from .cases import case
+from .cases import each_case
 
 
-def operands(rand, dtype, b=2, t=5, h=3, s=9, k=6, d_qk=24, d_v=16, causal=True, offset=0, chosen="some", index=torch.int64,
-             layout="plain"):  # fmt: skip
+def operands(rand, dtype, b=2, t=5, h=3, s=9, k=6, d_qk=24, d_v=16, causal=True, offset=0, chosen="some",
+             index=torch.int64, layout="plain"):  # fmt: skip
     """Rows in no order. chosen: "some", of which some are named twice, or lie beyond the query, or are -1; "none";
     "beyond", among them rows there are not. Where every query has but one row, the gradient of q is a zero that is all
     rounding: every query names the first two."""
@@ -36,42 +36,31 @@ def quantised(rand, args, per="row"):
     return q, payload, indices, scale, *others
 
 
-ATTENTION = {
-    "plain": {},
-    "cached_prefix": {"offset": 4, "t": 3, "s": 7},
-    "not_causal": {"causal": False},
-    "no_row_is_valid": {"chosen": "none"},
-    "rows_there_are_not": {"chosen": "beyond", "causal": False},
-    "int32": {"index": torch.int32},
-    "one_head": {"h": 1},
-    "two_blocks_of_heads": {"h": 70, "b": 1, "t": 2, "offset": 7},
-    "many_tiles": {"k": 150, "s": 40, "b": 1, "t": 3, "offset": 40},
-    "one_token": {"t": 1, "offset": 5},
-    "no_token": {"t": 0},
-    "no_sequence": {"b": 0},
-    "values_are_rows": {"d_v": 24},
-    "odd_channels": {"d_qk": 37, "d_v": 21},
-    "deepseek_channels": {"b": 1, "t": 2, "h": 2, "d_qk": 576, "d_v": 512, "offset": 7},
-    "parts_of_buffers": {"layout": "parts"},
-}
-SCALES = {per: {"per": per} for per in ("tensor", "sequence", "row", "block")}
-for label, options in ATTENTION.items():
-
-    @case("sparse_mla", label)
-    def _(rand, dtype, options=options):
-        return operands(rand, dtype, **options)
-
-    @case("sparse_mla_backward", label)
-    def _(rand, dtype, options=options, with_lse=label < "n"):
-        q, kv, indices, _, *others = operands(rand, dtype, **options)
-        out, lse = reference_of("sparse_mla")(q, kv, indices, None, *others)
-        grad_lse = rand(*lse.shape, dtype=lse.dtype) if with_lse else None
-        return rand(*out.shape, dtype=dtype), grad_lse, q, kv, indices, out, lse, *others
+ATTENTION = {"plain": {}, "cached_prefix": {"offset": 4, "t": 3, "s": 7}, "not_causal": {"causal": False},
+             "no_row_is_valid": {"chosen": "none"}, "rows_there_are_not": {"chosen": "beyond", "causal": False},
+             "int32": {"index": torch.int32}, "one_head": {"h": 1},
+             "two_blocks_of_heads": {"h": 70, "b": 1, "t": 2, "offset": 7},
+             "many_tiles": {"k": 150, "s": 40, "b": 1, "t": 3, "offset": 40}, "one_token": {"t": 1, "offset": 5},
+             "no_token": {"t": 0}, "no_sequence": {"b": 0}, "values_are_rows": {"d_v": 24},
+             "odd_channels": {"d_qk": 37, "d_v": 21},
+             "deepseek_channels": {"b": 1, "t": 2, "h": 2, "d_qk": 576, "d_v": 512, "offset": 7},
+             "parts_of_buffers": {"layout": "parts"}}
 
 
-for label, options in SCALES.items():
+def backward(rand, dtype, with_lse=False, **options):
+    q, kv, indices, _, *others = operands(rand, dtype, **options)
+    out, lse = reference_of("sparse_mla")(q, kv, indices, None, *others)
+    grad_lse = rand(*lse.shape, dtype=lse.dtype) if with_lse else None
+    return rand(*out.shape, dtype=dtype), grad_lse, q, kv, indices, out, lse, *others
 
-    @case("sparse_mla", f"fp8_{label}")
-    def _(rand, dtype, options=options):
-        wide = {"d_qk": 200, "d_v": 160} if options["per"] == "block" else {"k": 40, "s": 30, "offset": 20}
-        return quantised(rand, operands(rand, dtype, **wide), **options)
+
+each_case("sparse_mla", ATTENTION)(operands)
+
+
+@each_case("sparse_mla", {f"fp8_{per}": {"per": per} for per in ("tensor", "sequence", "row", "block")})
+def in_fp8(rand, dtype, per):
+    wide = {"d_qk": 200, "d_v": 160} if per == "block" else {"k": 40, "s": 30, "offset": 20}
+    return quantised(rand, operands(rand, dtype, **wide), per)
+
+
+each_case("sparse_mla_backward", {k: {**options, "with_lse": k < "n"} for k, options in ATTENTION.items()})(backward)

@@ -18,15 +18,12 @@ def kind(draw: random.Random, op: str) -> Kind:
     d_v, rest = draw.choice(((16, 16), (16, 0), (21, 7), (64, 16), (128, 64), (512, 64)))
     per = draw.choice(SCALES) if op == "sparse_mla" else None
     return Kind(
-        op=op, sizes=(), heads=-1,
-        widths={"h": draw.choice((1, 2, 3, 16, 17, 70)), "d_v": d_v, "d_qk": d_v + rest,
+        op=op, widths={"h": draw.choice((1, 2, 3, 16, 17, 70)), "d_v": d_v, "d_qk": d_v + rest,
                 "k": draw.choice((4, 7, 16, 40, 70))},
-        dtypes={"main": dtype}, layout=(False, False, False),
-        flags={"in_place": False, "causal": draw.random() < 0.7, "per": per,
+        dtypes={"main": dtype}, flags={"causal": draw.random() < 0.7, "per": per,
                "index": draw.choice((torch.int32, torch.int64)), "lse": draw.random() < 0.5},
         # Equal rows would leave the scores without a gradient.
         patterns={"q": pattern(draw, 3), "kv": pattern(draw, 3, may_repeat=False), "grad": pattern(draw, 3)},
-        table_dims=(),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.seeds import Draws
 
@@ -38,3 +39,15 @@ def _patched_once():
         if hasattr(interpreter, "_LangPatchScope"):  # not in every release
             patch.setattr(interpreter, "_patch_lang", once)
         yield
+
+
+@pytest.fixture
+def alone():
+    """The name of a group of one rank."""
+    if not dist.is_gloo_available():
+        pytest.skip("no gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .cases import case
+from .cases import each_case
 
 
 def operands(rand, dtype, b=2, t=1, h=3, s=9, d_qk=24, d_v=16, lengths=(9, 6), index=torch.int32, rows="plain",
@@ -26,32 +26,17 @@ def operands(rand, dtype, b=2, t=1, h=3, s=9, d_qk=24, d_v=16, lengths=(9, 6), i
 
 
 DECODE = {
-    "one_token": {},
-    "three_tokens": {"t": 3},
-    "int64": {"index": torch.int64},
-    "fewer_rows_than_tokens": {"t": 4, "lengths": (2, 3)},
-    "no_row": {"lengths": (0, 9)},
-    "one_row": {"lengths": (1, 1)},
-    "more_than_there_are": {"lengths": (12, 10), "t": 3},
-    "one_head": {"h": 1},
-    "two_blocks_of_queries": {"h": 70, "b": 1, "t": 2},
-    "many_parts": {"s": 1100, "b": 1, "lengths": (1043,), "h": 2},
-    "parts_without_rows": {"s": 1100, "b": 2, "lengths": (3, 700), "h": 2},
-    "no_token": {"t": 0},
-    "no_sequence": {"b": 0},
-    "values_are_rows": {"d_v": 24},
-    "odd_channels": {"d_qk": 37, "d_v": 21},
+    "one_token": {}, "three_tokens": {"t": 3}, "int64": {"index": torch.int64},
+    "fewer_rows_than_tokens": {"t": 4, "lengths": (2, 3)}, "no_row": {"lengths": (0, 9)},
+    "one_row": {"lengths": (1, 1)}, "more_than_there_are": {"lengths": (12, 10), "t": 3}, "one_head": {"h": 1},
+    "two_blocks_of_queries": {"h": 70, "b": 1, "t": 2}, "many_parts": {"s": 1100, "b": 1, "lengths": (1043,), "h": 2},
+    "parts_without_rows": {"s": 1100, "b": 2, "lengths": (3, 700), "h": 2}, "no_token": {"t": 0},
+    "no_sequence": {"b": 0}, "values_are_rows": {"d_v": 24}, "odd_channels": {"d_qk": 37, "d_v": 21},
     "deepseek_channels": {"b": 1, "t": 2, "h": 2, "d_qk": 576, "d_v": 512},
-    "parts_of_buffers": {"layout": "parts", "t": 2},
-    "fp8": {"rows": "fp8", "t": 2},
+    "parts_of_buffers": {"layout": "parts", "t": 2}, "fp8": {"rows": "fp8", "t": 2},
     "fp8_deepseek_channels": {"rows": "fp8", "b": 1, "h": 2, "d_qk": 576, "d_v": 512, "s": 300, "lengths": (290,)},
-    "codes": {"rows": "codes", "t": 2},
-    "codes_odd_halves": {"rows": "codes", "d_qk": 36, "d_v": 22},
+    "codes": {"rows": "codes", "t": 2}, "codes_odd_halves": {"rows": "codes", "d_qk": 36, "d_v": 22},
     "codes_values_are_rows": {"rows": "codes", "d_v": 24},
     "codes_deepseek_channels": {"rows": "codes", "b": 1, "h": 2, "d_qk": 576, "d_v": 512, "s": 300, "lengths": (290,)},
 }
-for label, options in DECODE.items():
-
-    @case("mla_decode", label)
-    def _(rand, dtype, options=options):
-        return operands(rand, dtype, **options)
+each_case("mla_decode", DECODE)(operands)

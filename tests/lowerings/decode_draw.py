@@ -13,14 +13,12 @@ from .fuzz_draw import Kind, Maker, pattern
 def kind(draw: random.Random, op: str) -> Kind:
     dtype = draw.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
     d_v, rest = draw.choice(((16, 16), (16, 0), (22, 6), (64, 16), (128, 64), (512, 64)))
-    return Kind(
-        op=op, sizes=(), heads=-1,
-        widths={"h": draw.choice((1, 2, 3, 16, 17, 70)), "t": draw.choice((1, 1, 1, 2, 3)), "d_v": d_v, "d_qk": d_v + rest},
-        dtypes={"main": dtype}, layout=(False, False, False),
-        flags={"in_place": False, "rows": draw.choice(("plain", "plain", "fp8", "codes")),
-               "index": draw.choice((torch.int32, torch.int64))},
-        patterns={"q": pattern(draw, 3), "kv": pattern(draw, 2)}, table_dims=(),
-    )  # fmt: skip
+    return Kind(op=op,
+                widths={"h": draw.choice((1, 2, 3, 16, 17, 70)), "t": draw.choice((1, 1, 1, 2, 3)), "d_v": d_v,
+                        "d_qk": d_v + rest}, dtypes={"main": dtype},
+                flags={"rows": draw.choice(("plain", "plain", "fp8", "codes")),
+                       "index": draw.choice((torch.int32, torch.int64))},
+                patterns={"q": pattern(draw, 3), "kv": pattern(draw, 2)})  # fmt: skip
 
 
 def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:

@@ -18,21 +18,15 @@ def kind(draw: random.Random, op: str) -> Kind:
     hk, hv = draw.choice(((1, 1), (1, 2), (2, 2), (2, 4), (1, 4)))
     packed = draw.random() < 0.3
     tokens = draw.choice(("one", "odd", "odd", "odd", "odd", "sixteens", "sixteens", 0))
-    return Kind(
-        op=op,
-        sizes=(1 if packed else draw.choice((1, 1, 2, 0)), tokens),
-        heads=-1,
-        widths={"hk": hk, "hv": hv, "k": draw.choice((12, 16, 16, 32, 64)), "v": draw.choice((12, 16, 16, 32, 64)),
-                "chunk": draw.choice((16, 32, 64))},
-        dtypes={"main": dtype, "out": draw.choice((dtype, wide)), "g": draw.choice((dtype, wide)),
-                "beta": draw.choice((dtype, wide))},
-        layout=(False, False, False),
-        flags={"gate": draw.choice(GATES), "decay": draw.choice(tuple(DECAYS)), "beta": draw.random() < 0.8,
-               "initial": draw.random() < 0.5, "final": draw.random() < 0.5, "norm": draw.random() < 0.7,
-               "documents": draw.choice((1, 2, 3, 5)) if packed else 0, "in_place": False},
-        patterns={name: pattern(draw, 3) for name in ("q", "k", "v", "do")},
-        table_dims=(),
-    )  # fmt: skip
+    return Kind(op=op, sizes=(1 if packed else draw.choice((1, 1, 2, 0)), tokens),
+                widths={"hk": hk, "hv": hv, "k": draw.choice((12, 16, 16, 32, 64)),
+                        "v": draw.choice((12, 16, 16, 32, 64)), "chunk": draw.choice((16, 32, 64))},
+                dtypes={"main": dtype, "out": draw.choice((dtype, wide)), "g": draw.choice((dtype, wide)),
+                        "beta": draw.choice((dtype, wide))},
+                flags={"gate": draw.choice(GATES), "decay": draw.choice(tuple(DECAYS)), "beta": draw.random() < 0.8,
+                       "initial": draw.random() < 0.5, "final": draw.random() < 0.5, "norm": draw.random() < 0.7,
+                       "documents": draw.choice((1, 2, 3, 5)) if packed else 0},
+                patterns={name: pattern(draw, 3) for name in ("q", "k", "v", "do")})  # fmt: skip
 
 
 def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:

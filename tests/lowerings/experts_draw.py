@@ -25,10 +25,7 @@ def kind(draw: random.Random, op: str) -> Kind:
     options.setdefault("d", draw.choice((8, 24, 37, 64)))
     options.setdefault("n", draw.choice((8, 16, 29, 48)))
     dtype = draw.choice(FLOATS)
-    return Kind(
-        op=op, sizes=(), heads=-1, widths={}, dtypes={"main": dtype}, layout=(False, False, False),
-        flags={"options": options, "in_place": False}, patterns={}, table_dims=(),
-    )  # fmt: skip
+    return Kind(op=op, dtypes={"main": dtype}, flags={"options": options})  # fmt: skip
 
 
 def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:
@@ -38,5 +35,5 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
     def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
         return make.normal(dtype)(*shape)
 
-    made = case(rand, kind.dtypes["main"], options=options)
+    made = case(rand, kind.dtypes["main"], **options)
     return tree_map(lambda a: a.to(make.device) if isinstance(a, torch.Tensor) else a, made)

@@ -19,15 +19,10 @@ def kind(draw: random.Random, op: str) -> Kind:
     rows: tuple[str | int, ...] = tuple(_class(draw) for _ in range(dims))
     if op.startswith("fp8_block") and draw.random() < 0.8:  # of which a GPU takes whole blocks
         sizes, rows = (128, 256, 384, 512), (*(draw.choice((1, 2)) for _ in rows[1:]), 128 * draw.choice((1, 2, 3)))
-    return Kind(
-        op=op, sizes=rows, heads=-1,
-        widths={"n": draw.choice(sizes), "k": draw.choice(sizes)},
-        dtypes={"main": draw.choice(FLOATS), "out": draw.choice((torch.bfloat16, torch.bfloat16, *FLOATS))},
-        layout=(False, False, False),
-        flags={"per": per, "bias": draw.random() < 0.5, "in_place": False, "format": draw.choice(("e4m3", "e5m2")),
-               "wide": draw.random() < 0.3},
-        patterns={"main": pattern(draw, dims)}, table_dims=(),
-    )  # fmt: skip
+    return Kind(op=op, sizes=rows, widths={"n": draw.choice(sizes), "k": draw.choice(sizes)},
+                dtypes={"main": draw.choice(FLOATS), "out": draw.choice((torch.bfloat16, torch.bfloat16, *FLOATS))},
+                flags={"per": per, "bias": draw.random() < 0.5, "format": draw.choice(("e4m3", "e5m2")),
+                       "wide": draw.random() < 0.3}, patterns={"main": pattern(draw, dims)})  # fmt: skip
 
 
 def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:

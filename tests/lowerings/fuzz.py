@@ -27,18 +27,8 @@ from typing import Any
 
 import torch
 
-from .agreement import (
-    copies_of,
-    disagreements,
-    in_place_faults,
-    interpreted,
-    lowerings,
-    memory,
-    module_of,
-    poisoned_memory,
-    tensors_of,
-    why_not,
-)
+from . import agreement
+from .agreement import interpreted, lowerings, tensors_of
 from .fuzz_draw import OPS, Kind, Maker, arguments, kind
 
 # Failures after which a run ends: the first ones tell.
@@ -86,23 +76,23 @@ def described(args: Any) -> str:
 def attempt(case: Kind, args: Any, outcome: Outcome) -> list[str]:
     """Run every lowering of `case.op` on `args`; what is wrong, in words."""
     name = case.op
-    before = [memory(t).clone() for t in tensors_of(args)]
+    before = [agreement.memory(t).clone() for t in tensors_of(args)]
     wrong, dtypes = [], {}
     for folder, lowering in ((f, low) for _, f, n, low in lowerings_of() if n == name):
-        module, label = module_of(folder, lowering), f"{name} {lowering}"
-        if (reason := why_not(module, name, args)) is not None:
+        module, label = agreement.module_of(folder, lowering), f"{name} {lowering}"
+        if (reason := agreement.why_not(module, name, args)) is not None:
             outcome.refused[label][reason] += 1
             continue
         body = getattr(module, name)
         got = tensors_of(body(*args))
-        found = disagreements(got, name, args)
+        found = agreement.disagreements(got, name, args)
         dtypes[lowering] = [t.dtype for t in got]
-        if any(not torch.equal(a, memory(t)) for a, t in zip(before, tensors_of(args), strict=True)):
+        if any(not torch.equal(a, agreement.memory(t)) for a, t in zip(before, tensors_of(args), strict=True)):
             found.append("an input was written to")
         which = getattr(module, "OVERWRITES", {}).get(name, ())
-        if which and case.flags["in_place"]:
+        if which and case.flags.get("in_place"):
             out_dtype = next(a for a in args if isinstance(a, torch.dtype))
-            found += [f"in place: {f}" for f in in_place_faults(body, which, args, out_dtype)]
+            found += [f"in place: {f}" for f in agreement.in_place_faults(body, which, args, out_dtype)]
             outcome.in_place[label] += 1
         outcome.served[label] += 1
         wrong += [f"{lowering}: {f}" for f in found]
@@ -120,10 +110,8 @@ def args_device(args: Any) -> str:
     return tensors_of(args)[0].device.type
 
 
-def fuzz(
-    cases: int, device: str, seed: int, kinds: int = 120, room: int = 200, only: int | None = None, quiet: bool = False,
-    ops: Collection[str] = OPS,
-) -> Outcome:  # fmt: skip
+def fuzz(cases: int, device: str, seed: int, kinds: int = 120, room: int = 200, only: int | None = None,
+         quiet: bool = False, ops: Collection[str] = OPS) -> Outcome:  # fmt: skip
     """`cases` random calls of `kinds` kinds with at most about `room` tokens each; or the one case `only`. Of those,
     calls of `ops`."""
     if device == "cpu" and not interpreted():
@@ -140,8 +128,8 @@ def fuzz(
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
                 args = arguments(case, draw, Maker(device, draw.randrange(2**31)), room)
-                with poisoned_memory():
-                    wrong = attempt(case, copies_of(args), outcome)
+                with agreement.poisoned_memory():
+                    wrong = attempt(case, agreement.copies_of(args), outcome)
         except Exception:  # an error is a finding like any other, and there may be more
             wrong = [traceback.format_exc(limit=-4)]
         if wrong:
@@ -157,9 +145,8 @@ def fuzz(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.lowerings.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.lowerings.fuzz", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--cases", type=int, default=1000, help="random calls (default: 1000)")
     parser.add_argument("--device", default=here, choices=("cpu", "cuda"), help="default: cuda if there is a GPU")

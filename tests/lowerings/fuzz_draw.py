@@ -61,25 +61,21 @@ class Kind:
     """All of a call but token counts and data. `sizes[d]` is the class of dimension d, or its size."""
 
     op: str
-    sizes: tuple[str | int, ...]
-    heads: int  # the dimension of the heads
-    widths: dict[str, int]
     dtypes: dict[str, torch.dtype]
-    layout: tuple[bool, bool, bool]
     flags: dict[str, Any]
-    patterns: dict[str, Pattern]
-    table_dims: tuple[bool, ...]  # which dimensions the tables depend on
+    sizes: tuple[str | int, ...] = ()
+    heads: int = -1  # the dimension of the heads
+    widths: dict[str, int] = dataclasses.field(default_factory=dict)
+    layout: tuple[bool, bool, bool] = (False, False, False)
+    patterns: dict[str, Pattern] = dataclasses.field(default_factory=dict)
+    table_dims: tuple[bool, ...] = ()  # which dimensions the tables depend on
 
     def __hash__(self) -> int:
         return id(self)
 
 
-CLASSES = {
-    "one": lambda draw, room: 1,
-    "odd": lambda draw, room: draw.randrange(3, max(4, room + 1), 2),
-    "sixteens": lambda draw, room: 16 * draw.randrange(1, max(2, room // 16 + 1)),
-    "none": lambda draw, room: 0,
-}
+CLASSES = {"one": lambda draw, room: 1, "odd": lambda draw, room: draw.randrange(3, max(4, room + 1), 2),
+           "sixteens": lambda draw, room: 16 * draw.randrange(1, max(2, room // 16 + 1)), "none": lambda draw, room: 0}
 
 
 def _drawn_elsewhere(op: str) -> Any:
@@ -139,21 +135,15 @@ def _projection(draw: random.Random, op: str) -> Kind:
     weight = lambda: pattern(draw, 1, may_repeat=False)  # noqa: E731
     rest = draw.choice((0, 0, 5, 16))
     size = draw.choice((8, 23, 32, 64, 96))
-    return Kind(
-        op=op,
-        sizes=tuple(_class(draw) for _ in range(dims)),
-        heads=-1,
-        widths={"d": draw.choice((16, 37, 64)), "size": size, "start": rest if draw.random() < 0.5 else 0,
-                "rest": rest},
-        dtypes={"main": dtype, "up": draw.choice(FLOATS) if draw.random() < 0.1 else dtype},
-        layout=(False, False, False),
-        flags={"ups": [draw.choice((24, 31)) for _ in range(draw.choice((1, 1, 1, 2)))], "bias": draw.random() < 0.4,
-               "gain": draw.random() < 0.7, "keep": draw.random() < 0.5, "turned": draw.random() < 0.3,
-               "sum_of_rest": draw.random() < 0.2, "seed": draw.getrandbits(63), "rank": draw.random(),
-               "drawn": draw.choice((None, draw.getrandbits(63)))},
-        patterns={"x": pattern(draw, dims), "rest": pattern(draw, dims), "w": weight()},
-        table_dims=(),
-    )  # fmt: skip
+    return Kind(op=op, sizes=tuple(_class(draw) for _ in range(dims)),
+                widths={"d": draw.choice((16, 37, 64)), "size": size, "start": rest if draw.random() < 0.5 else 0,
+                        "rest": rest},
+                dtypes={"main": dtype, "up": draw.choice(FLOATS) if draw.random() < 0.1 else dtype},
+                flags={"ups": [draw.choice((24, 31)) for _ in range(draw.choice((1, 1, 1, 2)))],
+                       "bias": draw.random() < 0.4, "gain": draw.random() < 0.7, "keep": draw.random() < 0.5,
+                       "turned": draw.random() < 0.3, "sum_of_rest": draw.random() < 0.2, "seed": draw.getrandbits(63),
+                       "rank": draw.random(), "drawn": draw.choice((None, draw.getrandbits(63)))},
+                patterns={"x": pattern(draw, dims), "rest": pattern(draw, dims), "w": weight()})
 
 
 def _scan(draw: random.Random, op: str) -> Kind:
@@ -161,19 +151,15 @@ def _scan(draw: random.Random, op: str) -> Kind:
     # In full precision the gradient of one head's decay is too often a sum that cancels.
     heads, groups = draw.choice(((4, 1), (4, 2), (4, 4), (6, 3), (8, 2), *([(1, 1)] if dtype.itemsize < 4 else [])))
     wide = torch.promote_types(dtype, torch.float32)
-    return Kind(
-        op=op,
-        sizes=(draw.choice((1, 1, 2, 0)), draw.choice(("one", "odd", "odd", "odd", "odd", "sixteens", "sixteens", 0))),
-        heads=-1,
-        widths={"heads": heads, "groups": groups, "p": draw.choice((12, 16, 16, 16, 32)),
-                "n": draw.choice((16, 16, 32)), "chunk": draw.choice((16, 16, 32, 64))},
-        dtypes={"main": dtype, "out": draw.choice((dtype, wide)), "D": draw.choice((dtype, wide))},
-        layout=(False, False, False),
-        flags={"skip": draw.random() < 0.5, "initial": draw.random() < 0.5, "final": draw.random() < 0.5,
-               "in_place": False, "documents": draw.choice((None, None, torch.int32, torch.int64))},
-        patterns={**{name: pattern(draw, 3) for name in ("x", "B", "C", "dy")}, "dt": pattern(draw, 2)},
-        table_dims=(),
-    )  # fmt: skip
+    return Kind(op=op,
+                sizes=(draw.choice((1, 1, 2, 0)),
+                       draw.choice(("one", "odd", "odd", "odd", "odd", "sixteens", "sixteens", 0))),
+                widths={"heads": heads, "groups": groups, "p": draw.choice((12, 16, 16, 16, 32)),
+                        "n": draw.choice((16, 16, 32)), "chunk": draw.choice((16, 16, 32, 64))},
+                dtypes={"main": dtype, "out": draw.choice((dtype, wide)), "D": draw.choice((dtype, wide))},
+                flags={"skip": draw.random() < 0.5, "initial": draw.random() < 0.5, "final": draw.random() < 0.5,
+                       "documents": draw.choice((None, None, torch.int32, torch.int64))},
+                patterns={**{name: pattern(draw, 3) for name in ("x", "B", "C", "dy")}, "dt": pattern(draw, 2)})
 
 
 class Maker:

@@ -23,18 +23,14 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _triton
 from torch.utils._pytree import tree_map_only
 
-H100 = types.SimpleNamespace(
-    name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, regs_per_multiprocessor=65536, warp_size=32,
-    max_threads_per_multi_processor=2048, max_threads_per_block=1024, shared_memory_per_block_optin=232448,
-    total_memory=80 << 30,
-)  # fmt: skip
-ANSWERS = {
-    "is_available": lambda: True, "is_bf16_supported": lambda including_emulation=True: True, "device_count": lambda: 1,
-    "current_device": lambda: 0, "get_device_properties": lambda device=None: H100,
-    "get_compute_capability": lambda device=None: 90, "get_raw_stream": lambda index: 0,
-    "maybe_exchange_device": lambda index: 0, "exchange_device": lambda index: 0, "set_device": lambda index: None,
-    "synchronize": lambda device=None: None,
-}  # fmt: skip
+H100 = types.SimpleNamespace(name="NVIDIA H100", major=9, minor=0, multi_processor_count=132,
+                             regs_per_multiprocessor=65536, warp_size=32, max_threads_per_multi_processor=2048,
+                             max_threads_per_block=1024, shared_memory_per_block_optin=232448, total_memory=80 << 30)
+ANSWERS = {"is_available": lambda: True, "is_bf16_supported": lambda including_emulation=True: True,
+           "device_count": lambda: 1, "current_device": lambda: 0, "get_device_properties": lambda device=None: H100,
+           "get_compute_capability": lambda device=None: 90, "get_raw_stream": lambda index: 0,
+           "maybe_exchange_device": lambda index: 0, "exchange_device": lambda index: 0,
+           "set_device": lambda index: None, "synchronize": lambda device=None: None}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -70,6 +66,5 @@ def on_hopper(args: Sequence[Any]) -> list[Any]:
     """Fake tensors on CUDA for those among `args`, of the same shapes, strides and dtypes. They have no gradients: a torch
     without CUDA cannot differentiate them."""
     with FakeTensorMode():
-        return tree_map_only(
-            Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda:0"), list(args)
-        )
+        return tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda:0"),
+                             list(args))

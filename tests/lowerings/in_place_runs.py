@@ -43,10 +43,8 @@ def run(heads: int, heads_first: bool, inverse: bool, repetitions: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.lowerings.in_place_runs", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = argparse.ArgumentParser(prog="python -m tests.lowerings.in_place_runs", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--repetitions", type=int, default=20, help="of every kernel and layout (default: 20)")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 
 from .agreement import reference_of
-from .cases import case
+from .cases import each_case
 
 IGNORED = -100
 
 
-def operands(
-    rand, dtype, n=9, h=24, v=40, bias=False, weighted=False, ignored=2, smoothing=0.0, scale=1.0, softcap=None,
-    z_loss=0.0, ignore_index=IGNORED, part=0, turned=False,
-):  # fmt: skip
+def operands(rand, dtype, n=9, h=24, v=40, bias=False, weighted=False, ignored=2, smoothing=0.0, scale=1.0,
+             softcap=None, z_loss=0.0, ignore_index=IGNORED, part=0, turned=False):  # fmt: skip
     """(x, w, b, target, weight) and the numbers behind them. part: channels before x's in its buffer; turned: w lies
     column by column."""
     x = rand(n, part + h, dtype=dtype)[:, part:]
@@ -49,41 +47,30 @@ LOSSES = {
     "channels_of_a_buffer": {"part": 8, "bias": True},
     "columns": {"turned": True},
 }
-for label, options in LOSSES.items():
-
-    @case("linear_cross_entropy", label)
-    def _(rand, dtype, options=options):
-        return *operands(rand, dtype, **options), "sum", "xwb" if options.get("bias") else "xw"
-
-    @case("linear_cross_entropy", label + "_of_each_row")
-    def _(rand, dtype, options=options):
-        return *operands(rand, dtype, **options), "none", ""
-
-    @case("linear_cross_entropy_backward", label)
-    def _(rand, dtype, options=options):
-        given = operands(rand, dtype, **options)
-        _, lse, *_ = reference_of("linear_cross_entropy")(*given, "none", "")
-        grads = "xwb" if options.get("bias") else "xw"
-        dlse = rand(*lse.shape, dtype=lse.dtype) if options.get("weighted") else None
-        return rand(*lse.shape, dtype=lse.dtype), dlse, *given[:5], lse, *given[5:], grads
 
 
-for grads in ("", "x", "w", "b", "xb"):
+@each_case("linear_cross_entropy", LOSSES)
+def summed(rand, dtype, grads=None, **options):
+    all_of_them = "xwb" if options.get("bias") else "xw"
+    return *operands(rand, dtype, **options), "sum", all_of_them if grads is None else grads
 
-    @case("linear_cross_entropy", f"gradients_{grads or 'none'}")
-    def _(rand, dtype, grads=grads):
-        return *operands(rand, dtype, bias=True), "sum", grads
+
+def of_each_row(rand, dtype, **options):
+    return *operands(rand, dtype, **options), "none", ""
 
 
-@case("linear_cross_entropy_backward", "of_lse_alone")
-def _(rand, dtype):
-    given = operands(rand, dtype, **ALL)
+def backward(rand, dtype, of=("loss",), grads=None, number=False, **options):
+    """of: the results that have a gradient. number: it is one for all rows."""
+    given = operands(rand, dtype, **options)
     _, lse, *_ = reference_of("linear_cross_entropy")(*given, "none", "")
-    return None, rand(*lse.shape, dtype=lse.dtype), *given[:5], lse, *given[5:], "xwb"
+    seeds = {name: rand(1 if number else len(lse), dtype=lse.dtype).expand(lse.shape) for name in of}
+    grads = grads or ("xwb" if options.get("bias") else "xw")
+    return seeds.get("loss"), seeds.get("lse"), *given[:5], lse, *given[5:], grads
 
 
-@case("linear_cross_entropy_backward", "gradient_of_a_sum")
-def _(rand, dtype):
-    given = operands(rand, dtype)
-    _, lse, *_ = reference_of("linear_cross_entropy")(*given, "none", "")
-    return rand(1, dtype=lse.dtype).expand(lse.shape), None, *given[:5], lse, *given[5:], "w"
+BACKWARD = {label: {**o, "of": ("loss", "lse") if o.get("weighted") else ("loss",)} for label, o in LOSSES.items()}
+BACKWARD |= {"of_lse_alone": {**ALL, "of": ("lse",)}, "gradient_of_a_sum": {"number": True, "grads": "w"}}
+each_case("linear_cross_entropy", {f"{label}_of_each_row": options for label, options in LOSSES.items()})(of_each_row)
+GRADS = {f"gradients_{grads or 'none'}": {"grads": grads, "bias": True} for grads in ("", "x", "w", "b", "xb")}
+each_case("linear_cross_entropy", GRADS)(summed)
+each_case("linear_cross_entropy_backward", BACKWARD)(backward)

@@ -14,22 +14,16 @@ from .fuzz_draw import FLOATS, Kind, Maker, _class, outer_sizes, pattern
 def kind(draw: random.Random, op: str) -> Kind:
     bias, summed = draw.random() < 0.4, op.endswith("_backward") or draw.random() < 0.6
     letters = "xwb" if bias else "xw"
-    return Kind(
-        op=op,
-        sizes=(_class(draw),),
-        heads=-1,
-        widths={"h": draw.choice((1, 8, 24, 37, 64)), "v": draw.choice((1, 2, 13, 64, 100, 300, 5000))},
-        dtypes={"main": draw.choice(FLOATS)},
-        layout=(False, False, False),
-        flags={"bias": bias, "summed": summed, "weighted": draw.random() < 0.4, "in_place": False,
-               "grads": "".join(letter for letter in letters if draw.random() < 0.8) if summed else "",
-               "smoothing": draw.choice((0.0, 0.0, 0.1, 0.5)), "scale": draw.choice((1.0, 1.0, 0.25, 3.0)),
-               "softcap": draw.choice((None, None, 1.5, 30.0)), "z_loss": draw.choice((0.0, 0.0, 1e-4, 0.1)),
-               "ignore_index": draw.choice((-100, -100, -1, 0)), "ignored": draw.choice((0.0, 0.3, 0.3, 1.0)),
-               "gradients": draw.choice(("loss", "loss", "lse", "both")), "number": draw.random() < 0.2},
-        patterns={"x": pattern(draw, 1), "w": pattern(draw, 1, may_repeat=False)},
-        table_dims=(),
-    )  # fmt: skip
+    return Kind(op=op, sizes=(_class(draw),),
+                widths={"h": draw.choice((1, 8, 24, 37, 64)), "v": draw.choice((1, 2, 13, 64, 100, 300, 5000))},
+                dtypes={"main": draw.choice(FLOATS)},
+                flags={"bias": bias, "summed": summed, "weighted": draw.random() < 0.4,
+                       "grads": "".join(letter for letter in letters if draw.random() < 0.8) if summed else "",
+                       "smoothing": draw.choice((0.0, 0.0, 0.1, 0.5)), "scale": draw.choice((1.0, 1.0, 0.25, 3.0)),
+                       "softcap": draw.choice((None, None, 1.5, 30.0)), "z_loss": draw.choice((0.0, 0.0, 1e-4, 0.1)),
+                       "ignore_index": draw.choice((-100, -100, -1, 0)), "ignored": draw.choice((0.0, 0.3, 0.3, 1.0)),
+                       "gradients": draw.choice(("loss", "loss", "lse", "both")), "number": draw.random() < 0.2},
+                patterns={"x": pattern(draw, 1), "w": pattern(draw, 1, may_repeat=False)})  # fmt: skip
 
 
 def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:

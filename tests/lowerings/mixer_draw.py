@@ -16,20 +16,15 @@ def kind(draw: random.Random, op: str) -> Kind:
     dims = 2 if convolution else draw.choice((1, 2, 2, 3))
     dtype, group = draw.choice(FLOATS), draw.choice((1, 8, 13, 32, 48))
     other = lambda: draw.choice(FLOATS) if draw.random() < 0.2 else dtype  # noqa: E731
-    return Kind(
-        op=op,
-        sizes=tuple(_class(draw) for _ in range(dims)),
-        heads=-1,
-        widths={"channels": draw.choice((1, 7, 16, 40, 130)), "taps": draw.choice((1, 2, 2, 3, 3, 4, 4, 4, 6)),
-                "group": group, "groups": draw.choice((1, 1, 2, 3))},
-        dtypes={"main": dtype, "gate": other(), "weight": other(), "out": other()},
-        layout=(False, False, False),
-        flags={"bias": draw.random() < 0.6, "activation": draw.choice(("", "silu", "silu")), "in_place": False,
-               "first": draw.random() < 0.5, "weight": draw.random() < 0.8, "number": draw.random() < 0.1,
-               "sigmoid": draw.random() < 0.4, "documents": draw.choice((None, None, torch.int32, torch.int64))},
-        patterns={n: _pattern(draw, dims) for n in ("main", "gate", "grad")},
-        table_dims=(),
-    )  # fmt: skip
+    return Kind(op=op, sizes=tuple(_class(draw) for _ in range(dims)),
+                widths={"channels": draw.choice((1, 7, 16, 40, 130)), "taps": draw.choice((1, 2, 2, 3, 3, 4, 4, 4, 6)),
+                        "group": group, "groups": draw.choice((1, 1, 2, 3))},
+                dtypes={"main": dtype, "gate": other(), "weight": other(), "out": other()},
+                flags={"bias": draw.random() < 0.6, "activation": draw.choice(("", "silu", "silu")),
+                       "first": draw.random() < 0.5, "weight": draw.random() < 0.8, "number": draw.random() < 0.1,
+                       "sigmoid": draw.random() < 0.4,
+                       "documents": draw.choice((None, None, torch.int32, torch.int64))},
+                patterns={n: _pattern(draw, dims) for n in ("main", "gate", "grad")})  # fmt: skip
 
 
 def _pattern(draw: random.Random, dims: int) -> Pattern:

@@ -7,19 +7,22 @@ import importlib
 import pytest
 import torch
 
-from .agreement import of_kernels, on
+from .agreement import DEVICE, OF_KERNELS, on, rarely
 from .cases import CASES
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = of_kernels()
+pytestmark = OF_KERNELS
 BEFORE, BEHIND = 8, 24
 # Op -> the result that goes there, and of which calls.
 WRITTEN = {
-    "causal_conv1d_backward": (
-        0, ["taps_2_no_bias", "channels_of_a_projection", "fewer_steps_than_taps", "two_segments", "documents_in_a_projection"]
-    ),
+    "causal_conv1d_backward": (0,
+                               ["taps_2_no_bias", "channels_of_a_projection", "fewer_steps_than_taps", "two_segments",
+                                "documents_in_a_projection"]),
     "gated_rms_norm_backward": (1, ["one_group", "odd_groups_norm_first", "gate_in_a_projection", "flat", "many_rows"]),
 }  # fmt: skip
+
+
+OF_EACH = [(pytest.param if i in (0, 4) else rarely)(name, label)
+           for name, (_, labels) in WRITTEN.items() for i, label in enumerate(labels)]
 
 
 def columns():
@@ -29,7 +32,7 @@ def columns():
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first", "another"])
-@pytest.mark.parametrize(("name", "label"), [(name, label) for name, (_, labels) in WRITTEN.items() for label in labels])
+@pytest.mark.parametrize(("name", "label"), OF_EACH)
 def test_columns_of_a_joined_tensor(rand, name, label, first):
     lowering = importlib.import_module(f"megacpp_compile.lowerings.{name.removesuffix('_backward')}.cuda_triton")
     args, (result, _) = on(DEVICE, CASES[name][label](rand, torch.float32)), WRITTEN[name]
@@ -48,7 +51,7 @@ def test_columns_of_a_joined_tensor(rand, name, label, first):
         assert there[result] is whole and bool((beside == 7).all())
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 3), (7, 300), (2, 3, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 3), rarely((7, 300)), rarely((2, 3, 1))], ids=str)
 def test_copy(rand, shape):
     piece = rand(*shape, dtype=torch.bfloat16, device=DEVICE)
     whole = torch.full((*shape[:-1], BEFORE + shape[-1] + BEHIND), 7.0, device=DEVICE, dtype=torch.bfloat16)

@@ -21,11 +21,10 @@ from .cases import CASES
 from .hopper import inductor_for_hopper, on_hopper
 
 pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.skipif(interpreted(), reason="Triton's interpreter takes the place of its compiler"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU test_delta_end_to_end compiles them, and runs them"),
-    pytest.mark.usefixtures("hopper"),
-]
+pytestmark = [pytest.mark.skipif(interpreted(), reason="Triton's interpreter takes the place of its compiler"),
+              pytest.mark.skipif(torch.cuda.is_available(),
+                                 reason="on a GPU test_hybrid_end_to_end compiles them, and runs them"),
+              pytest.mark.usefixtures("hopper")]
 RULE = "gated_delta_rule_"
 KERNELS = {
     ("gated_delta_rule", "gate_a_head"): {"delta_prepare", "delta_walk"},
@@ -62,20 +61,21 @@ def compile_for_hopper(name, operands):
     return compiled, [str(node.target) for node in nodes]
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "label"), KERNELS, ids=lambda part: part)
 def test_a_recurrence(rand, name, label):
     compiled, _ = compile_for_hopper(name, on_hopper(CASES[name][label](rand, torch.bfloat16)))
     assert KERNELS[name, label] <= set(compiled), compiled
 
 
-IN_GLUON = {
-    ("gated_delta_rule", "gate_a_head"): ["walk"],
-    ("gated_delta_rule", "gate_a_channel"): ["mild_chunks"],
-    ("gated_delta_rule_backward", "gate_a_head"): ["backward"],
-    ("gated_delta_rule_backward", "gate_a_channel"): ["mild_chunks", "backward_channels"],
-}
+IN_GLUON = {("gated_delta_rule", "gate_a_head"): ["walk"], ("gated_delta_rule", "gate_a_channel"): ["mild_chunks"],
+            ("gated_delta_rule_backward", "gate_a_head"): ["backward"],
+            ("gated_delta_rule_backward", "gate_a_channel"): ["mild_chunks", "backward_channels"]}
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("gluon", [True, False], ids=["in_gluon", "in_triton"])
 @pytest.mark.parametrize(("name", "label"), IN_GLUON)
 def test_a_recurrence_over_symbolic_tokens(monkeypatch, name, label, gluon):
@@ -108,6 +108,8 @@ def test_a_recurrence_over_symbolic_tokens(monkeypatch, name, label, gluon):
     assert (KERNELS[name, label] <= set(compiled)) != gluon, compiled
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("drawn", [False, True], ids=["fixed", "drawn"])
 def test_signs(rand, drawn):
     """With a seed of 63 bits, which is a number of the graph."""

@@ -12,10 +12,11 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_compile.errors import OperandError
-from megacpp_compile.lowerings.compressed_linear import compressed_linear, compressed_linear_backward
+from megacpp_compile.lowerings.compressed_linear import compressed_linear
 from megacpp_compile.lowerings.compressed_linear.signs import WORD, magnitude, philox, signs
 
-from . import STRIDES, addresses, relative_error, saved_by, strided
+from . import STRIDES, strided
+from .contract import agree, assert_keeps, differentiate, leaves, tolerances, widened
 
 D, TOKENS = 12, 10
 
@@ -25,17 +26,6 @@ def arguments(rand, bias=True, outer=(2, 3), d=6, ups=(4, 5), dtype=torch.float6
     b = [rand(n, dtype=dtype, grad=True) for n in ups] if bias else []
     drawn = None if draw is None else torch.tensor(draw)
     return rand(*outer, d, dtype=dtype, grad=True), w, b, drawn, rank, seed
-
-
-def leaves(args):
-    x, w, b, *_ = args
-    return [x, *w, *b]
-
-
-def differentiate(call, args, seeds):
-    y = call(*args)
-    loss = sum((out * seed.to(out)).sum() for out, seed in zip(y, seeds, strict=True))
-    return [*y, *torch.autograd.grad(loss, leaves(args))]
 
 
 def linears(x, w, b, *_):
@@ -48,26 +38,6 @@ def projector(d, draw, rank, seed):
     return s @ s.t() / (rank * magnitude(rank) ** 2)
 
 
-# --- registration
-
-
-@pytest.mark.parametrize(("bias", "draw"), [(False, None), (True, 5)])
-def test_opcheck(rand, bias, draw):
-    opcheck(compressed_linear, arguments(rand, bias, draw=draw))
-
-
-@pytest.mark.parametrize("outer", [(1,), (0, 3)], ids=str)
-def test_opcheck_shapes(rand, outer):
-    opcheck(compressed_linear, arguments(rand, outer=outer))
-
-
-def test_opcheck_backward(rand):
-    _, w, _, draw, rank, seed = arguments(rand)
-    w = [one.detach() for one in w]
-    for biased in (True, False):
-        opcheck(compressed_linear_backward, ([rand(2, 3, len(m)) for m in w], rand(2, 3, rank), w, draw, seed, biased))
-
-
 @pytest.mark.parametrize("kind", STRIDES)
 def test_strided_input(rand, kind):
     _, *others = arguments(rand)
@@ -76,35 +46,20 @@ def test_strided_input(rand, kind):
 
 def test_refuses(rand):
     x, w, b, draw, rank, seed = arguments(rand)
-    for wrong in (
-        (x, [], b, draw, rank, seed),
-        (x[0, 0], w, b, draw, rank, seed),
-        (x, [w[0], rand(4, 7)], b, draw, rank, seed),
-        (x, w, b[:1], draw, rank, seed),
-        (x.float(), w, b, draw, rank, seed),
-        (x, w, b, draw.int(), rank, seed),
-        (x, w, b, draw[None], rank, seed),
-        (x, w, b, draw, 0, seed),
-        (x, w, b, draw, 7, seed),
-        (x, w, b, draw, rank, -1),
-    ):
+    for wrong in ((x, [], b, draw, rank, seed), (x[0, 0], w, b, draw, rank, seed),
+                  (x, [w[0], rand(4, 7)], b, draw, rank, seed), (x, w, b[:1], draw, rank, seed),
+                  (x.float(), w, b, draw, rank, seed), (x, w, b, draw.int(), rank, seed),
+                  (x, w, b, draw[None], rank, seed), (x, w, b, draw, 0, seed), (x, w, b, draw, 7, seed),
+                  (x, w, b, draw, rank, -1)):
         with pytest.raises(OperandError):
             compressed_linear(*wrong)
 
 
-# --- signs
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "words"),
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((WORD,) * 4, (WORD,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
-    ],
-    ids=["zeros", "ones", "pi"],
-)  # fmt: skip
+@pytest.mark.parametrize(("counter", "key", "words"),
+                         [((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+                          ((WORD,) * 4, (WORD,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+                          ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+                           (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1))], ids=["zeros", "ones", "pi"])  # fmt: skip
 def test_philox(counter, key, words):
     """The vectors that Random123 publishes with its generators."""
     found = philox(tuple(map(torch.tensor, counter)), key[0] | key[1] << 32)
@@ -132,27 +87,18 @@ def test_signs_change_with_everything():
     assert torch.equal(signs(9, 16, None, 0, like), made[0][:9]), "a matrix of fewer rows is the top of it"
 
 
-# --- results and gradients
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str
-)
+@tolerances(1e-13, 1e-6, 1e-2)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rank", [1, 3, 6])
 def test_against_linears(rand, dtype, tolerance, bias, rank):
     """Outputs, and gradients of x and biases, are those of linears; weights' are theirs projected. Rounding alone: the
     linears see the same rounded inputs, in float64."""
     args = arguments(rand, bias, dtype=dtype, rank=rank)
-    wide = torch.utils._pytree.tree_map_only(
-        torch.Tensor, lambda t: t.detach().double().requires_grad_() if t.is_floating_point() else t, args
-    )
     seeds = [rand(2, 3, n, dtype=dtype) for n in (4, 5)]
-    got = differentiate(lambda *a: compressed_linear(*a)[0], args, seeds)
-    want = differentiate(linears, wide, seeds)
+    got, want = differentiate(compressed_linear, args, seeds), differentiate(linears, widened(args), seeds)
     want[3:5] = [w @ projector(6, *args[3:]) for w in want[3:5]]
     assert [t.dtype for t in got[2:]] == [t.dtype for t in leaves(args)]
-    assert all(relative_error(g, w) < tolerance for g, w in zip(got, want, strict=True))
+    agree(got, want, tolerance)
 
 
 def estimates(rand, rank, count):
@@ -165,6 +111,7 @@ def estimates(rand, rank, count):
     return seed.t() @ x, torch.stack(found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rank", [3, 6])
 def test_unbiased(rand, rank):
     """The mean over seeds comes to the exact gradient as the standard error of the mean does, element by element, and is
@@ -176,6 +123,7 @@ def test_unbiased(rand, rank):
     assert off < 2 * math.sqrt((D - 1) / rank / len(found))
 
 
+@pytest.mark.end_to_end
 def test_noise_falls_as_the_root_of_the_rank(rand):
     """And has the variance that the contract says; at r = d it is there all the same."""
     for rank in (1, 3, D):
@@ -187,9 +135,9 @@ def test_noise_falls_as_the_root_of_the_rank(rand):
 def test_the_same_seed_makes_the_same_gradient_through_a_checkpoint(rand):
     args = arguments(rand)
     seeds = [rand(2, 3, n) for n in (4, 5)]
-    want = differentiate(lambda *a: compressed_linear(*a)[0], args, seeds)
-    again = differentiate(lambda *a: compressed_linear(*a)[0], args, seeds)
-    over = differentiate(lambda *a: checkpoint(lambda x: compressed_linear(x, *a[1:])[0], a[0], use_reentrant=False), args, seeds)
+    want, again = (differentiate(compressed_linear, args, seeds) for _ in range(2))
+    call = lambda x, *a: checkpoint(lambda x: compressed_linear(x, *a)[0], x, use_reentrant=False)  # noqa: E731
+    over = differentiate(call, args, seeds)
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(want, again, over, strict=True))
 
 
@@ -202,23 +150,11 @@ def test_touches_no_random_state(rand):
 
 def test_keeps_the_projection_and_not_its_input(rand):
     args = arguments(rand)
-    outputs = []
-    kept = saved_by(lambda: outputs.append(compressed_linear(*args)))
-    _, w, _, draw, rank, _ = args
-    z = outputs[0][1]
-    assert z.shape == (2, 3, rank) and not z.requires_grad
-    assert kept == addresses(z, draw, *w)
+    z = assert_keeps(compressed_linear, args, (args[1], args[3]), 2)[2]
+    assert z.shape == (2, 3, args[4]) and not z.requires_grad
 
 
 def test_a_linear_nobody_used(rand):
     args = arguments(rand)
     grads = torch.autograd.grad(compressed_linear(*args)[0][0].sum(), leaves(args), allow_unused=True)
     assert grads[2] is None and grads[4] is None and grads[1].any()
-
-
-def test_autocast_does_not_reach_inside(rand):
-    args = arguments(rand, dtype=torch.float32)
-    want = compressed_linear(*args)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = compressed_linear(*args)
-    assert all(torch.equal(a, b) for a, b in zip((*got[0], got[1]), (*want[0], want[1]), strict=True))

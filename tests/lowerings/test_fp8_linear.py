@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from megacpp_compile.lowerings.fp8_linear import cuda_scaled_mm, fp8_linear, fp8_linear_backward, fp8_quantize
 from megacpp_compile.passes.linear import GRADIENT
@@ -14,21 +13,11 @@ from .cases import CASES
 
 # Half a unit in the last of 3 and 2 bits of mantissa, at most.
 ROUNDING = {"e4m3": 2**-4, "e5m2": 2**-3}
-# What compares tensors of float8, or asks for their gradients, is not implemented in torch's checks.
-CHECKS = ("test_faketensor",)
-
-
-@pytest.mark.parametrize("label", CASES["fp8_linear"])
-def test_opcheck(rand, label):
-    opcheck(fp8_linear, CASES["fp8_linear"][label](rand, torch.float32), test_utils=CHECKS)
-    opcheck(fp8_linear_backward, CASES["fp8_linear_backward"][label](rand, torch.float32), test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("format", ROUNDING)
 def test_quantize(rand, format):
-    """The largest value is the format's largest, each value is rounded once, and scale * payload gives it back."""
     x = rand(7, 33, dtype=torch.float32) * 3e-3
-    opcheck(fp8_quantize, (x, format), test_utils=CHECKS)
     payload, scale_inv = fp8_quantize(x, format)
     assert payload.float().abs().max() == torch.finfo(payload.dtype).max
     exact = x.double() / scale_inv.double()
@@ -56,7 +45,6 @@ def widened(payload, scale_inv):
 
 @pytest.mark.parametrize(("bias", "grad_format"), [(True, "e4m3"), (False, "e4m3"), (False, "e5m2")])
 def test_is_the_formula(rand, bias, grad_format):
-    """Outputs and gradients of the widened payloads, the gradient's own rounding included."""
     x, (w,), x8, sx, w8, sw, b, *rest = operands(rand, bias=bias, grad_format=grad_format)
     (y,) = fp8_linear(x, [w], x8, sx, w8, sw, b, *rest)
     grad = rand(*y.shape, dtype=torch.bfloat16)
@@ -107,7 +95,6 @@ def test_saved_for_backward(rand):
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_linears_that_share_an_input(rand, biased):
-    """Two linears are the linear of both weights, forward and backward; their gradients are rounded together."""
     x, (w,), *quantised, b, grad_format, dtype = operands(rand, n=64, bias=biased)
     parts = [t.detach().clone().requires_grad_() for t in w.split([48, 16])]
     biases = [t.detach().clone().requires_grad_() for t in b[0].split([48, 16])] if biased else []
@@ -168,9 +155,7 @@ def test_the_device_that_is_asked_is_the_operands(rand, label):
 def test_no_rows(rand):
     """Cast without a kernel, which would have nothing to do: the scale is 1."""
     x = rand(2, 0, 32)
-    casts = (
-        cuda_scaled_mm.fp8_quantize_turned(x, "e4m3"),
-        cuda_scaled_mm.fp8_quantize_delayed(x, torch.zeros(1), "e4m3", True)[:3],
-    )
+    casts = (cuda_scaled_mm.fp8_quantize_turned(x, "e4m3"),
+             cuda_scaled_mm.fp8_quantize_delayed(x, torch.zeros(1), "e4m3", True)[:3])
     for payload, columns, scale in casts:
         assert (payload.shape, columns.shape, scale.item()) == (x.shape, (32, 0), 1)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.seeds import seed_of
 
 from . import fuzz as driver
-from .agreement import module_of, of_kernels
+from .agreement import CUDA, DEVICE, OF_KERNELS, module_of, seldom
 from .fuzz import fuzz
 from .fuzz_draw import OPS
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-pytestmark = of_kernels()
+pytestmark = OF_KERNELS
 
 
+@seldom
 def test_short_run(request):
     """Each case of another kind; a failure prints the command that repeats it. Every lowering is asked for in one of
     five runs: four calls of an op, eight of a rotation, may miss the few sizes that a kernel takes. Runs after the
@@ -45,7 +43,6 @@ def test_short_run(request):
 
 
 def test_the_command(capsys):
-    """One case, by its number, as a failure prints it."""
     assert driver.main(["--device", DEVICE, "--seed", "1", "--kinds", "4", "--room", "6", "--only", "2"]) == 0
     assert capsys.readouterr().out.startswith("seed 1\n")
 
@@ -72,9 +69,8 @@ def test_faults_are_found(monkeypatch, capsys, broken):
     command, call, *faults = message.splitlines()
     assert command.startswith(f"python -m tests.lowerings.fuzz --device {DEVICE} --seed 3 --kinds 60 --room 6 --only ")
     assert call.strip().startswith("mla_rope_q(")
-    assert {"result": "off by", "input": "written to", "in place": "is not argument", "error": "out of luck"}[
-        broken
-    ] in " ".join(faults)
+    assert {"result": "off by", "input": "written to", "in place": "is not argument",
+            "error": "out of luck"}[broken] in " ".join(faults)
     assert message in capsys.readouterr().out
     number = int(command.split()[-1])
     assert fuzz(200, DEVICE, 3, kinds=60, room=6, only=number, quiet=True).failures == [message]

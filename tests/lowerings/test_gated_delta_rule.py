@@ -1,138 +1,97 @@
-"""`megacpp::gated_delta_rule`: registration, gradients, the recurrence, what it keeps."""
+"""`gated_delta_rule`, and what `gated_linear_attention` keeps alike: gradients, the recurrence, what is kept."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
-from torch.library import opcheck
 
 from megacpp_compile.errors import OperandError
-from megacpp_compile.lowerings.gated_delta_rule import STATES_EVERY, gated_delta_rule, gated_delta_rule_backward
+from megacpp_compile.lowerings.gated_delta_rule import STATES_EVERY, gated_delta_rule
+from megacpp_compile.lowerings.gated_linear_attention import gated_linear_attention
 
-from . import BOTH, addresses, pairwise, relative_error, saved_by
+from . import BOTH, pairwise, relative_error
 from .agreement import TIMES_ROUNDING, faults
-from .delta_cases import DECAYS, GATES, rule
-from .delta_recurrence import delta_rule, normalised
+from .contract import as_leaves, assert_keeps, assert_unread, differentiate, gradcheck, leaves, seeds_for, widened
+from .delta_cases import DECAYS, GATES, attention, rule
+from .delta_recurrence import delta_rule, linear_attention, normalised
 from .rounding import moved_by_rounding
 
+
+class Op(NamedTuple):
+    """An op, its definition, what makes its arguments, where among them the state is, and how far off results may be:
+    relative to their norm, or in their elements."""
+
+    call: Callable[..., Any]
+    recurrence: Callable[..., Any]
+    make: Callable[..., Any]
+    state: int
+    tolerance: float
+    slack: float
+
+    def arguments(self, rand, dtype=torch.float64, **options):
+        """Operands of one call as leaves, the settings behind them."""
+        return as_leaves(self.make(rand, dtype, **options))
+
+
+RULE = Op(gated_delta_rule, delta_rule, rule, 5, 1e-10, 1e-15)
+ATTENTION = Op(gated_linear_attention, linear_attention, attention, 4, 1e-11, 1e-11)
+EITHER = pytest.mark.parametrize("op", [RULE, ATTENTION], ids=["rule", "attention"])
+GATE = pytest.mark.parametrize("gate", GATES)
 OPTIONAL = list(itertools.product(BOTH, repeat=2))  # beta, initial state
-# For what `opcheck` and numeric gradients ask; the recurrence is compared with in every combination.
+# For what numeric gradients ask; the recurrence is compared with in every combination.
 PAIRS = pairwise(GATES, BOTH, BOTH)
 DOCUMENTS = [(7,), (16, 1, 0, 20), (0, 33, 2), (0, 0)]
 CHUNK = 16
+arguments = RULE.arguments
 
 
-def arguments(rand, *, dtype=torch.float64, **options):
-    """Operands of one call as leaves, the settings behind them."""
-    return tuple(a.detach().requires_grad_() if differentiable(a) else a for a in rule(rand, dtype, **options))
-
-
-def differentiable(a):
-    return isinstance(a, Tensor) and a.is_floating_point()
-
-
-def tensors(args):
-    return [a for a in args if differentiable(a)]
-
-
-def differentiate(function, args, seeds):
-    """o, the final state, and gradients of every operand against the cotangents `seeds` of those two."""
-    o, final = function(*args)[:2]
-    loss = sum((x * s.to(x)).sum() for x, s in zip((o, final), seeds, strict=True))
-    grads = torch.autograd.grad(loss, tensors(args), allow_unused=True, materialize_grads=True)
-    return [o, final, *grads]
-
-
-def seeds_for(rand, args):
-    with torch.no_grad():
-        o, final = gated_delta_rule(*args)[:2]
-    return rand(*o.shape), rand(*final.shape)
-
-
-def wide(args):
-    return tuple(a.detach().double().requires_grad_() if differentiable(a) else a for a in args[:-1]) + (torch.float64,)
-
-
-def assert_as_the_recurrence(rand, args, tolerance=1e-10):
-    seeds = seeds_for(rand, args)
-    for got, want in zip(*(differentiate(f, args, seeds) for f in (gated_delta_rule, delta_rule)), strict=True):
+def assert_as_the_recurrence(rand, op, **options):
+    args = op.arguments(rand, **options)
+    seeds = seeds_for(rand, op.call, args, 2)
+    for got, want in zip(*(differentiate(f, args, seeds) for f in (op.call, op.recurrence)), strict=True):
         assert got.shape == want.shape and got.isfinite().all()
-        assert relative_error(got, want) < tolerance or (got - want).abs().max() < tolerance**1.5
+        assert relative_error(got, want) < op.tolerance or (got - want).abs().max() < op.slack
 
 
-@pytest.mark.parametrize(("gate", "beta", "initial"), PAIRS)
-def test_opcheck(rand, beta, initial, gate):
-    opcheck(gated_delta_rule, arguments(rand, beta=beta, initial=initial, gate=gate))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"t": 0}, {"t": 1}, {"b": 0}, {"t": 32, "hk": 1}, {"t": 33, "chunk": 32, "gate": "channel"}, {"eps": None},
-     {"documents": (5, 0, 20)}],
-    ids=str,
-)  # fmt: skip
-def test_opcheck_shapes(rand, options):
-    opcheck(gated_delta_rule, arguments(rand, **options))
-
-
+@EITHER
 @pytest.mark.parametrize("t", [0, 5, 37])
-def test_a_state_in_columns_leaves_one_in_rows(rand, t):
+def test_a_state_in_columns_leaves_one_in_rows(rand, op, t):
     """The strides of what comes out are those the op says, whatever those of its operands are."""
-    args = [a.detach() if isinstance(a, Tensor) else a for a in arguments(rand, t=t)]
-    args[5] = args[5].mT.contiguous().mT
-    final = gated_delta_rule(*args)[1]
+    args = list(op.make(rand, torch.float64, t=t))
+    args[op.state] = args[op.state].mT.contiguous().mT
+    final = op.call(*args)[1]
     assert final.is_contiguous()
-    args[5] = args[5].contiguous()
-    torch.testing.assert_close(final, gated_delta_rule(*args)[1])
+    args[op.state] = args[op.state].contiguous()
+    torch.testing.assert_close(final, op.call(*args)[1])
 
 
-def test_opcheck_bfloat16(rand):
-    opcheck(gated_delta_rule, arguments(rand, dtype=torch.bfloat16))
-
-
-def test_opcheck_operands_without_gradient(rand):
-    q, *others = arguments(rand)
-    opcheck(gated_delta_rule, (q, *(o.detach() if isinstance(o, Tensor) else o for o in others)))
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_opcheck_backward(rand, gate):
-    for beta, initial in ((False, False), (True, True)):
-        options = {"documents": (5, 12, 0)} if initial else {}
-        args = arguments(rand, beta=beta, initial=initial, gate=gate, **options)
-        args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
-        _, _, states, inverse = gated_delta_rule(*args)
-        do, dfinal = seeds_for(rand, args)
-        given = do, dfinal if initial else None, *args[:7], states, inverse, *args[7:-1]
-        opcheck(gated_delta_rule_backward, given)
-
-
+@EITHER
 @pytest.mark.parametrize(("gate", "beta", "initial"), PAIRS)
-def test_gradcheck(rand, beta, initial, gate):
-    args = arguments(rand, b=1, t=18, hk=1, hv=2, k=3, v=2, beta=beta, initial=initial, gate=gate)
-
-    def function(*leaves):
-        it = iter(leaves)
-        return gated_delta_rule(*(next(it) if differentiable(a) else a for a in args))[:2]
-
-    assert torch.autograd.gradcheck(function, tensors(args), fast_mode=True)
+def test_gradcheck(rand, op, beta, initial, gate):
+    args = op.arguments(rand, b=1, t=18, hk=1, hv=2, k=3, v=2, beta=beta, initial=initial, gate=gate)
+    gradcheck(op.call, args, fast_mode=True)
 
 
+@pytest.mark.sampled(3)
+@EITHER
 @pytest.mark.parametrize("t", [0, 1, 2, 15, 16, 17, 47, 64])
-@pytest.mark.parametrize("gate", GATES)
-def test_against_the_recurrence(rand, t, gate):
-    for beta, initial in OPTIONAL:
-        assert_as_the_recurrence(rand, arguments(rand, t=t, gate=gate, beta=beta, initial=initial, v=12))
+@GATE
+def test_against_the_recurrence(rand, op, t, gate):
+    for beta, initial in OPTIONAL if op is RULE else ((True, False), (True, True)):
+        assert_as_the_recurrence(rand, op, t=t, gate=gate, beta=beta, initial=initial, v=12)
 
 
+@pytest.mark.sampled(3)
+@EITHER
 @pytest.mark.parametrize("documents", DOCUMENTS, ids=str)
-@pytest.mark.parametrize("gate", GATES)
-def test_documents_have_states_of_their_own(rand, documents, gate):
+@GATE
+def test_documents_have_states_of_their_own(rand, op, documents, gate):
     for initial in (False, True):
-        assert_as_the_recurrence(rand, arguments(rand, documents=documents, gate=gate, initial=initial, k=12))
+        assert_as_the_recurrence(rand, op, documents=documents, gate=gate, initial=initial, k=12)
 
 
 def test_documents_are_as_by_themselves(rand):
@@ -152,7 +111,7 @@ def test_documents_are_as_by_themselves(rand):
 @pytest.mark.parametrize(("hk", "hv"), [(1, 8), (2, 8), (4, 8), (8, 8), (3, 6)])
 def test_value_heads_read_their_key_head(rand, hk, hv):
     for gate in GATES:
-        assert_as_the_recurrence(rand, arguments(rand, hk=hk, hv=hv, k=6, v=5, gate=gate))
+        assert_as_the_recurrence(rand, RULE, hk=hk, hv=hv, k=6, v=5, gate=gate)
 
 
 @pytest.mark.parametrize("eps", [None, 1e-6, 0.5])
@@ -160,19 +119,19 @@ def test_normalised_inside_is_normalised_before(rand, eps):
     args = arguments(rand, eps=eps, gate="channel")
     q, k, *others = args
     outside = (*(normalised(x, eps) for x in (q, k)), *others[:6], None, *others[7:])
-    seeds = seeds_for(rand, args)
+    seeds = seeds_for(rand, gated_delta_rule, args, 2)
     inside = differentiate(gated_delta_rule, args, seeds)
     want = differentiate(lambda *a: gated_delta_rule(*outside), args, seeds)
-    for got, expected in zip(inside, want, strict=True):
-        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(inside, want)
 
 
+@pytest.mark.sampled(3)
+@EITHER
 @pytest.mark.parametrize("chunk", [16, 32, 64])
-@pytest.mark.parametrize("gate", GATES)
-def test_chunk_size_is_free(rand, chunk, gate):
+@GATE
+def test_chunk_size_is_free(rand, op, chunk, gate):
     """It decides where states are kept, not what comes out; many chunks at once as well as one."""
-    args = arguments(rand, b=1, t=300, hk=1, hv=2, k=6, v=5, gate=gate, chunk=chunk)
-    assert_as_the_recurrence(rand, args)
+    assert_as_the_recurrence(rand, op, b=1, t=300, hk=1, hv=2, k=6, v=5, gate=gate, chunk=chunk)
 
 
 @pytest.mark.parametrize("documents", [None, (40, 0, 200, 50)], ids=str)
@@ -206,32 +165,31 @@ def test_inverse_is_that_of_what_tokens_take_from_one_another(rand):
         assert not rows[..., n:].any()
 
 
-def plainly_rounded(args, seeds, unit):
-    """By the recurrence, which autograd differentiates."""
-    function = lambda *given: differentiate(delta_rule, given, seeds)  # noqa: E731
-    return [TIMES_ROUNDING * m for m in moved_by_rounding(function, args, unit)]
-
-
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.sampled(5)
+@EITHER
+@GATE
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize(("dtype", "units"), [(torch.float32, 8), (torch.bfloat16, 1)], ids=str)
-def test_lower_precision(rand, dtype, units, decay, gate):
+def test_lower_precision(rand, op, dtype, units, decay, gate):
     """Rounding alone: the recurrence sees the same rounded operands, in float64. The reference computes in float32 and
     rounds once. Gates from 1e-4 to 1: what is far decays to zero, never to NaN, and what is near stays near."""
-    args = arguments(rand, b=1, t=150, hk=1, hv=2, dtype=dtype, decay=decay, gate=gate, chunk=64)
-    exact = wide(args)
-    seeds = tuple(s.to(dtype) for s in seeds_for(rand, args))
-    got, want = differentiate(gated_delta_rule, args, seeds), differentiate(delta_rule, exact, seeds)
-    assert [x.dtype for x in got] == [dtype, torch.float32, *(x.dtype for x in tensors(args))]
-    single = torch.finfo(torch.float32).eps
-    assert not faults(got, want, units * torch.finfo(dtype).eps, lambda: plainly_rounded(exact, seeds, single))
+    args = op.arguments(rand, b=1, t=150, hk=1, hv=2, dtype=dtype, decay=decay, gate=gate, chunk=64)
+    exact, seeds = widened(args), seeds_for(rand, op.call, args, 2, dtype)
+    got, want = differentiate(op.call, args, seeds), differentiate(op.recurrence, exact, seeds)
+    assert [x.dtype for x in got] == [dtype, torch.float32, *(x.dtype for x in leaves(args))]
+
+    def rounding():
+        """By the recurrence, which autograd differentiates."""
+        function = lambda *given: differentiate(op.recurrence, given, seeds)  # noqa: E731
+        return [TIMES_ROUNDING * m for m in moved_by_rounding(function, exact, torch.finfo(torch.float32).eps)]
+
+    assert not faults(got, want, units * torch.finfo(dtype).eps, rounding)
 
 
 def test_long_sequences_stay_finite(rand):
-    """Gates near 1 and keys as long as they may be, in half precision."""
     args = arguments(rand, b=1, t=2000, hk=1, hv=1, dtype=torch.bfloat16, decay="even", chunk=64)
-    seeds = seeds_for(rand, args)
-    got, want = differentiate(gated_delta_rule, args, seeds), differentiate(gated_delta_rule, wide(args), seeds)
+    seeds = seeds_for(rand, gated_delta_rule, args, 2)
+    got, want = (differentiate(gated_delta_rule, given, seeds) for given in (args, widened(args)))
     assert not faults(got, want, 2 * torch.finfo(torch.bfloat16).eps)
 
 
@@ -242,28 +200,22 @@ def test_out_dtype(rand):
     assert torch.equal(single.bfloat16(), half)
 
 
+@EITHER
 @pytest.mark.parametrize("used", [0, 1])
-def test_outputs_that_nobody_reads(rand, used):
-    args = arguments(rand, gate="channel")
-    got, want = (
-        torch.autograd.grad(f(*args)[used].square().sum(), tensors(args), allow_unused=True, materialize_grads=True)
-        for f in (gated_delta_rule, delta_rule)
-    )
-    for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w)
+def test_outputs_that_nobody_reads(rand, op, used):
+    assert_unread(op.call, op.recurrence, op.arguments(rand, gate="channel"), used)
 
 
+@EITHER
 @pytest.mark.parametrize(("beta", "initial"), OPTIONAL)
-def test_keeps_operands_states_and_inverse_only(rand, beta, initial):
-    args = arguments(rand, beta=beta, initial=initial, documents=(4, 20))
-    outputs = []
-    kept = saved_by(lambda: outputs.append(gated_delta_rule(*args)))
-    _, _, states, inverse = outputs[0]
-    assert not states.requires_grad and not inverse.requires_grad
-    assert kept == addresses(*(a for a in args if isinstance(a, Tensor)), states, inverse)
+def test_keeps_operands_states_and_inverse_only(rand, op, beta, initial):
+    args = op.arguments(rand, beta=beta, initial=initial, documents=(4, 20))
+    behind = (2, 3) if op is RULE else (2,)
+    outs = assert_keeps(op.call, args, args, *behind)
+    assert not any(outs[i].requires_grad for i in behind)
 
 
-@pytest.mark.parametrize("gate", GATES)
+@GATE
 def test_strided_operands(rand, gate):
     """As in a model: slices of one projection, whose heads and channels lie side by side."""
     b, t, hk, hv, k, v = 2, 21, 2, 4, 6, 5
@@ -277,29 +229,14 @@ def test_strided_operands(rand, gate):
         o, final = function(*operands, *settings)[:2]
         return torch.autograd.grad(o.square().sum() + final.square().sum(), leaves)
 
-    for got, want in zip(call(gated_delta_rule), call(delta_rule), strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(call(gated_delta_rule), call(delta_rule))
 
 
-def test_autocast_does_not_reach_inside(rand):
-    args = arguments(rand, dtype=torch.float32)
-    want = gated_delta_rule(*args)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = gated_delta_rule(*args)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"v": (1, 5, 3, 16)}, "3 value heads"),
-        ({"g": (1, 5, 4, 8)}, "8 channels"),
-        ({"q": (2, 5, 2, 16), "cu_seqlens": (3,)}, "one row"),
-        ({"k": (1, 5, 1, 16)}, r"\[b, t, hk, k\] twice"),
-        ({"chunk_size": 48}, "chunk_size is 48"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("wrong", "words"),
+                         [({"v": (1, 5, 3, 16)}, "3 value heads"), ({"g": (1, 5, 4, 8)}, "8 channels"),
+                          ({"q": (2, 5, 2, 16), "cu_seqlens": (3,)}, "one row"),
+                          ({"k": (1, 5, 1, 16)}, r"\[b, t, hk, k\] twice"), ({"chunk_size": 48}, "chunk_size is 48")],
+                         ids=str)  # fmt: skip
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_operands_that_do_not_go_together(wrong, words, device):
     sizes = {"q": (1, 5, 2, 16), "k": (1, 5, 2, 16), "v": (1, 5, 4, 16), "g": None, "cu_seqlens": None, **wrong}

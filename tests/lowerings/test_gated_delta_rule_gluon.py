@@ -5,32 +5,28 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
-from . import gluon_kernels
 from .agreement import DoesNotCompile, faults, on, poisoned_memory, reference_of
 from .delta_cases import final_gradient, rule
-from .gluon_kernels import HALF, LEAST_CHUNKS, ON_HOPPER, check_replays, needs_hopper, needs_triton, tile, told
+from .gluon_kernels import HALF, LEAST_CHUNKS, ON_HOPPER, assemble, hopper, needs_triton, on_hopper, replays, tile, told
 
 SIZES = {"C": 64, "K": 128, "V": 128}
-KERNELS = {
-    "walk": {**SIZES, "BV": 64, "EVERY": 8, "FIRST": 0, "A_STAGES": 3, "B_STAGES": 2, "OUTPUT_REGISTERS": 112,
-             "COPY_REGISTERS": 40},
-    "walk_from_a_state": {},
-    "reverse_walk": {**SIZES, "BV": 64, "CHANNELS": 0, "LAST": 0, "STAGES": 3, "COPY_REGISTERS": 40},
-    "reverse_walk_channels": {**SIZES, "BV": 64, "CHANNELS": 1, "LAST": 1, "STAGES": 2, "COPY_REGISTERS": 40},
-    "states": {**SIZES, "BV": 64, "EVERY": 8, "STAGES": 2},
-    "query_grad": {**SIZES, "HB": 2, "NORM": 1},
-    "query_grad_bare": {**SIZES, "HB": 1, "NORM": 0},
-    "key_grad": {**SIZES, "HB": 2, "GATED": 1, "BETA": 1, "NORM": 1},
-    "key_grad_bare": {**SIZES, "HB": 1, "GATED": 0, "BETA": 0, "NORM": 0},
-    "mild_chunks": {"C": 64, "K": 128, "GATE": "float32", "NORM": 1},
-    "mild_chunks_bare": {"C": 64, "K": 128, "GATE": "bfloat16", "NORM": 0},
-    "channel_grads": {**SIZES, "GATE": "float32", "WHOLE": 1, "BETA": 1, "NORM": 1},
-    "channel_grads_bare": {**SIZES, "GATE": "bfloat16", "WHOLE": 0, "BETA": 0, "NORM": 0},
-}  # fmt: skip
+KERNELS = {"walk": {**SIZES, "BV": 64, "EVERY": 8, "FIRST": 0, "A_STAGES": 3, "B_STAGES": 2, "OUTPUT_REGISTERS": 112,
+                    "COPY_REGISTERS": 40}, "walk_from_a_state": {},
+           "reverse_walk": {**SIZES, "BV": 64, "CHANNELS": 0, "LAST": 0, "STAGES": 3, "COPY_REGISTERS": 40},
+           "reverse_walk_channels": {**SIZES, "BV": 64, "CHANNELS": 1, "LAST": 1, "STAGES": 2, "COPY_REGISTERS": 40},
+           "states": {**SIZES, "BV": 64, "EVERY": 8, "STAGES": 2}, "query_grad": {**SIZES, "HB": 2, "NORM": 1},
+           "query_grad_bare": {**SIZES, "HB": 1, "NORM": 0},
+           "key_grad": {**SIZES, "HB": 2, "GATED": 1, "BETA": 1, "NORM": 1},
+           "key_grad_bare": {**SIZES, "HB": 1, "GATED": 0, "BETA": 0, "NORM": 0},
+           "mild_chunks": {"C": 64, "K": 128, "GATE": "float32", "NORM": 1},
+           "mild_chunks_bare": {"C": 64, "K": 128, "GATE": "bfloat16", "NORM": 0},
+           "channel_grads": {**SIZES, "GATE": "float32", "WHOLE": 1, "BETA": 1, "NORM": 1},
+           "channel_grads_bare": {**SIZES, "GATE": "bfloat16", "WHOLE": 0, "BETA": 0, "NORM": 0}}  # fmt: skip
 KERNELS["walk_from_a_state"] = KERNELS["walk"] | {"FIRST": 1}
 TILES = {"q": (1, 64, 128), "k": (1, 64, 128), "do": (1, 64, 128), "dq": (1, 64, 128), "dk": (1, 64, 128),
          "dv": (1, 64, 128), "errors": (64, 128), "d_rows": (64, 128), "states": (128, 128), "d_states": (128, 128),
@@ -43,18 +39,10 @@ LAUNCH = {"channel_grads": {"num_warps": 8}}
 FLOATS = ("decay", "steps", "norms", "d_decay", "dg", "dbeta", "factors", "ends", "dots", "last", "d_initial")
 
 
-def hopper():
-    from megacpp_compile.lowerings.gated_delta_rule import _hopper
-
-    if _hopper.kernels.missing:
-        pytest.skip(_hopper.kernels.missing)
-    return _hopper
-
-
-def assembled(label: str) -> tuple[str, int]:
+def compiled(label: str) -> Any:
     from megacpp_compile.lowerings._kernels.gluon_launch import numbers
 
-    gluon = hopper()
+    gluon = hopper("gated_delta_rule")
     which = re.match("walk|reverse_walk|states|query_grad|key_grad|channel_grads|mild_chunks", label)[0]
     kernel = getattr(gluon, "delta_mild_chunks_hopper" if which == "mild_chunks" else f"delta_{which}")
     constants = dict(KERNELS[label])
@@ -71,14 +59,18 @@ def assembled(label: str) -> tuple[str, int]:
         types |= dict.fromkeys(("g", "dg"), tile((1, 64, 128), dtype))
         if not constants.get("WHOLE", 1):
             types |= dict.fromkeys(("dq", "dk"), "*fp32")
-    return gluon_kernels.assembled(kernel, types, constants, **LAUNCH.get(which, {}))
+    return assemble(kernel, types, constants, **LAUNCH.get(which, {}))
 
 
+@pytest.mark.end_to_end
+@pytest.mark.rare("walk_from_a_state", "reverse_walk_channels", "query_grad_bare", "key_grad", "mild_chunks_bare",
+                  "channel_grads_bare")
 @needs_triton
-@pytest.mark.parametrize("label", KERNELS)
-def test_compiles_for_hopper(label):
-    text, shared = assembled(label)
-    assert shared <= (227 * 1024 if re.search("walk|channel", label) else HALF)
+@pytest.mark.parametrize("case", KERNELS)
+def test_compiles_for_hopper(case):
+    made = compiled(case)
+    text, shared = made.asm["ptx"], made.metadata.shared
+    assert shared <= (227 * 1024 if re.search("walk|channel", case) else HALF)
     # All tiles of operands come by TMA, and GEMMs read them where they are.
     assert "cp.async.bulk.tensor.3d.shared" in text and "wgmma.mma_async" in text and "ld.global.v4" not in text
 
@@ -92,15 +84,15 @@ class Call:
 
 
 @needs_triton
-@pytest.mark.parametrize("change, served", [
-    ({}, True), ({"key_heads": 8}, True), ({"key_heads": 4}, False), ({"K": 64}, False), ({"V": 256}, False),
-    ({"wide": True}, False), ({"per_channel": True}, False), ({"chunks": 127}, False), ({"chunks": 64, "batch": 2}, True),
-    ({"chunk": 32}, False), ({"packed": True}, False), ({"hopper": False}, False), ({"missing": "a name"}, False),
-    ({"channels": True}, False), ({"channels": True, "per_channel": True}, True),
-    ({"channels": True, "per_channel": True, "key_heads": 4}, True),
-])  # fmt: skip
+@pytest.mark.parametrize("change, served",
+                         [({}, True), ({"key_heads": 8}, True), ({"key_heads": 4}, False), ({"K": 64}, False),
+                          ({"V": 256}, False), ({"wide": True}, False), ({"per_channel": True}, False),
+                          ({"chunks": 127}, False), ({"chunks": 64, "batch": 2}, True), ({"chunk": 32}, False),
+                          ({"packed": True}, False), ({"hopper": False}, False), ({"missing": "a name"}, False),
+                          ({"channels": True}, False), ({"channels": True, "per_channel": True}, True),
+                          ({"channels": True, "per_channel": True, "key_heads": 4}, True)])  # fmt: skip
 def test_whom_it_serves(monkeypatch, change, served):
-    gluon = hopper()
+    gluon = hopper("gated_delta_rule")
     call, given = Call(), {"chunk": 64, "packed": False, "channels": False, "hopper": True, "missing": "", **change}
     for name in change.keys() & vars(Call).keys():
         setattr(call, name, change[name])
@@ -112,10 +104,9 @@ def test_whom_it_serves(monkeypatch, change, served):
 @needs_triton
 @pytest.mark.parametrize("op", ["walk", "mild_chunks", "backward", "backward_channels"])
 def test_what_does_not_compile_is_served_otherwise(monkeypatch, caplog, op):
-    """By Triton's kernels, of the same arguments; said once."""
     from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _mild_chunks, _walks
 
-    gluon, ops = hopper(), torch.ops.megacpp_delta
+    gluon, ops = hopper("gated_delta_rule"), torch.ops.megacpp_delta
     monkeypatch.setattr(gluon.kernels, "missing", "")
     for kernel in ("delta_walk", "delta_reverse_walk", "delta_mild_chunks_hopper"):
         monkeypatch.setattr(gluon, kernel, DoesNotCompile())
@@ -144,6 +135,7 @@ def test_what_does_not_compile_is_served_otherwise(monkeypatch, caplog, op):
     assert len(asked) == 2 and caplog.text.count("no attribute 'barrier'") == 1 and "Triton's own" in caplog.text
 
 
+@pytest.mark.end_to_end
 def test_ops_are_there_with_the_rule():
     """A graph from a cache calls them in a process that has lowered nothing."""
     code = """
@@ -156,45 +148,28 @@ print(*[getattr(torch.ops.megacpp_delta, op).default for op in sys.argv[1:]])
     assert out.stdout.split() == [f"megacpp_delta.{op}.default" for op in ops], out
 
 
-NUMBERS = {
-    "as_in_a_model": {},
-    "ragged": {"t": 200, "b": 2},
-    "one_head_a_key": {"hk": 4},
-    "four_heads_a_key": {"hk": 1},
-    "no_gate": {"gate": "none"},
-    "bare": {"gate": "none", "beta": False, "initial": False},
-    "keys_as_they_are": {"eps": None},
-    "no_state": {"initial": False},
-    "strong_gates": {"decay": "strong", "t": 640},
-    "sudden_gates": {"decay": "sudden"},
-    "many_segments": {"t": 1100},
-    "rows_side_by_side": {},
-    "heads_before_tokens": {"b": 2},
-}
-CHANNELS = {
-    "channels": {"hk": 4},
-    "channels_ragged": {"hk": 4, "t": 200, "b": 2},
-    "channels_two_heads_a_key_ragged": {"t": 200, "b": 2},
-    "channels_gates_in_16_bits": {"hk": 4, "t": 200},
-    "channels_two_heads_a_key": {},
-    "channels_bare": {"hk": 4, "beta": False, "initial": False},
-    "channels_keys_as_they_are": {"eps": None},
-    "channels_all_steep": {"hk": 4, "decay": "strong", "t": 640},
-    "channels_of_both_kinds": {"hk": 4, "t": 320},
-}
+NUMBERS = {"as_in_a_model": {}, "ragged": {"t": 200, "b": 2}, "one_head_a_key": {"hk": 4},
+           "four_heads_a_key": {"hk": 1}, "no_gate": {"gate": "none"},
+           "bare": {"gate": "none", "beta": False, "initial": False}, "keys_as_they_are": {"eps": None},
+           "no_state": {"initial": False}, "strong_gates": {"decay": "strong", "t": 640},
+           "sudden_gates": {"decay": "sudden"}, "many_segments": {"t": 1100}, "rows_side_by_side": {},
+           "heads_before_tokens": {"b": 2}}
+CHANNELS = {"channels": {"hk": 4}, "channels_ragged": {"hk": 4, "t": 200, "b": 2},
+            "channels_two_heads_a_key_ragged": {"t": 200, "b": 2}, "channels_gates_in_16_bits": {"hk": 4, "t": 200},
+            "channels_two_heads_a_key": {}, "channels_bare": {"hk": 4, "beta": False, "initial": False},
+            "channels_keys_as_they_are": {"eps": None}, "channels_all_steep": {"hk": 4, "decay": "strong", "t": 640},
+            "channels_of_both_kinds": {"hk": 4, "t": 320}}
 NUMBERS |= {label: {"gate": "channel", **options} for label, options in CHANNELS.items()}
 # q, k and v are slices of rows that begin at odd multiples of 8 numbers, which are copied; these are not.
 ROWS = {"rows_side_by_side": True, "heads_before_tokens": False}
 
 
-@pytest.mark.cuda
-@needs_hopper
+@on_hopper
 @pytest.mark.parametrize("label", NUMBERS)
 def test_numbers(rand, monkeypatch, label):
-    """Against the definition in float64; and gradients of tokens that write nothing are not lost."""
     from megacpp_compile.lowerings.gated_delta_rule import cuda_triton
 
-    gluon = hopper()
+    gluon = hopper("gated_delta_rule")
     monkeypatch.setattr(LEAST_CHUNKS, 0)
     launched = []
     of_heads = ["delta_walk", "delta_reverse_walk", "delta_states", "delta_query_grad", "delta_key_grad"]
@@ -232,13 +207,12 @@ def test_numbers(rand, monkeypatch, label):
     assert launched == (of_channels if label in CHANNELS else of_heads)
 
 
-@pytest.mark.cuda
-@needs_hopper
+@on_hopper
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_in_a_cuda_graph(rand, monkeypatch, gate):
     from megacpp_compile.lowerings.gated_delta_rule import cuda_triton
 
-    hopper()
+    hopper("gated_delta_rule")
     monkeypatch.setattr(LEAST_CHUNKS, 0)
     options = {"b": 2, "t": 2048, "hk": 4, "hv": 4, "k": 128, "v": 128, "gate": gate}
     *given, scale, eps, chunk, out = rule(rand, torch.bfloat16, chunk=64, **options)
@@ -249,7 +223,7 @@ def test_in_a_cuda_graph(rand, monkeypatch, gate):
         args = o, last, *given, states, inverse, scale, eps, chunk
         return [o, last, *cuda_triton.gated_delta_rule_backward(*args)]
 
-    check_replays(made)
+    replays(made)
 
 
 def transposed(t):

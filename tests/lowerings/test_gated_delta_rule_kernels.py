@@ -6,18 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .agreement import faults, of_kernels, on
+from .agreement import DEVICE, OF_KERNELS, faults, module_of, on, seldom
+from .contract import identical
 from .delta_cases import rule
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-pytestmark = of_kernels()
+pytestmark = OF_KERNELS
 
 
 def kernels():
-    from megacpp_compile.lowerings.gated_delta_rule import cuda_triton
-
-    return cuda_triton
+    return module_of("gated_delta_rule", "cuda_triton")
 
 
 def call(rand, dtype=torch.float32, **options):
@@ -34,9 +31,9 @@ def test_equal_keys_have_an_exact_inverse(rand):
     assert torch.allclose(inverse[0, :, 0], eye - eye.diag(0).diag_embed().roll(1, 0).tril(-1), atol=1e-5)
 
 
+@seldom
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_a_state_carried_over_is_the_whole_sequence(rand, gate):
-    """Two calls, the second from the first one's final state, are one."""
     q, k, v, g, beta, state, _, *others = call(rand, b=1, t=40, gate=gate)
     whole, final, *_ = kernels().gated_delta_rule(q, k, v, g, beta, state, None, *others)
     parts = []
@@ -47,17 +44,15 @@ def test_a_state_carried_over_is_the_whole_sequence(rand, gate):
     assert not faults([torch.cat(parts, 1), state], [whole, final], 1e-6)
 
 
+@seldom
 def test_equal_inputs_give_equal_bits(rand):
     args = call(rand, b=1, t=40, gate="channel")
-    for first, second in zip(*(kernels().gated_delta_rule(*args) for _ in range(2)), strict=True):
-        assert torch.equal(first, second)
+    identical(*(kernels().gated_delta_rule(*args) for _ in range(2)))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "reason"),
-    [(torch.float64, {}, "float64"), (torch.float32, {"k": 24}, "keys of 24"), (torch.float32, {"v": 12}, "values of 12")],
-    ids=["float64", "keys", "values"],
-)
+@pytest.mark.parametrize(("dtype", "options", "reason"),
+                         [(torch.float64, {}, "float64"), (torch.float32, {"k": 24}, "keys of 24"),
+                          (torch.float32, {"v": 12}, "values of 12")], ids=["float64", "keys", "values"])
 def test_refusals(rand, dtype, options, reason):
     assert reason in kernels().supports("gated_delta_rule", call(rand, dtype, t=3, **options))
     assert kernels().supports("gated_delta_rule", call(rand, t=3)) is None

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from megacpp_compile.lowerings.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
+from megacpp_compile.lowerings.gated_rms_norm import gated_rms_norm
 
-from . import STRIDES, addresses, relative_error, saved_by, strided
+from . import STRIDES, strided
+from .contract import assert_is, assert_keeps, differentiate, gradcheck, tolerances
 
 EPS = 1e-2  # large enough that its place matters
 # norm before gate, channels in a group of 6, the gate's function
@@ -36,51 +37,24 @@ def formula(y, z, weight, eps, group, norm_before_gate, out_dtype, act):
     return (out * gate if norm_before_gate else out).to(out_dtype), torch.cat(roots, -1)
 
 
-def differentiate(function, args, seed):
-    out, rrms = function(*args)
-    leaves = [t for t in args[:3] if t is not None]
-    return [out, rrms, *torch.autograd.grad((out * seed.to(out)).sum(), leaves)]
+FORM = pytest.mark.parametrize(("first", "group", "act"), FORMS)
+WEIGHT = pytest.mark.parametrize("weight", [False, True])
 
 
-@pytest.mark.parametrize(("first", "group", "act"), FORMS)
-@pytest.mark.parametrize("weight", [False, True])
-def test_opcheck(rand, first, group, act, weight):
-    opcheck(gated_rms_norm, arguments(rand, first=first, group=group, weight=weight, act=act))
-
-
-@pytest.mark.parametrize("outer", [(), (1,), (0, 3), (2, 1, 3)], ids=str)
-def test_opcheck_shapes(rand, outer):
-    opcheck(gated_rms_norm, arguments(rand, outer=outer))
-
-
-def test_opcheck_backward(rand):
-    y, z, weight, *_ = (t.detach() if isinstance(t, torch.Tensor) else t for t in arguments(rand))
-    for w, first, act in ((weight, True, "silu"), (None, False, "sigmoid")):
-        opcheck(gated_rms_norm_backward, (rand(*y.shape), y, z, w, rand(2, 3, 3).exp(), 2, first, act))
-
-
-@pytest.mark.parametrize(("first", "group", "act"), FORMS)
-@pytest.mark.parametrize("weight", [False, True])
+@pytest.mark.sampled(3)
+@FORM
+@WEIGHT
 def test_gradcheck(rand, first, group, act, weight):
-    y, z, w, *rest = arguments(rand, first=first, group=group, weight=weight, act=act)
-    leaves = (y, z, w) if weight else (y, z)
-    assert torch.autograd.gradcheck(lambda y, z, w=None: gated_rms_norm(y, z, w, *rest)[0], leaves)
+    gradcheck(gated_rms_norm, arguments(rand, first=first, group=group, weight=weight, act=act))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 6e-3)], ids=str
-)
-@pytest.mark.parametrize(("first", "group", "act"), FORMS)
-@pytest.mark.parametrize("weight", [False, True])
+@tolerances(1e-13, 3e-6, 6e-3)
+@FORM
+@WEIGHT
 def test_against_the_formula(rand, dtype, tolerance, first, group, act, weight):
-    """Rounding alone: the formula sees the same rounded inputs, in float64."""
     args = arguments(rand, first=first, group=group, weight=weight, dtype=dtype, act=act)
-    wide = [t.detach().double().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args[:-2]]
-    seed = rand(*args[0].shape, dtype=dtype)
-    got = differentiate(gated_rms_norm, args, seed)
-    want = differentiate(formula, (*wide, torch.float64, act), seed)
-    assert [t.dtype for t in got] == [dtype, torch.promote_types(dtype, torch.float32), *[dtype] * (len(got) - 2)]
-    assert all(relative_error(g, w) < tolerance for g, w in zip(got, want, strict=True))
+    out, rrms, *_ = assert_is(gated_rms_norm, formula, rand, args, tolerance, results=2, dtype=dtype)
+    assert (out.dtype, rrms.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
 
 
 def test_dtypes_of_their_own(rand):
@@ -89,42 +63,27 @@ def test_dtypes_of_their_own(rand):
     z, weight = (t.detach().bfloat16().requires_grad_() for t in (z, weight))
     args = y, z, weight, *rest, torch.bfloat16, act
     opcheck(gated_rms_norm, args)
-    out, rrms, *grads = differentiate(gated_rms_norm, args, rand(*y.shape))
+    out, rrms, *grads = differentiate(gated_rms_norm, args, [rand(*y.shape)], 2)
     assert (out.dtype, rrms.dtype) == (torch.bfloat16, torch.float32)
     assert [g.dtype for g in grads] == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", STRIDES)
 @pytest.mark.parametrize("first", [False, True])
 def test_strided_inputs(rand, kind, first):
     _, _, *others = arguments(rand, first=first)
     args = strided(rand, kind, 2, 3, 6), strided(rand, kind, 2, 3, 6), *others
     opcheck(gated_rms_norm, args)
-    seed = rand(2, 3, 6)
-    got, want = (differentiate(f, args, seed) for f in (gated_rms_norm, formula))
-    assert all(relative_error(g, w) < 1e-12 for g, w in zip(got, want, strict=True))
+    assert_is(gated_rms_norm, formula, rand, args, 1e-12, results=2)
 
 
-@pytest.mark.parametrize("weight", [False, True])
+@WEIGHT
 def test_keeps_operands_and_one_number_a_group(rand, weight):
     args = arguments(rand, weight=weight)
-    outputs = []
-    kept = saved_by(lambda: outputs.append(gated_rms_norm(*args)))
-    assert kept == addresses(*(t for t in args[:3] if t is not None), outputs[0][1])
+    assert not assert_keeps(gated_rms_norm, args, args, 1)[1].requires_grad
 
 
 def test_another_function_is_an_error(rand):
     with pytest.raises(AssertionError, match="gelu"):
         gated_rms_norm(*arguments(rand, act="gelu"))
-
-
-def test_rrms_has_no_gradient(rand):
-    assert not gated_rms_norm(*arguments(rand))[1].requires_grad
-
-
-def test_autocast_does_not_reach_inside(rand):
-    args = arguments(rand, dtype=torch.float32)
-    want = gated_rms_norm(*args)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = gated_rms_norm(*args)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

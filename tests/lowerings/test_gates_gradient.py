@@ -12,10 +12,8 @@ from . import relative_error
 from .delta_cases import attention, rule
 from .delta_recurrence import delta_rule, linear_attention
 
-OPS = {
-    "gated_delta_rule": (gated_delta_rule, delta_rule, rule),
-    "gated_linear_attention": (gated_linear_attention, linear_attention, attention),
-}
+OPS = {"gated_delta_rule": (gated_delta_rule, delta_rule, rule),
+       "gated_linear_attention": (gated_linear_attention, linear_attention, attention)}
 
 
 def behind_a_norm(o, seed):

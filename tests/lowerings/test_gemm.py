@@ -26,13 +26,11 @@ from megacpp_compile.targets import TARGETS
 from tests.seeds import Draws
 
 aten = torch.ops.aten
+draw = Draws(__name__)
 
 
 def gemms(graph: fx.Graph) -> int:
     return len(graph.find_nodes(op="call_function", target=aten.mm.default))
-
-
-# --- merge
 
 
 def check(function: Callable[..., Tensor], *args: Tensor, merged: int, left: int) -> fx.Graph:
@@ -51,17 +49,7 @@ def check(function: Callable[..., Tensor], *args: Tensor, merged: int, left: int
 
 
 def x_and_weights(*widths: int, rows: int = 6, inner: int = 5, dtype=torch.float64) -> list[Tensor]:
-    return [torch.randn(rows, inner, dtype=dtype), *(torch.randn(inner, n, dtype=dtype) for n in widths)]
-
-
-def test_one_left_operand():
-    check(lambda x, v, w: (x @ v, x @ w), *x_and_weights(3, 4), merged=1, left=1)
-    check(lambda x, u, v, w: (x @ u, x @ v, x @ w), *x_and_weights(3, 4, 2), merged=1, left=1)
-
-
-def test_one_right_operand():
-    g, h, x = torch.randn(6, 3), torch.randn(6, 4), torch.randn(6, 5)
-    check(lambda g, h, x: (g.t() @ x, h.t() @ x), g, h, x, merged=1, left=1)
+    return [draw(rows, inner, dtype=dtype), *(draw(inner, n, dtype=dtype) for n in widths)]
 
 
 def test_transposed_weights_are_put_together_by_rows():
@@ -72,52 +60,9 @@ def test_transposed_weights_are_put_together_by_rows():
     assert all(part.op == "placeholder" for part in cat.args[0])
 
 
-def test_sum_of_gemms():
-    g, h, v, w = torch.randn(6, 3), torch.randn(6, 4), torch.randn(3, 5), torch.randn(4, 5)
-    check(lambda g, h, v, w: g @ v + h @ w, g, h, v, w, merged=1, left=1)
-    check(lambda g, h, v, w: (g @ v).view(2, 3, 5) + (h @ w).view(2, 3, 5), g, h, v, w, merged=1, left=1)
-
-
-def test_views_of_one_operand():
-    x, v, w = torch.randn(2, 3, 5), torch.randn(5, 3), torch.randn(5, 4)
-    check(lambda x, v, w: (x.view(6, 5) @ v, x.view(6, 5) @ w), x, v, w, merged=1, left=1)
-
-
-def test_results_of_one_pair_are_operands_of_the_next():
-    """The first merge puts other nodes in the place of those the second one looks at."""
-    x, v, w, a, b = torch.randn(6, 5), torch.randn(5, 3), torch.randn(5, 4), torch.randn(3, 7), torch.randn(3, 2)
-
-    def chain(x, v, w, a, b):
-        low = x @ v
-        return low @ a, low @ b, x @ w
-
-    check(chain, x, v, w, a, b, merged=2, left=2)
-
-    def weight_made_by_a_gemm(x, v, w, a, b):
-        made = v @ a  # [5, 7]
-        return x @ made, x @ w, v @ b
-
-    check(weight_made_by_a_gemm, x, v, w, a, b, merged=2, left=2)
-
-
-REFUSED = {
-    "another dtype": (lambda x, v, w: (x @ v, x.float() @ w), lambda: [*x_and_weights(3), torch.randn(5, 4)]),
-    "another operand": (lambda x, v, w: (x @ v, (x + 1) @ w), lambda: x_and_weights(3, 4)),
-    "an operand that is ready too late": (lambda x, v, w: ((y := x @ v), x @ (w + y.sum())), lambda: x_and_weights(3, 4)),
-    "too wide": (lambda x, v, w: (x @ v, x @ w), lambda: x_and_weights(3, MAX_WIDTH + 1)),
-    "both too wide": (lambda x, v, w: (x @ v, x @ w), lambda: x_and_weights(MAX_WIDTH + 1, MAX_WIDTH + 1)),
-    "transposed left operand": (lambda x, v, w: (x @ v, x.t() @ w), lambda: [torch.randn(5, 5) for _ in range(3)]),
-}
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_refuses(why):
-    function, args = REFUSED[why]
-    check(function, *args(), merged=0, left=2)
-
-
-draw = Draws(__name__)
 G, H, V, W = draw(6, 3), draw(6, 4), draw(3, 5), draw(4, 5)
+CHAIN = draw(6, 5), draw(5, 3), draw(5, 4), draw(3, 7), draw(3, 2)
+SUM = G, H, V, W
 
 
 def read_twice(g, h, v, w):
@@ -125,33 +70,55 @@ def read_twice(g, h, v, w):
     return product + h @ w, product
 
 
-REFUSED_SUMS = {
-    "a GEMM read twice": (read_twice, (G, H, V, W)),
-    "one GEMM twice": (lambda g, h, v, w: (p := g @ v) + p + (h @ w).sum(), (G, H, V, W)),
-    "another dtype": (lambda g, h, v, w: g @ v + h @ w, (G, H.double(), V, W.double())),
-    "too wide": (
-        lambda g, h, v, w: g @ v + h @ w,
-        (draw(6, MAX_WIDTH + 1), H, draw(MAX_WIDTH + 1, 5), W),
-    ),
-    "a factor": (lambda g, h, v, w: torch.add(g @ v, h @ w, alpha=2), (G, H, V, W)),
-    "a row broadcast": (lambda g, h, v, w: g @ v + h @ w, (G, H[:1], V, W)),
-    "a row broadcast behind a view": (lambda g, h, v, w: (g @ v).view(2, 3, 5) + h @ w, (G, H[:3], V, W)),
-    "rows in another order": (lambda g, h, v, w: (g @ v).view(6, 1, 5) + (h @ w).view(1, 6, 5), (G, H, V, W)),
-}
+def chain(x, v, w, a, b):
+    low = x @ v
+    return low @ a, low @ b, x @ w
 
 
-@pytest.mark.parametrize("why", REFUSED_SUMS)
-def test_refuses_sum(why):
-    function, args = REFUSED_SUMS[why]
-    check(function, *args, merged=0, left=2)
+def weight_made_by_a_gemm(x, v, w, a, b):
+    made = v @ a  # [5, 7]
+    return x @ made, x @ w, v @ b
+
+
+# Of the last two the first merge puts other nodes in the place of those the second one looks at.
+MERGED = {"one left operand": (lambda x, v, w: (x @ v, x @ w), x_and_weights(3, 4)),
+          "one left operand of three": (lambda x, u, v, w: (x @ u, x @ v, x @ w), x_and_weights(3, 4, 2)),
+          "one right operand": (lambda g, h, x: (g.t() @ x, h.t() @ x), (G, H, draw(6, 5))),
+          "a sum": (lambda g, h, v, w: g @ v + h @ w, SUM),
+          "a sum behind views": (lambda g, h, v, w: (g @ v).view(2, 3, 5) + (h @ w).view(2, 3, 5), SUM),
+          "views of one operand": (lambda x, v, w: (x.view(6, 5) @ v, x.view(6, 5) @ w), (draw(2, 3, 5), *CHAIN[1:3])),
+          "results are operands": (chain, CHAIN), "a result is a weight": (weight_made_by_a_gemm, CHAIN)}
+REFUSED = {"another dtype": (lambda x, v, w: (x @ v, x.float() @ w), [*x_and_weights(3), draw(5, 4)]),
+           "another operand": (lambda x, v, w: (x @ v, (x + 1) @ w), x_and_weights(3, 4)),
+           "an operand that is ready too late": (lambda x, v, w: ((y := x @ v), x @ (w + y.sum())),
+                                                 x_and_weights(3, 4)),
+           "too wide": (lambda x, v, w: (x @ v, x @ w), x_and_weights(3, MAX_WIDTH + 1)),
+           "both too wide": (lambda x, v, w: (x @ v, x @ w), x_and_weights(MAX_WIDTH + 1, MAX_WIDTH + 1)),
+           "transposed left operand": (lambda x, v, w: (x @ v, x.t() @ w), [draw(5, 5) for _ in range(3)]),
+           "a GEMM read twice": (read_twice, SUM),
+           "one GEMM twice": (lambda g, h, v, w: (p := g @ v) + p + (h @ w).sum(), SUM),
+           "a sum of another dtype": (lambda g, h, v, w: g @ v + h @ w, (G, H.double(), V, W.double())),
+           "a sum too wide": (lambda g, h, v, w: g @ v + h @ w, (draw(6, MAX_WIDTH + 1), H, draw(MAX_WIDTH + 1, 5), W)),
+           "a factor": (lambda g, h, v, w: torch.add(g @ v, h @ w, alpha=2), SUM),
+           "a row broadcast": (lambda g, h, v, w: g @ v + h @ w, (G, H[:1], V, W)),
+           "a row broadcast behind a view": (lambda g, h, v, w: (g @ v).view(2, 3, 5) + h @ w, (G, H[:3], V, W)),
+           "rows in another order": (lambda g, h, v, w: (g @ v).view(6, 1, 5) + (h @ w).view(1, 6, 5), SUM)}
+
+
+@pytest.mark.parametrize("which", MERGED)
+def test_merges(which):
+    n = 2 if MERGED[which][1] is CHAIN else 1
+    check(MERGED[which][0], *MERGED[which][1], merged=n, left=n)
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_refuses(why):
+    check(REFUSED[why][0], *REFUSED[why][1], merged=0, left=2)
 
 
 def test_symbolic_sizes_are_left_alone():
     """`make_fx` itself guards on what has to be equal; `merge` adds nothing."""
-    cases = [
-        (lambda x, v, w: (x @ v, x @ w), x_and_weights(3, 4)),
-        (lambda g, h, v, w: g @ v + h @ w, (G, H, V, W)),
-    ]
+    cases = [(lambda x, v, w: (x @ v, x @ w), x_and_weights(3, 4)), (lambda g, h, v, w: g @ v + h @ w, (G, H, V, W))]
     for function, args in cases:
         gm = make_fx(function, select_decomp_table(), tracing_mode="symbolic")(*args)
         env = next(iter(gm.graph.nodes)).meta["val"].fake_mode.shape_env
@@ -170,6 +137,7 @@ class TwoProjections(nn.Module):
         return self.out(torch.cat((self.q(x).relu(), self.kv(x).tanh()), -1))
 
 
+@pytest.mark.end_to_end
 def test_model_forward_and_backward():
     """One GEMM forward, one for x's gradient, one for both weights'."""
     model, x = TwoProjections().double(), torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
@@ -190,13 +158,9 @@ def test_model_forward_and_backward():
         got, want = (f(x) for f in (compiled, model))
         torch.testing.assert_close(got, want)
         grads, expected = (torch.autograd.grad(out, leaves, seed) for out in (got, want))
-    for a, b in zip(grads, expected, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(grads, expected)
     # Forward: q and kv; out is an addmm. Backward: gradients of out's input and weight, of both weights, and x's twice.
     assert counts == [(2, 1, 1), (6, 2, 4)]
-
-
-# --- tuned
 
 
 def operands(m=4, k=8, n=16, dtype=torch.bfloat16, device="cpu") -> tuple[Tensor, Tensor]:
@@ -220,19 +184,14 @@ def asked(a: tuple[int, int], b: tuple[int, int], dtype=torch.bfloat16, other=No
     return left, torch.empty(b, dtype=other or dtype, device=device)
 
 
-WORTH = {
-    "a short contraction": ((BIG, 512), (512, BIG), {}),
-    "float16": ((BIG, 512), (512, BIG), {"dtype": torch.float16}),
-    "just large enough": ((autotune.LARGE_BYTES // 2 // 64, 64), (64, 64), {}),
-    "a long contraction": ((BIG, BIG), (BIG, 1024), {}),
-}
+WORTH = {"a short contraction": ((BIG, 512), (512, BIG), {}),
+         "float16": ((BIG, 512), (512, BIG), {"dtype": torch.float16}),
+         "just large enough": ((autotune.LARGE_BYTES // 2 // 64, 64), (64, 64), {}),
+         "a long contraction": ((BIG, BIG), (BIG, 1024), {})}
 NOT_WORTH = {
-    "small": ((64, 512), (512, 64), {}),
-    "just too small": ((autotune.LARGE_BYTES // 2 // 64 - 1, 64), (64, 64), {}),
-    "long and few": ((256, BIG), (BIG, 1024), {}),
-    "so large that trying takes long": ((8 * BIG, BIG), (BIG, BIG), {}),
-    "float32": ((BIG, 512), (512, BIG), {"dtype": torch.float32}),
-    "cpu": ((BIG, 512), (512, BIG), {"device": "cpu"}),
+    "small": ((64, 512), (512, 64), {}), "just too small": ((autotune.LARGE_BYTES // 2 // 64 - 1, 64), (64, 64), {}),
+    "long and few": ((256, BIG), (BIG, 1024), {}), "so large that trying takes long": ((8 * BIG, BIG), (BIG, BIG), {}),
+    "float32": ((BIG, 512), (512, BIG), {"dtype": torch.float32}), "cpu": ((BIG, 512), (512, BIG), {"device": "cpu"}),
     "a sum over tokens": ((BIG, BIG), (BIG, 1024), {"turned": True}),
 }
 CASES = [(*case, True) for case in WORTH.values()] + [(*case, False) for case in NOT_WORTH.values()]
@@ -296,8 +255,8 @@ def test_tuned_on_cpu():
     opcheck(autotune.tuned_mm, (a, b))
 
 
+@pytest.mark.end_to_end
 def test_tuned_products_compile(gaining, monkeypatch):
-    """In the place of Inductor's own, on operands whose layouts it would be free to choose."""
     monkeypatch.setattr(autotune, "_worth", lambda a, b: True)
 
     def function(x, w):
@@ -339,7 +298,6 @@ def test_products_are_tried_with_memory(monkeypatch):
 
 
 def test_what_was_tried_is_not_tried_again(monkeypatch):
-    """A deep model has the same GEMMs in every layer."""
     found = {cublaslt._key(*operands()): None, cublaslt._key(*operands(m=8)): object()}
     monkeypatch.setattr(cublaslt, "_gemms", found)
     monkeypatch.setattr(cublaslt, "_filled", lambda like: pytest.fail("made operands to try it on"))
@@ -361,9 +319,6 @@ def test_tuning_is_an_option_and_for_cuda(on):
             assert seen == ["the user's"]
         else:
             assert gave == given
-
-
-# --- cublaslt
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -393,16 +348,15 @@ def every_candidate(monkeypatch):
     monkeypatch.setattr(cublaslt, "_gemms", {})
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def on_gpu(test):
+    return pytest.mark.cuda(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
-@pytest.mark.cuda
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("layouts", ["n n", "n t", "t n", "t t", "padded t", "n padded", "unaligned n", "t unaligned"])
-@pytest.mark.parametrize(
-    "shape", [(256, 512, 384), (8, 16, 8), (77, 33, 51), (1, 64, 9), (9, 64, 1), (5, 1, 7)], ids=str
-)
+@pytest.mark.parametrize("shape", [(256, 512, 384), (8, 16, 8), (77, 33, 51), (1, 64, 9), (9, 64, 1), (5, 1, 7)],
+                         ids=str)
 def test_cublaslt_agrees_with_torch(every_candidate, shape, layouts, dtype):
     """Within one rounding: sums of float32 in another order."""
     m, k, n = shape
@@ -416,16 +370,14 @@ def test_cublaslt_agrees_with_torch(every_candidate, shape, layouts, dtype):
         assert ((got.double() - want).abs() <= 1.01 * allowed + torch.finfo(dtype).tiny).all()
 
 
-@pytest.mark.cuda
-@needs_gpu
+@on_gpu
 def test_cublaslt_serves_something(every_candidate):
     a, b = operands(4096, 512, 4096, device="cuda")
     cublaslt.mm(a, b)
     assert cublaslt.available() and any(p is not None for p in cublaslt._gemms.values())
 
 
-@pytest.mark.cuda
-@needs_gpu
+@on_gpu
 def test_cublaslt_leaves_the_rest_to_torch(every_candidate):
     a, b = operands(64, 32, 64, device="cuda")
     for x, y in ((a.float(), b.float()), (a[::2, ::2], b[::2]), (a[:0], b), (a[:, :0], b[:0])):
@@ -438,8 +390,7 @@ def test_cublaslt_leaves_the_rest_to_torch(every_candidate):
     assert not any(cublaslt._gemms.values())
 
 
-@pytest.mark.cuda
-@needs_gpu
+@on_gpu
 def test_cublaslt_in_a_cuda_graph(every_candidate):
     """A shape first met while capturing is torch's, and looked at again later; one prepared before is replayed."""
     a, b = operands(64, 32, 64, device="cuda")
@@ -455,8 +406,7 @@ def test_cublaslt_in_a_cuda_graph(every_candidate):
     torch.testing.assert_close(second, c @ d)
 
 
-@pytest.mark.cuda
-@needs_gpu
+@on_gpu
 def test_cublaslt_on_another_stream(every_candidate):
     a, b = operands(256, 128, 256, device="cuda")
     side = torch.cuda.Stream()
@@ -467,16 +417,14 @@ def test_cublaslt_on_another_stream(every_candidate):
     torch.testing.assert_close(got, a @ b)
 
 
-@pytest.mark.cuda
-@needs_gpu
+@on_gpu
 def test_tuned_ops():
     opcheck(autotune.tuned_mm, operands(64, 32, 48, device="cuda"))
     a, b = operands(BIG, 512, BIG // 4, device="cuda")
     torch.testing.assert_close(autotune.mm(a, b), a @ b, rtol=0, atol=0)
 
 
-@pytest.mark.cuda
-@needs_gpu
+@on_gpu
 def test_products_are_tried_on_operands_of_their_own(every_candidate):
     """Of fake ones; and draw no random numbers of the caller's. What was tried serves from then on."""
     before = torch.cuda.get_rng_state()
@@ -489,8 +437,7 @@ def test_products_are_tried_on_operands_of_their_own(every_candidate):
     assert len(cublaslt._gemms) == 1
 
 
-@pytest.mark.cuda
-@needs_gpu
+@on_gpu
 def test_other_bits_are_not_taken(monkeypatch, every_candidate):
     monkeypatch.setattr(torch, "equal", lambda a, b: False)
     a, b = operands(256, 512, 384, device="cuda")

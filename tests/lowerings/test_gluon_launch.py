@@ -62,10 +62,9 @@ def test_a_launch_like_one_before(launched):
     assert [arg is second[name] for arg, name in zip(args, Kernel.arg_names, strict=True)] == [True] * 5
 
 
-@pytest.mark.parametrize("change", [
-    {"count": 4}, {"WIDTH": 64}, {"num_warps": 8}, {"flags": torch.zeros(64, dtype=torch.int32)},
-    {"flags": torch.zeros(65)[1:]}, {"scale": None},
-], ids=lambda change: next(iter(change)))  # fmt: skip
+@pytest.mark.parametrize("change",
+                         [{"count": 4}, {"WIDTH": 64}, {"num_warps": 8}, {"flags": torch.zeros(64, dtype=torch.int32)},
+                          {"flags": torch.zeros(65)[1:]}, {"scale": None}], ids=lambda change: next(iter(change)))
 def test_what_a_kernel_is_compiled_for(launched, change):
     for given in (arguments(), arguments(**change)):
         gluon_launch.launch(launched, (1,), **given)

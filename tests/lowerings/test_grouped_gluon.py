@@ -14,7 +14,8 @@ from torch import Tensor
 from megacpp_compile.lowerings._activation import Activation, Bound
 from megacpp_compile.lowerings._kernels import grouped  # noqa: F401  registers the ops
 
-from .gluon_kernels import assembled, needs_hopper, needs_triton, tile
+from .contract import identical
+from .gluon_kernels import assemble, needs_hopper, needs_triton, tile
 
 pytest.importorskip("triton")
 from megacpp_compile.lowerings._kernels import (
@@ -33,84 +34,78 @@ POINTERS = {"take": "*i64", "take_grad": "*i64", "take_x": "*i64", "ends": "*i32
             "dots": "*fp32", "x_scale": "*fp32", "w_scale": "*fp32"}  # fmt: skip
 ROWS_OF = "x", "x2", "out", "gate", "up", "grad", "d_gate", "d_up"
 # The arguments that make a kernel another one, and the tiles that TMA brings for it.
-ROWS = {
-    "gate_and_up": ({"TAKE": True, "PAIR": True}, {"weights": (1, 128, 64)}),
-    "down": ({"NEAR": 16}, {"x": (128, 64), "x2": (128, 64), "weights": (1, 256, 64)}),
-    "gathered": ({"TAKE": True}, {"weights": (1, 256, 64)}),
-    "back": ({"SECOND": True, "ACROSS": True}, {"x": (128, 64), "x2": (128, 64), "weights": (1, 64, 256)}),
-    "clamped": ({"TAKE": True, "PAIR": True, "CURVE": CLAMPED.constants}, {"weights": (1, 128, 64)}),
-}
+ROWS = {"gate_and_up": ({"TAKE": True, "PAIR": True}, {"weights": (1, 128, 64)}),
+        "down": ({"NEAR": 16}, {"x": (128, 64), "x2": (128, 64), "weights": (1, 256, 64)}),
+        "gathered": ({"TAKE": True}, {"weights": (1, 256, 64)}),
+        "back": ({"SECOND": True, "ACROSS": True}, {"x": (128, 64), "x2": (128, 64), "weights": (1, 64, 256)}),
+        "clamped": ({"TAKE": True, "PAIR": True, "CURVE": CLAMPED.constants}, {"weights": (1, 128, 64)})}
 # Those of float8, whose rows have scales, and whose weights have them but in backward.
-ROWS_IN_FLOAT8 = {
-    "gate_and_up": ({"TAKE": True, "PAIR": True}, {"weights": (1, 128, 128)}),
-    "down": ({}, {"x": (128, 128), "x2": (128, 128), "weights": (1, 256, 128)}),
-    "gathered": ({"TAKE": True}, {"weights": (1, 256, 128)}),
-    "back": ({"w_scale": None}, {"x": (128, 128), "x2": (128, 128), "weights": (1, 256, 128)}),
-}
-WEIGHTS = {
-    "x_gathered": {"TAKE_GRAD": False, "TAKE_X": True, "BM": 128, "BN": 256},
-    "grad_gathered": {"TAKE_GRAD": True, "TAKE_X": False, "BM": 256, "BN": 128},
-    "as_they_lie": {"TAKE_GRAD": False, "TAKE_X": False, "BM": 128, "BN": 256},
-}
-GRADIENTS = {
-    "gathered": ({"TAKE": True}, {}),
-    "as_they_lie": ({"TAKE": False}, {"x": (256, 64)}),
-    "clamped": ({"TAKE": True, "CURVE": CLAMPED.constants}, {}),
-    "gelu": ({"TAKE": True, "NAME": "gelu"}, {}),
-    "relu2": ({"TAKE": True, "NAME": "relu2"}, {}),
-    "turned": ({"TAKE": True, "ACROSS": False}, {"weights": (1, 128, 64)}),
-}
+ROWS_IN_FLOAT8 = {"gate_and_up": ({"TAKE": True, "PAIR": True}, {"weights": (1, 128, 128)}),
+                  "down": ({}, {"x": (128, 128), "x2": (128, 128), "weights": (1, 256, 128)}),
+                  "gathered": ({"TAKE": True}, {"weights": (1, 256, 128)}),
+                  "back": ({"w_scale": None}, {"x": (128, 128), "x2": (128, 128), "weights": (1, 256, 128)})}
+WEIGHTS = {"x_gathered": {"TAKE_GRAD": False, "TAKE_X": True, "BM": 128, "BN": 256},
+           "grad_gathered": {"TAKE_GRAD": True, "TAKE_X": False, "BM": 256, "BN": 128},
+           "as_they_lie": {"TAKE_GRAD": False, "TAKE_X": False, "BM": 128, "BN": 256}}
+GRADIENTS = {"gathered": ({"TAKE": True}, {}), "as_they_lie": ({"TAKE": False}, {"x": (256, 64)}),
+             "clamped": ({"TAKE": True, "CURVE": CLAMPED.constants}, {}), "gelu": ({"TAKE": True, "NAME": "gelu"}, {}),
+             "relu2": ({"TAKE": True, "NAME": "relu2"}, {}),
+             "turned": ({"TAKE": True, "ACROSS": False}, {"weights": (1, 128, 64)})}
 
 
-def compiles(
-    kernel: Any, constants: dict[str, Any], tiles: dict[str, tuple[int, ...]], dtype: torch.dtype = BF16
-) -> str:
+def compiles(kernel: Any, constants: dict[str, Any], tiles: dict[str, tuple[int, ...]],
+             dtype: torch.dtype = BF16) -> str:
     """The kernel's PTX, of operands of that dtype."""
     types = {**POINTERS, **dict.fromkeys(ROWS_OF, "*bf16"), "x": "*bf16" if dtype == BF16 else "*fp8e4nv"}
     types["x2"] = types["x"]
     types |= {name: tile(shape, BF16 if name in ("gate", "up") else dtype) for name, shape in tiles.items()}
-    ptx, shared = assembled(kernel, types, {**constants, "STAGES": constants.get("STAGES", 4)})
-    assert shared <= MOST
+    made = assemble(kernel, types, {"STAGES": 4, **constants})
+    ptx = made.asm["ptx"]
+    assert made.metadata.shared <= MOST
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     return ptx
 
 
+@pytest.mark.end_to_end
 @needs_triton
 class TestCompiled:
     GIVEN: ClassVar = {"E": 64, "EP": 128, "BN": 256, "NEAR": 1, "NAME": "silu", "CURVE": None, "TAKE": False,
-                       "PAIR": False, "SECOND": False, "ACROSS": False, "REGISTERS": 208,
-                       "COPY_REGISTERS": 64}  # fmt: skip
+                       "PAIR": False, "SECOND": False, "ACROSS": False, "REGISTERS": 208, "COPY_REGISTERS": 64}
 
-    @pytest.mark.parametrize("label", ROWS_IN_FLOAT8)
-    def test_rows_in_float8(self, label):
-        constants, tiles = ROWS_IN_FLOAT8[label]
+    @pytest.mark.rare(*(ROWS_IN_FLOAT8.keys() - {"back"}))
+    @pytest.mark.parametrize("case", ROWS_IN_FLOAT8)
+    def test_rows_in_float8(self, case):
+        constants, tiles = ROWS_IN_FLOAT8[case]
         ptx = compiles(hopper_grouped.grouped_rows_hopper, self.GIVEN | constants, tiles, FP8)
         assert "m64n256k32.f32.e4m3.e4m3" in ptx
         assert ("cp.async.cg" in ptx) == bool(constants.get("TAKE")), "rows that are gathered are copied, others by TMA"
 
-    @pytest.mark.parametrize("label", ROWS)
-    def test_rows(self, label):
-        constants, tiles = ROWS[label]
+    @pytest.mark.rare(*(ROWS.keys() - {"gate_and_up"}))
+    @pytest.mark.parametrize("case", ROWS)
+    def test_rows(self, case):
+        constants, tiles = ROWS[case]
         given = self.GIVEN | {"x_scale": None, "w_scale": None}
         ptx = compiles(hopper_grouped.grouped_rows_hopper, given | constants, tiles)
         assert "m64n256k16" in ptx
         assert ("cp.async.cg" in ptx) == bool(constants.get("TAKE")), "rows that are gathered are copied, others by TMA"
 
-    @pytest.mark.parametrize("label", WEIGHTS)
-    def test_weights(self, label):
-        constants = WEIGHTS[label]
+    @pytest.mark.rare(*(WEIGHTS.keys() - {"as_they_lie"}))
+    @pytest.mark.parametrize("case", WEIGHTS)
+    def test_weights(self, case):
+        constants = WEIGHTS[case]
         tiles = {"grad_tiles": (64, constants["BM"]), "x_tiles": (64, constants["BN"])}
         given = {"NEAR": 1, "REGISTERS": 184, "COPY_REGISTERS": 104}
         ptx = compiles(hopper_grouped.grouped_weights_hopper, given | constants, tiles)
-        assert ("cp.async.cg" in ptx) == (label != "as_they_lie")
+        assert ("cp.async.cg" in ptx) == (case != "as_they_lie")
 
     OF_GRADIENTS: ClassVar = {"E": 64, "EP": 128, "STAGES": 3, "NEAR": 1, "NAME": "silu", "CURVE": None,
                               "REGISTERS": 216, "COPY_REGISTERS": 72}  # fmt: skip
     PIECES: ClassVar = {"gate": (64, 32), "up": (64, 32)}
 
-    @pytest.mark.parametrize("label", GRADIENTS)
-    def test_gradients(self, label):
-        constants, tiles = GRADIENTS[label]
+    @pytest.mark.rare(*(GRADIENTS.keys() - {"gathered"}))
+    @pytest.mark.parametrize("case", GRADIENTS)
+    def test_gradients(self, case):
+        constants, tiles = GRADIENTS[case]
         given = self.OF_GRADIENTS | {"x_scale": None, "ACROSS": True}
         tiles = {"weights": (1, 64, 128)} | self.PIECES | tiles
         ptx = compiles(hopper_grouped.gated_gradients_hopper, given | constants, tiles)
@@ -173,14 +168,10 @@ class TestLying:
 
     @pytest.mark.parametrize(
         "weights",
-        [
-            [torch.empty(24, 64)],
-            [torch.empty(24, 60, dtype=BF16)],
-            [torch.empty(24, 64, dtype=BF16), torch.empty(32, 64, dtype=BF16)],
-            [torch.empty(24, 64, dtype=BF16), torch.empty(64, 24, dtype=BF16).t()],
-            [torch.empty(24 * 64 + 4, dtype=BF16)[4:].view(24, 64)],
-            [torch.empty(24, 128, dtype=BF16)[:, ::2]],
-        ],
+        [[torch.empty(24, 64)], [torch.empty(24, 60, dtype=BF16)],
+         [torch.empty(24, 64, dtype=BF16), torch.empty(32, 64, dtype=BF16)],
+         [torch.empty(24, 64, dtype=BF16), torch.empty(64, 24, dtype=BF16).t()],
+         [torch.empty(24 * 64 + 4, dtype=BF16)[4:].view(24, 64)], [torch.empty(24, 128, dtype=BF16)[:, ::2]]],
         ids=["float32", "rows_of_120_bytes", "sizes_differ", "strides_differ", "begins_at_8_bytes", "every_other"],
     )
     def test_what_tma_does_not_take(self, weights):
@@ -261,9 +252,8 @@ class TestServes:
         assert all(t.dtype == BF16 for t in made)
         hidden, gates = [self.rows(), self.rows()], torch.empty(8192)
         turned = [torch.empty(2, 64, 128, dtype=FP8).transpose(-1, -2)]
-        made = hopper_grouped.gradients(
-            self.rows(8192, 128).to(FP8), turned, hidden, gates, self.OFFSETS, None, "silu", scales[0], BF16
-        )
+        made = hopper_grouped.gradients(self.rows(8192, 128).to(FP8), turned, hidden, gates, self.OFFSETS, None, "silu",
+                                        scales[0], BF16)
         assert [t.dtype for t in made] == [BF16, BF16, torch.float32]
         assert [name for name, _ in launched] == 2 * ["grouped_rows_hopper"] + ["gated_gradients_hopper"]
         assert [args["weights"].block_shape[1:] for _, args in launched] == [[256, 128], [128, 128], [128, 128]]
@@ -278,8 +268,7 @@ class TestServes:
         assert [name for name, _ in launched] == ["rows"]
 
     @pytest.mark.parametrize(
-        "why",
-        ["few_rows", "few_of_a_group", "float16", "bias", "rows_of_120_bytes", "100_channels", "no_gluon"],
+        "why", ["few_rows", "few_of_a_group", "float16", "bias", "rows_of_120_bytes", "100_channels", "no_gluon"],
     )
     def test_leaves_to_others(self, launched, monkeypatch, why):
         x, w, offsets, named = self.rows(), self.weights(), self.OFFSETS, {}
@@ -302,7 +291,6 @@ class TestServes:
 
     @pytest.mark.parametrize(("groups", "want"), [(8, 3), (9, 2), (21, 2), (22, 1), (32, 1), (33, 0)])
     def test_rows_of_a_group(self, launched, groups, want):
-        """The fewest are for one x, more for two, and most for gradients."""
         offsets = torch.arange(1, groups + 1, dtype=torch.int32) * (8192 // groups)
         x, w = self.rows(), [torch.empty(groups, 64, 64, dtype=BF16)]
         hopper_grouped.rows([x], w, offsets, False, None)
@@ -363,13 +351,9 @@ def test_programs_find_every_tile_once(monkeypatch, near, across, sizes):
 
 
 # Experts, width, hidden, rows of each expert, rows of none behind them. Of some, tiles are cut on every side.
-SIZES = {
-    "plain": (3, 256, 384, [4096, 2048, 2048], 0),
-    "ragged": (5, 264, 200, [1500, 0, 2011, 4800, 65], 50),
-    "narrow": (2, 64, 72, [1, 8300], 7),
-    "many": (30, 128, 128, [97 * (i % 7) + 1 for i in range(30)], 0),
-    "wide": (2, 64, 4232, [5000, 3300], 9),
-}
+SIZES = {"plain": (3, 256, 384, [4096, 2048, 2048], 0), "ragged": (5, 264, 200, [1500, 0, 2011, 4800, 65], 50),
+         "narrow": (2, 64, 72, [1, 8300], 7), "many": (30, 128, 128, [97 * (i % 7) + 1 for i in range(30)], 0),
+         "wide": (2, 64, 4232, [5000, 3300], 9)}
 
 
 class Case:
@@ -470,11 +454,8 @@ class TestValues:
     def test_gradients_of_turned_weights(self, case):
         args = [case.gate, case.up], case.gates, case.offsets, case.take, "silu"
         turned = [w.t().contiguous().t() for w in case.down]
-        for g, w in zip(
-            hopper_grouped.gradients(case.grad, turned, *args),
-            hopper_grouped.gradients(case.grad, case.down, *args),
-            strict=True,
-        ):
+        for g, w in zip(hopper_grouped.gradients(case.grad, turned, *args),
+                        hopper_grouped.gradients(case.grad, case.down, *args), strict=True):
             assert torch.equal(g, w)
 
     def test_weights(self, case):
@@ -493,26 +474,18 @@ class TestValues:
 
     def test_equal_bits_again(self, case):
         def made() -> list[Tensor]:
-            gate, up, out = hopper_grouped.gated(
-                case.x, case.into[: case.experts], case.into[case.experts :], case.offsets, case.take, "silu"
-            )
-            more = hopper_grouped.gradients(
-                case.grad, case.down, [gate, up], case.gates, case.offsets, case.take, "silu"
-            )
+            gate, up, out = hopper_grouped.gated(case.x, case.into[: case.experts], case.into[case.experts :],
+                                                 case.offsets, case.take, "silu")
+            more = hopper_grouped.gradients(case.grad, case.down, [gate, up], case.gates, case.offsets, case.take,
+                                            "silu")
             return [gate, up, out, *more, hopper_grouped.weights(more[0], case.x, case.offsets, None, case.take)]
 
-        for one, two in zip(made(), made(), strict=True):
-            assert torch.equal(one, two)
+        identical(made(), made())
 
 
 # Of these, rows of payloads begin at multiples of 16 bytes.
-SIZES_IN_FLOAT8 = {
-    "plain": SIZES["plain"],
-    "ragged": (5, 272, 208, [1500, 0, 2011, 4800, 65], 50),
-    "narrow": (2, 64, 80, [1, 8300], 7),
-    "many": SIZES["many"],
-    "wide": (2, 64, 4240, [5000, 3300], 9),
-}
+SIZES_IN_FLOAT8 = {"plain": SIZES["plain"], "ragged": (5, 272, 208, [1500, 0, 2011, 4800, 65], 50),
+                   "narrow": (2, 64, 80, [1, 8300], 7), "many": SIZES["many"], "wide": (2, 64, 4240, [5000, 3300], 9)}
 
 
 @needs_hopper
@@ -567,7 +540,6 @@ class TestFloat8:
 
     @pytest.mark.parametrize("activation", ["silu", str(CLAMPED)])
     def test_gradients(self, case, activation):
-        """As Triton's kernel."""
         _, scale = triton_quantise.quantised_weights(case.down, 1)
         g8, g_scale = triton_quantise.quantised_rows(case.grad, case.take, scale, case.offsets)
         w8 = triton_quantise.turned_weights(case.down, 1, scale).transpose(-1, -2)

@@ -59,7 +59,6 @@ def test_is_opaque_to_compilers(scaled, rand):
 
 
 def test_its_results_are_known_before_it_runs(scaled, rand):
-    """Of symbolic sizes, too."""
     op, _ = scaled
     compiled = torch.compile(lambda x: op([x, x]).cos(), backend="aot_eager", fullgraph=True, dynamic=True)
     for rows in (3, 5):

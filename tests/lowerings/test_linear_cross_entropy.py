@@ -13,15 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from megacpp_compile.errors import OperandError
 from megacpp_compile.lowerings._traits import traits_of
-from megacpp_compile.lowerings.linear_cross_entropy import (
-    GRADS,
-    chunks,
-    linear_cross_entropy,
-    linear_cross_entropy_backward,
-    reference,
-)
+from megacpp_compile.lowerings.linear_cross_entropy import GRADS, chunks, linear_cross_entropy, reference
 
-from . import STRIDES, addresses, pairwise, relative_error, saved_by, strided
+from . import STRIDES, addresses, contract, pairwise, relative_error, saved_by, strided
+from .contract import agree, gradcheck, leaves, widened
 
 IGNORED = -100
 TOKENS, HIDDEN, WORDS = 11, 6, 13
@@ -29,10 +24,8 @@ TOKENS, HIDDEN, WORDS = 11, 6, 13
 OPTIONS = pairwise((False, True), (False, True), (0, 3, TOKENS), (0.0, 0.1), (1.0, 0.5), (None, 1.5), (0.0, 0.01))
 
 
-def arguments(
-    rand, bias=False, weighted=False, ignored=3, smoothing=0.0, scale=1.0, softcap=None, z_loss=0.0, reduction="sum",
-    grads=None, tokens=TOKENS, words=WORDS, dtype=torch.float64,
-):  # fmt: skip
+def arguments(rand, bias=False, weighted=False, ignored=3, smoothing=0.0, scale=1.0, softcap=None, z_loss=0.0,
+              reduction="sum", grads=None, tokens=TOKENS, words=WORDS, dtype=torch.float64):  # fmt: skip
     wide = torch.promote_types(dtype, torch.float32)
     x, w = rand(tokens, HIDDEN, dtype=dtype, grad=True), rand(words, HIDDEN, dtype=dtype, grad=True)
     b = rand(words, dtype=dtype, grad=True) if bias else None
@@ -42,10 +35,6 @@ def arguments(
     if grads is None:
         grads = ("xwb" if bias else "xw") if reduction == "sum" else ""
     return x, w, b, target, weight, IGNORED, smoothing, scale, softcap, z_loss, reduction, grads
-
-
-def leaves(args):
-    return [t for t in args[:3] if t is not None]
 
 
 def formula(x, w, b, target, weight, ignore_index, smoothing, scale, softcap, z_loss, reduction, grads):
@@ -62,11 +51,18 @@ def formula(x, w, b, target, weight, ignore_index, smoothing, scale, softcap, z_
     return (loss.sum() if reduction == "sum" else loss), lse
 
 
-def differentiate(function, args, seeds=None):
-    """(loss, lse, gradients): of the loss alone, or with `seeds` of both."""
-    loss, lse, *_ = function(*args)
-    of, by = ((loss,), None) if seeds is None else ((loss, lse), seeds)
-    return [loss, lse, *torch.autograd.grad(of, leaves(args), by)]
+REDUCTION = pytest.mark.parametrize("reduction", ["sum", "none"])
+
+
+def both(rand, args, dtype=None):
+    """Loss, lse and gradients by the op, and by PyTorch's own functions in float64; of a sum the loss's alone."""
+    seeds = seeds_of(rand, args, dtype)
+    given = (linear_cross_entropy, args), (formula, widened(args))
+    return (contract.differentiate(f, a, seeds, 2) for f, a in given)
+
+
+def seeds_of(rand, args, dtype=None):
+    return [torch.ones(())] if args[10] == "sum" else [rand(len(args[0]), dtype=dtype) for _ in range(2)]
 
 
 @pytest.fixture
@@ -77,58 +73,25 @@ def short_chunks(monkeypatch):
 
 
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("reduction", ["sum", "none"])
+@REDUCTION
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_against_pytorch(rand, options, reduction):
-    args = arguments(rand, *options, reduction=reduction)
-    seeds = None if reduction == "sum" else (rand(TOKENS), rand(TOKENS))
-    got, want = (differentiate(function, args, seeds) for function in (linear_cross_entropy, formula))
-    assert all(relative_error(g, w) < 1e-13 for g, w in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
-def test_opcheck(rand, options, reduction):
-    opcheck(linear_cross_entropy, arguments(rand, *options, reduction=reduction))
-
-
-@pytest.mark.parametrize("grads", GRADS)
-def test_opcheck_grads(rand, grads):
-    opcheck(linear_cross_entropy, arguments(rand, bias=True, grads=grads))
+    agree(*both(rand, arguments(rand, *options, reduction=reduction)), 1e-13)
 
 
 @pytest.mark.parametrize(("tokens", "words"), [(0, WORDS), (1, WORDS), (TOKENS, 1)])
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_opcheck_sizes(rand, reduction, tokens, words):
+@REDUCTION
+def test_sizes(rand, reduction, tokens, words):
     args = arguments(rand, bias=True, ignored=0, tokens=tokens, words=words, reduction=reduction)
-    opcheck(linear_cross_entropy, args)
-    seeds = None if reduction == "sum" else (rand(tokens), rand(tokens))
-    got, want = (differentiate(function, args, seeds) for function in (linear_cross_entropy, formula))
-    assert all(torch.allclose(g, w, rtol=1e-13, atol=1e-13) for g, w in zip(got, want, strict=True))
+    assert all(torch.allclose(g, w, rtol=1e-13, atol=1e-13) for g, w in zip(*both(rand, args), strict=True))
 
 
-def test_opcheck_backward(rand):
-    x, w, b, target, weight, *settings, _, _ = (
-        t.detach() if isinstance(t, torch.Tensor) else t for t in arguments(rand, True, True, 3, 0.1, 0.5, 1.5, 0.01)
-    )
-    lse = rand(TOKENS).exp()
-    for dloss, dlse, grads in ((rand(TOKENS), rand(TOKENS), "xwb"), (rand(TOKENS), None, "w"), (None, lse, "xb")):
-        opcheck(linear_cross_entropy_backward, (dloss, dlse, x, w, b, target, weight, lse, *settings, grads))
-
-
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradcheck(rand, options):
-    """Of each row's loss and lse; and of the sum, whose gradients the forward makes."""
-    rows = arguments(rand, *options, reduction="none")
-    summed = arguments(rand, *options)
-    for args, results in ((rows, 2), (summed, 1)):
-        given = leaves(args)
-
-        def call(x, w, b=None, args=args, results=results):
-            return linear_cross_entropy(x, w, b, *args[3:])[:results]
-
-        assert torch.autograd.gradcheck(call, given)
+    for reduction in ("none", "sum"):
+        gradcheck(linear_cross_entropy, arguments(rand, *options, reduction=reduction))
 
 
 @pytest.mark.parametrize("grads", GRADS)
@@ -154,7 +117,7 @@ def test_only_the_gradients_that_are_needed(rand):
     assert not loss.requires_grad and not lse.requires_grad
 
 
-@pytest.mark.parametrize("reduction", ["sum", "none"])
+@REDUCTION
 def test_gradients_have_no_gradients(rand, reduction):
     """They would be wrong: an error, as for any op without a second derivative."""
     args = arguments(rand, reduction=reduction)
@@ -173,32 +136,29 @@ def test_the_losses_gradient_is_not_rounded_to_half_precision(rand):
 
 
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("reduction", ["sum", "none"])
+@REDUCTION
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounds_no_worse_than_eager(rand, dtype, reduction):
     """Both see the same rounded inputs; float64 says how far off either is. By a tenth, as in the benchmarks: sums in
     another order. (In float32 what differs is the order alone: `test_lowerings_agree`.)"""
     args = arguments(rand, True, True, 3, 0.1, 0.5, 4.0, 0.01, reduction, tokens=64, words=200, dtype=dtype)
-    wide = [t.detach().double().requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-            for t in args]  # fmt: skip
-    seeds = None if reduction == "sum" else (rand(64, dtype=torch.float32), rand(64, dtype=torch.float32))
-    want = differentiate(formula, wide, None if seeds is None else [s.double() for s in seeds])
-    got, eager = (differentiate(f, args, seeds) for f in (linear_cross_entropy, formula))
+    seeds = seeds_of(rand, args, torch.float32)
+    given = (linear_cross_entropy, args), (formula, args), (formula, widened(args))
+    got, eager, want = (contract.differentiate(f, a, seeds, 2) for f, a in given)
     assert [t.dtype for t in got] == [t.dtype for t in eager]
     slack = 0.05 * torch.finfo(dtype).eps
     for g, e, exact in zip(got, eager, want, strict=True):
         assert relative_error(g, exact) <= 1.1 * relative_error(e, exact) + slack
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", STRIDES)
-@pytest.mark.parametrize("reduction", ["sum", "none"])
+@REDUCTION
 def test_strided_inputs(rand, kind, reduction):
     _, _, *others = arguments(rand, reduction=reduction)
     args = strided(rand, kind, TOKENS, HIDDEN), strided(rand, kind, WORDS, HIDDEN), *others
     opcheck(linear_cross_entropy, args)
-    seeds = None if reduction == "sum" else (rand(TOKENS), rand(TOKENS))
-    got, want = (differentiate(function, args, seeds) for function in (linear_cross_entropy, formula))
-    assert all(relative_error(g, w) < 1e-13 for g, w in zip(got, want, strict=True))
+    agree(*both(rand, args), 1e-13)
 
 
 def test_keeps_its_gradients_or_its_operands(rand):
@@ -224,7 +184,6 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_is_larger_than_a_chunk(rand, monkeypatch):
-    """Inside of the op, where the mode sees each step."""
     tokens, words, rows = 300, 101, 16
     monkeypatch.setattr(chunks, "CPU_BYTES", rows * words * 8)
     monkeypatch.setattr(chunks, "TILE", 1)
@@ -320,23 +279,13 @@ def test_a_target_that_is_no_word(rand, wrong):
 def test_an_index_to_ignore_that_is_a_word(rand):
     args = arguments(rand, ignored=0)
     args = *args[:5], int(args[3][0]), *args[6:]
-    got, want = differentiate(linear_cross_entropy, args), differentiate(formula, args)
-    assert all(relative_error(g, w) < 1e-13 for g, w in zip(got, want, strict=True))
+    agree(*both(rand, args), 1e-13)
 
 
 def test_logits_that_softmax_cannot_sum_naively(rand):
     """exp(1000) is no number; and a row of bfloat16's largest numbers."""
-    args = arguments(rand, scale=1000.0)
-    got, want = differentiate(linear_cross_entropy, args), differentiate(formula, args)
+    got, want = both(rand, arguments(rand, scale=1000.0))
     assert all(g.isfinite().all() and relative_error(g, w) < 1e-13 for g, w in zip(got, want, strict=True))
-
-
-def test_autocast_does_not_reach_inside(rand):
-    args = arguments(rand, dtype=torch.float32)
-    want = linear_cross_entropy(*args)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = linear_cross_entropy(*args)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 class Head(torch.nn.Module):
@@ -355,19 +304,18 @@ class Head(torch.nn.Module):
         return loss / (target != IGNORED).sum()
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("no_kernels", "short_chunks")
-@pytest.mark.parametrize(("dynamic", "policy"), [
-    (False, "selective"), (False, 0.3), (True, "none"), (True, "full"),
-])  # fmt: skip
-@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize(("dynamic", "policy"), [(False, "selective"), (False, 0.3), (True, "none"), (True, "full")])
+@REDUCTION
 def test_in_compiled_graphs(rand, monkeypatch, reduction, dynamic, policy):
     """The op stays in the graph, whatever there are of tokens, and no policy runs it a second time."""
     torch._dynamo.reset()
     model, calls, plain = Head(reduction).double(), [], reference.linear_cross_entropy
     monkeypatch.setattr(reference, "linear_cross_entropy", lambda *args: (calls.append(args), plain(*args))[1])
-    compiled = torch.compile(
-        model, backend="megacpp", dynamic=dynamic, fullgraph=True, options={"strict": True, "policy": policy}
-    )
+    compiled = torch.compile(model, backend="megacpp", dynamic=dynamic, fullgraph=True,
+                             options={"strict": True, "policy": policy})
     for tokens in (5, 9):
         x, target = rand(2, tokens, HIDDEN), torch.arange(2 * tokens).remainder(WORDS).view(2, tokens)
         target[0, 1] = IGNORED

@@ -3,7 +3,6 @@ in, what it allocates, and that its kernel compiles to whole vectors."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import pytest
@@ -11,24 +10,21 @@ import torch
 
 from megacpp_compile.lowerings.linear_cross_entropy import chunks, linear_cross_entropy, reference
 
-from .agreement import disagreements, interpreted, of_kernels, on, poisoned_memory
+from .agreement import CUDA, DEVICE, OF_KERNELS, disagreements, module_of, on, poisoned_memory, rarely
+from .gluon_kernels import assemble, needs_triton
 from .loss_cases import ALL, operands
 from .test_linear_cross_entropy import Largest
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-MARKS = of_kernels()
+SELDOM = rarely(torch.float64), rarely(torch.float16)
 NAMES = "logits target count dlse lse picked total".split()
 
 
 def kernels():
-    from megacpp_compile.lowerings.linear_cross_entropy import cuda_triton
-
-    return cuda_triton
+    return module_of("linear_cross_entropy", "cuda_triton")
 
 
 def runs_kernels(test):
-    for mark in MARKS:
+    for mark in OF_KERNELS:
         test = mark(test)
     return test
 
@@ -44,17 +40,14 @@ def calls(rand, dtype, **options):
     given = on(DEVICE, operands(rand, dtype, n=11, **(ALL | options)))
     _, lse, *_ = reference.linear_cross_entropy(*given, "none", "")
     seeds = (rand(11, dtype=lse.dtype, device=DEVICE) for _ in range(2))
-    return [
-        ("linear_cross_entropy", (*given, "sum", "xwb")),
-        ("linear_cross_entropy", (*given, "none", "")),
-        ("linear_cross_entropy_backward", (*seeds, *given[:5], lse, *given[5:], "xwb")),
-    ]
+    return [("linear_cross_entropy", (*given, "sum", "xwb")), ("linear_cross_entropy", (*given, "none", "")),
+            ("linear_cross_entropy_backward", (*seeds, *given[:5], lse, *given[5:], "xwb"))]
 
 
 @runs_kernels
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("most", [0, 8], ids=["wide", "in_place"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *SELDOM], ids=str)
 def test_several_chunks(rand, monkeypatch, dtype, most):
     monkeypatch.setattr(chunks, "MOST_IN_PLACE", most)
     for name, args in calls(rand, dtype):
@@ -65,7 +58,7 @@ def test_several_chunks(rand, monkeypatch, dtype, most):
 
 @runs_kernels
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, rarely(torch.float16)], ids=str)
 def test_chunks_round_the_gradient_once(rand, monkeypatch, dtype):
     """That of w, added up in float32 as over many chunks: no further off than in one chunk. Added up in bfloat16 it is."""
     _, args = calls(rand, dtype, z_loss=0.0)[0]
@@ -96,8 +89,7 @@ def test_statistics_alone_leave_the_logits(rand):
     target = torch.tensor([0, 39, -100], device=DEVICE)
     lse, picked, total, count = (torch.full((3,), torch.nan, device=DEVICE) for _ in range(4))
     launch(3, 40, logits=logits, ROOM=48, target=target, count=count, dlse=count, lse=lse, picked=picked, total=total,
-           SMOOTHING=0.1, SCALE=1.0, SOFTCAP=0, Z_LOSS=0.0, STATISTICS=True, GRADIENT=False, DLSE=False,
-           WIDE=False)  # fmt: skip
+           SMOOTHING=0.1, SCALE=1.0, SOFTCAP=0, Z_LOSS=0.0, STATISTICS=True, GRADIENT=False, DLSE=False, WIDE=False)
     assert torch.equal(logits, before)
     words = logits[:, :40].double()
     torch.testing.assert_close(lse.double(), words.logsumexp(1), rtol=1e-6, atol=1e-6)
@@ -141,7 +133,6 @@ def test_makes_the_logits_of_one_chunk(rand):
 @pytest.mark.skipif(not CUDA, reason="a GPU's allocator says how much there was at once")
 @pytest.mark.parametrize("grads", ["", "xw"])
 def test_peak(rand, grads):
-    """Beside what is returned: a chunk of logits."""
     n, h, v = 16384, 256, 32768
     x, w = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / 16 for shape in ((n, h), (v, h)))
     target = torch.randint(v, (n,), device="cuda")
@@ -156,35 +147,25 @@ def test_peak(rand, grads):
     assert torch.cuda.max_memory_allocated() - before <= chunks.CUDA_BYTES + results + few
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or interpreted(), reason="the kernel is Triton's to compile"
-)
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@needs_triton
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [(131072, {}), (50257, {}), (131072, {"SMOOTHING": 0.1, "SCALE": 0.5, "SOFTCAP": 30.0, "Z_LOSS": 1e-4}),
-     (131072, {"STATISTICS": False, "DLSE": True}), (32000, {"GRADIENT": False})],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "options"),
+                         [(131072, {}), (50257, {}),
+                          (131072, {"SMOOTHING": 0.1, "SCALE": 0.5, "SOFTCAP": 30.0, "Z_LOSS": 1e-4}),
+                          (131072, {"STATISTICS": False, "DLSE": True}), (32000, {"GRADIENT": False})])  # fmt: skip
 def test_compiles_for_hopper(words, options):
     """To loads and stores of 16 bytes, also where words are odd in number; and an exponential a word and sweep."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from megacpp_compile.lowerings.linear_cross_entropy._triton_rows import BLOCK, GROUP, WARPS, cross_entropy_rows
 
     usual = {"SMOOTHING": 0.0, "SCALE": 1.0, "SOFTCAP": 0, "Z_LOSS": 0.0, "STATISTICS": True, "GRADIENT": True,
-             "DLSE": False, "WIDE": False, "BLOCK": BLOCK, "GROUP": GROUP, "WORDS": words,
-             "ROOM": -(-words // 8) * 8}  # fmt: skip
+             "DLSE": False, "WIDE": False, "BLOCK": BLOCK, "GROUP": GROUP, "WORDS": words, "ROOM": -(-words // 8) * 8}
     constants = usual | options
-    types = {"logits": "*bf16", "target": "*i64"}
     names = cross_entropy_rows.arg_names
     assert [name for name in names if name not in constants] == NAMES
-    signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
-    source = ASTSource(cross_entropy_rows, signature, {(names.index(n),): v for n, v in constants.items()},
-                       {(0,): [["tt.divisibility", 16]]})  # fmt: skip
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
-    assert made.asm["cubin"]
+    types = dict.fromkeys(NAMES, "*fp32") | {"logits": "*bf16", "target": "*i64"}
+    made = assemble(cross_entropy_rows, types, constants, ["logits"], plain=True, num_warps=WARPS)
     text = made.asm["ptx"]
     sweeps = constants["STATISTICS"] + constants["GRADIENT"]
     lanes, span = BLOCK // (32 * WARPS), BLOCK * GROUP
@@ -198,24 +179,10 @@ def test_compiles_for_hopper(words, options):
         assert sweeps * each < text.count("ex2.approx") <= sweeps * each + of_lanes + constants["GRADIENT"]
 
 
-@pytest.fixture
-def alone():
-    """The name of a group of one rank."""
-    from torch import distributed
-
-    if not distributed.is_gloo_available():
-        pytest.skip("no gloo")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield distributed.group.WORLD.group_name
-    finally:
-        distributed.destroy_process_group()
-
-
 @runs_kernels
-@pytest.mark.parametrize("rows", [4, 11], ids=["chunks", "one_chunk"])
-@pytest.mark.parametrize("first", [0, 7])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [4, rarely(11)], ids=["chunks", "one_chunk"])
+@pytest.mark.parametrize("first", [rarely(0), 7])
+@pytest.mark.parametrize("dtype", [torch.float32, rarely(torch.float64), rarely(torch.bfloat16)], ids=str)
 def test_words_of_a_rank(rand, monkeypatch, alone, dtype, first, rows):
     """Of 60 words the rank has 40, as the group's only one: some rows' targets nobody has."""
     from megacpp_compile.lowerings.linear_cross_entropy import cuda_triton_ranks

@@ -20,30 +20,18 @@ from torch.utils._pytree import tree_map_only
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.targets import TARGETS
 
-from .agreement import (
-    KIND,
-    copies_of,
-    disagreements,
-    in_place_faults,
-    interpreted,
-    lowerings,
-    memory,
-    module_of,
-    on,
-    places,
-    poisoned_memory,
-    tensors_of,
-    why_not,
-)
+from . import agreement as by
+from .agreement import interpreted, lowerings, module_of, on, poisoned_memory, rarely, tensors_of
 from .cases import CASES
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+HALF_RARELY = pytest.mark.parametrize("dtype", [torch.float32, rarely(torch.bfloat16)], ids=["float32", "bfloat16"])
 
 
 def everywhere(only_in_place: bool = False) -> list[Any]:
     """(device, op, folder, name, lowering) for everything that can run here."""
     found = []
-    for device, target in places():
+    for device, target in by.places():
         for op, folder, name, lowering in lowerings(target):
             if only_in_place and (target != "cuda" or name not in overwrites(folder, lowering)):
                 continue
@@ -73,28 +61,53 @@ def overwrites(folder: str, lowering: str) -> dict[str, tuple[int, ...]]:
     return getattr(module_of(folder, lowering), "OVERWRITES", {})
 
 
-@DTYPES
-@pytest.mark.parametrize(("device", "op", "folder", "name", "lowering"), everywhere())
-def test_agrees_with_the_reference(rand, device, op, folder, name, lowering, dtype):
-    module = module_of(folder, lowering)
-    refused, wrong, cases = {}, [], cases_of(name, dtype)
+def faults_of(rand, device, op, module, name, dtype, cases):
+    """(what is wrong with the results of `cases`, why others are refused)"""
+    refused, wrong = {}, []
     for label, make in cases.items():
         args = on(device, make(rand, dtype))
-        if (reason := why_not(module, name, args)) is not None:
+        if (reason := by.why_not(module, name, args)) is not None:
             refused[label] = reason
             continue
-        before = [memory(t).clone() for t in tensors_of(args)]
+        before = [by.memory(t).clone() for t in tensors_of(args)]
         with poisoned_memory(), torch.no_grad():
             got = tensors_of(getattr(module, name)(*args))
-        found = disagreements(got, name, args)
+        found = by.disagreements(got, name, args)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             promised = tensors_of(op(*tree_map_only(torch.Tensor, mode.from_tensor, args)))
         for i, (g, p) in enumerate(zip(got, promised, strict=True)):
             if (g.shape, g.dtype) != (p.shape, p.dtype):
                 found.append(f"output {i} is {tuple(g.shape)} {g.dtype}, not {tuple(p.shape)} {p.dtype}")
-        if any(not torch.equal(a, memory(b)) for a, b in zip(before, tensors_of(args), strict=True)):
+        if any(not torch.equal(a, by.memory(b)) for a, b in zip(before, tensors_of(args), strict=True)):
             found.append("an input was written to")
         wrong += [f"{label}: {fault}" for fault in found]
+    return wrong, refused
+
+
+# Op -> cases that launch each of its kernels; of others the first does.
+ONCE = {"causal_conv1d": ("taps_5", "fewer_steps_than_taps"), "linear_cross_entropy": ("odd_sizes",),
+        "linear_cross_entropy_backward": ("odd_sizes",), "gated_delta_rule_backward": ("gate_a_channel", "bare"),
+        "gated_delta_rule": ("gate_a_channel", "bare"), "mla_decode": ("one_token", "fp8", "codes"),
+        "moe_sorted": ("pair_separate", "as_gpt_oss"), "sparse_mla": ("plain", "fp8_row"),
+        "ssd_scan": ("documents_chunk_128",), "ssd_scan_backward": ("wide_heads",)}  # fmt: skip
+# Of which some kernels take half precision alone.
+IN_HALF = "gated_delta_rule", "gated_delta_rule_backward"
+
+
+@pytest.mark.parametrize(("device", "op", "folder", "name", "lowering"), everywhere())
+def test_agrees_once(rand, device, op, folder, name, lowering):
+    cases = {label: CASES[name][label] for label in ONCE.get(name, list(CASES[name])[:1])}
+    dtype = torch.bfloat16 if name in IN_HALF else torch.float32
+    wrong, _ = faults_of(rand, device, op, module_of(folder, lowering), name, dtype, cases)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.exhaustive if interpreted() else pytest.mark.sampled(9, unit=45)
+@DTYPES
+@pytest.mark.parametrize(("device", "op", "folder", "name", "lowering"), everywhere())
+def test_agrees_with_the_reference(rand, device, op, folder, name, lowering, dtype):
+    cases = cases_of(name, dtype)
+    wrong, refused = faults_of(rand, device, op, module_of(folder, lowering), name, dtype, cases)
     assert not wrong, "\n".join(wrong)
     print(f"{len(cases) - len(refused)} cases, refused: {refused}")
     if len(refused) == len(cases):
@@ -105,19 +118,16 @@ def test_agrees_with_the_reference(rand, device, op, folder, name, lowering, dty
 FEW = {"down_norm_up_backward": ("PROGRAMS", 2, "flat"), "gated_rms_norm_backward": ("WARPS", 8, "many_rows")}
 
 
-@DTYPES
-@pytest.mark.parametrize(
-    ("device", "op", "folder", "name", "lowering"),
-    [p for p in everywhere() if p.values[3] in FEW and p.values[4] == "cuda_triton"],
-)
+@HALF_RARELY
+@pytest.mark.parametrize(("device", "op", "folder", "name", "lowering"),
+                         [p for p in everywhere() if p.values[3] in FEW and p.values[4] == "cuda_triton"])
 def test_few_programs_go_over_many_rows(rand, monkeypatch, device, op, folder, name, lowering, dtype):
-    """As they do on more tokens than these cases have."""
     module, (limit, few, label) = module_of(folder, lowering), FEW[name]
     monkeypatch.setattr(module, limit, few)
     args = on(device, CASES[name][label](rand, dtype))
     with poisoned_memory(), torch.no_grad():
         got = tensors_of(getattr(module, name)(*args))
-    assert not disagreements(got, name, args)
+    assert not by.disagreements(got, name, args)
 
 
 def embedded(t: torch.Tensor) -> torch.Tensor:
@@ -128,22 +138,28 @@ def embedded(t: torch.Tensor) -> torch.Tensor:
     return inside.copy_(t)
 
 
-@DTYPES
+# Into halves and from them, in other by.memory, and packed.
+MOVED = "layout_i..", "layout_.or_full", "strided", "expanded", "packed_unequal_heads_3"
+
+
+@HALF_RARELY
+@pytest.mark.parametrize("few", [True, rarely(False)], ids=["few", "all"])
 @pytest.mark.parametrize(("device", "op", "folder", "name", "lowering"), everywhere(only_in_place=True))
-def test_in_place(rand, device, op, folder, name, lowering, dtype):
+def test_in_place(rand, device, op, folder, name, lowering, dtype, few):
     """The results in the operands' own memory: the same bits as elsewhere, and no other byte written."""
     module = module_of(folder, lowering)
     which, wrong, served, cases = overwrites(folder, lowering)[name], [], 0, cases_of(name, dtype)
+    cases = {label: CASES[name][label] for label in MOVED} if few else cases
     for label, make in cases.items():
         args = list(on(device, make(rand, dtype)))
-        if why_not(module, name, args) is not None:
+        if by.why_not(module, name, args) is not None:
             continue
         for i in which:
             if args[i].is_contiguous():
                 args[i] = embedded(args[i])
         out_dtype = next(a for a in args if isinstance(a, torch.dtype))
         with poisoned_memory(), torch.no_grad():
-            wrong += [f"{label}: {f}" for f in in_place_faults(getattr(module, name), which, args, out_dtype)]
+            wrong += [f"{label}: {f}" for f in by.in_place_faults(getattr(module, name), which, args, out_dtype)]
         served += 1
     assert not wrong, "\n".join(wrong)
     assert served > len(cases) // 2
@@ -160,7 +176,7 @@ def test_in_place_does_not_touch_the_other_channels(rand, device, op, folder, na
         others = t[..., r:] if rope_first else t[..., :nope]
         others.view(torch.int32)[..., ::3] = 0x7FC12345
         others[..., 1::3] = -0.0
-    before = copies_of(operands)
+    before = by.copies_of(operands)
     tables = (rand(1, 3, 1, r // 2, dtype=torch.float32, device=device) for _ in range(2))
     getattr(module, name)(*operands, *tables, nope, True, False, rope_first, False, torch.float32, in_place=True)
     for now, then in zip(operands, before, strict=True):
@@ -172,7 +188,7 @@ def test_in_place_does_not_touch_the_other_channels(rand, device, op, folder, na
 def test_every_op_has_cases():
     """A new op, or a new backward, has to be entered here."""
     names = {name for _, name in semantic_ops().values()}
-    assert names == set(KIND) == {name for name, cases in CASES.items() if cases}
+    assert names == set(by.KIND) == {name for name, cases in CASES.items() if cases}
 
 
 def test_every_op_has_a_reference_on_every_target():

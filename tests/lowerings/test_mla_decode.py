@@ -3,27 +3,24 @@ kernels compile for Hopper."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from megacpp_compile.errors import AbsorbedInTrainingError, OperandError
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings.mla_decode import mla_decode, reference
 
 from . import relative_error
-from .agreement import interpreted, on
+from .agreement import DEVICE, KERNELS, on, seldom
 from .cases import CASES
 from .decode_cases import operands
+from .gluon_kernels import assemble, needs_triton
 
 assert semantic_ops()
 EMPTY = ("no_token", "no_sequence", "many_parts", "parts_without_rows")
-needs_compiler = pytest.mark.skipif(
-    interpreted() or importlib.util.find_spec("triton") is None, reason="the kernels are Triton's compiler's to compile"
-)
 
 
 def row(kv, row_scale, codebook, i, n, d_v):
@@ -68,19 +65,6 @@ def test_is_the_formula(rand, label):
     assert all(relative_error(g, w) < 1e-12 for g, w in zip(mla_decode(*args), formula(*args), strict=True))
 
 
-@pytest.mark.parametrize("label", ["one_token", "three_tokens", "no_row", "no_token", "codes"])
-def test_opcheck(rand, label):
-    # All but autograd's: it has no backward, and refuses operands that would have one.
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    opcheck(mla_decode, CASES["mla_decode"][label](rand, torch.float32), test_utils=checks)
-
-
-def test_opcheck_of_rows_in_fp8(rand):
-    # All but its comparison of an operand with itself, which torch has not for fp8.
-    checks = ("test_faketensor", "test_aot_dispatch_dynamic")
-    opcheck(mla_decode, operands(rand, torch.bfloat16, rows="fp8"), test_utils=checks)
-
-
 def test_a_row_nobody_may_see_does_no_harm(rand):
     """Not even as a NaN: what is beyond the length may be anything."""
     q, kv, *others = operands(rand, torch.float32, t=2, lengths=(7, 7))
@@ -101,20 +85,16 @@ def test_operands_that_mean_nothing(rand):
     args = operands(rand, torch.float32)
     q, kv, lengths, _, _, *others = args
     fp8, codes = operands(rand, torch.float32, rows="fp8"), operands(rand, torch.float32, rows="codes")
-    for wrong, words in (
-        ((q, kv.unsqueeze(2), *args[2:]), "[b, s, w]"),
-        ((q, kv[:1], *args[2:]), "1 in rows"),
-        ((q, kv, lengths.float(), *args[3:]), "int32 or int64"),
-        ((*args[:6], 25), "d_v = 25"),
-        ((q, kv[..., :20], *args[2:]), "a row 20 elements"),
-        ((q, kv.bfloat16(), *args[2:]), "q is torch.float32, rows torch.bfloat16"),
-        ((*fp8[:3], None, *fp8[4:]), "without row_scale"),
-        ((*fp8[:3], fp8[3].expand(-1, -1, 2), *fp8[4:]), "row_scale is (2, 9, 2)"),
-        ((*codes[:4], None, *codes[5:]), "without a codebook"),
-        ((*codes[:4], codes[4][:8], *codes[5:]), "a codebook [16]"),
-        ((*codes[:6], 15), "an even number of channels"),
-        ((q, kv, lengths, None, codes[4], *others), "with a codebook"),
-    ):
+    for wrong, words in (((q, kv.unsqueeze(2), *args[2:]), "[b, s, w]"), ((q, kv[:1], *args[2:]), "1 in rows"),
+                         ((q, kv, lengths.float(), *args[3:]), "int32 or int64"), ((*args[:6], 25), "d_v = 25"),
+                         ((q, kv[..., :20], *args[2:]), "a row 20 elements"),
+                         ((q, kv.bfloat16(), *args[2:]), "q is torch.float32, rows torch.bfloat16"),
+                         ((*fp8[:3], None, *fp8[4:]), "without row_scale"),
+                         ((*fp8[:3], fp8[3].expand(-1, -1, 2), *fp8[4:]), "row_scale is (2, 9, 2)"),
+                         ((*codes[:4], None, *codes[5:]), "without a codebook"),
+                         ((*codes[:4], codes[4][:8], *codes[5:]), "a codebook [16]"),
+                         ((*codes[:6], 15), "an even number of channels"),
+                         ((q, kv, lengths, None, codes[4], *others), "with a codebook")):
         with pytest.raises(OperandError) as caught:
             mla_decode(*wrong)
         assert words in str(caught.value), caught.value
@@ -138,14 +118,6 @@ def test_training_is_refused_compiled(rand):
         torch.compile(lambda *a: mla_decode(*a)[0], backend="aot_eager", fullgraph=True)(*args)
 
 
-def test_autocast_does_not_reach_inside(rand):
-    args = operands(rand, torch.float32)
-    want = mla_decode(*args)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = mla_decode(*args)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 @torch.no_grad()
 def test_one_graph_serves_all_lengths(rand, no_kernels):
     torch._dynamo.reset()
@@ -157,19 +129,14 @@ def test_one_graph_serves_all_lengths(rand, no_kernels):
             assert torch.equal(compiled(*now), mla_decode(*now)[0] * 2)
 
 
-# --- kernels
-
-
-@pytest.mark.skipif(not interpreted() and not torch.cuda.is_available(), reason="importing the kernels needs Triton's interpreter")
+@KERNELS
 class TestKernels:
     def test_refusals(self, rand):
         args = operands(rand, torch.float32)
-        for wrong, why in (
-            (on("cpu", args, torch.float64), "float64"),
-            (operands(rand, torch.float32, d_qk=700, d_v=600), "channels"),
-            (operands(rand, torch.float32, t=0), "nothing to attend"),
-            (operands(rand, torch.float32, rows="codes", d_qk=36, d_v=23 + 9), None),
-        ):
+        for wrong, why in ((on("cpu", args, torch.float64), "float64"),
+                           (operands(rand, torch.float32, d_qk=700, d_v=600), "channels"),
+                           (operands(rand, torch.float32, t=0), "nothing to attend"),
+                           (operands(rand, torch.float32, rows="codes", d_qk=36, d_v=23 + 9), None)):
             choice = choose(torch.ops.megacpp.mla_decode.default, "cuda", wrong)
             assert choice.effective == ("cuda_triton" if why is None else "reference") and (why or "") in choice.reason
 
@@ -178,16 +145,16 @@ class TestKernels:
         """No rounding but float32's: a payload is widened inside the kernel, never rounded again."""
         from megacpp_compile.lowerings.mla_decode import cuda_triton
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        args = on(device, operands(rand, torch.float32, d_qk=200, d_v=130, s=300, lengths=(290, 31), rows=rows))
+        args = on(DEVICE, operands(rand, torch.float32, d_qk=200, d_v=130, s=300, lengths=(290, 31), rows=rows))
         got, want = cuda_triton.mla_decode(*args), reference.mla_decode(*args)
         assert all(relative_error(g, w) < 2e-6 for g, w in zip(got, want, strict=True))
 
+    @seldom
     def test_the_number_of_parts_changes_rounding_alone(self, rand, monkeypatch):
         from megacpp_compile.lowerings.mla_decode import cuda_triton
 
-        device, results = "cuda" if torch.cuda.is_available() else "cpu", []
-        args = on(device, operands(rand, torch.float32, b=1, t=2, s=700, lengths=(611,)))
+        results = []
+        args = on(DEVICE, operands(rand, torch.float32, b=1, t=2, s=700, lengths=(611,)))
         for parts in (1, 2, 5, 11, 64):
             monkeypatch.setattr(cuda_triton, "parts", lambda *_, n=parts: n)
             results.append(cuda_triton.mla_decode(*args))
@@ -206,26 +173,16 @@ class TestKernels:
         assert of(16, 65536) == 8 and of(20, 65536) == 13 and of(64, 65536) == 2 and of(128, 65536, h=128) == 1
 
 
-def ptx(name: str, query: str, num_warps: int, num_stages: int, **constants) -> tuple[str, int]:
-    """A kernel's assembly for sm_90 and its bytes of shared memory; assembled, which needs no GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def compiled(name: str, query: str, **given: Any) -> Any:
     from megacpp_compile.lowerings.mla_decode import _triton_kernels as kernels
 
     kernel = getattr(kernels, name)
-    rows = {"mla_decode_codes": "*u8"}.get(name, "*fp8e4nv" if constants.get("SCALED") else query)
+    rows = {"mla_decode_codes": "*u8"}.get(name, "*fp8e4nv" if given.get("SCALED") else query)
     types = {"q": query, "kv": rows, "row_scale": "*fp32", "codebook": "*fp32", "lengths": "*i32", "part_out": "*fp32",
              "part_lse": "*fp32", "out": query, "lse": "*fp32", "scale": "fp32"}  # fmt: skip
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    strides = [n for n in names if n[-2:] in ("_b", "_t", "_h", "_s") and n != "s_s"]
-    whole = {(names.index(n),): [["tt.divisibility", 16]] for n in (*strides, *types) if n in names and n != "scale"}
-    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, whole)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": num_stages})
-    assert made.asm["cubin"]
-    return made.asm["ptx"], made.metadata.shared
+    options = {name: given.pop(name) for name in ("num_warps", "num_stages")}
+    strides = {n for n in kernel.arg_names if n[-2:] in ("_b", "_t", "_h", "_s") and n != "s_s"}
+    return assemble(kernel, types, given, (strides | types.keys()) - {"scale"}, plain=True, **options)
 
 
 SIZES = {"V": 512, "VP": 512, "R": 64, "RP": 64}
@@ -234,7 +191,9 @@ EXACT = {"PRECISION": "ieee", "INTERPRETED": False}
 ROWS = {"plain": torch.bfloat16, "fp8": torch.float8_e4m3fn, "codes": torch.uint8}
 
 
-@needs_compiler
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@needs_triton
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("kind", ROWS)
 def test_compiles_for_hopper(hopper, kind, heads):
@@ -245,13 +204,14 @@ def test_compiles_for_hopper(hopper, kind, heads):
     block = tile(torch.empty(1, 1, heads, 576, **meta), torch.empty(1, 9, 576, **{**meta, "dtype": ROWS[kind]}))
     sizes = HALVES if kind == "codes" else {**SIZES, "SCALED": int(kind == "fp8")}
     name = "mla_decode_codes" if kind == "codes" else "mla_decode_rows"
-    text, shared = ptx(name, "*bf16", **block, **sizes, **EXACT)
-    assert shared <= 227 * 1024
-    assert ("wgmma.mma_async" if heads == 128 else "mma.sync.aligned.m16n8k16") in text
+    made = compiled(name, "*bf16", **block, **sizes, **EXACT)
+    assert made.metadata.shared <= 227 * 1024
+    assert ("wgmma.mma_async" if heads == 128 else "mma.sync.aligned.m16n8k16") in made.asm["ptx"]
 
 
-@needs_compiler
+@pytest.mark.end_to_end
+@needs_triton
 def test_the_combining_kernel_compiles_for_hopper(hopper):
     for sizes in ({"BV": 64, "BS": 32, "SP": 256}, {"BV": 512, "BS": 4, "SP": 8}):
-        text, _ = ptx("mla_decode_combine", "*bf16", 4, 1, V=512, **sizes)
+        text = compiled("mla_decode_combine", "*bf16", num_warps=4, num_stages=1, V=512, **sizes).asm["ptx"]
         assert "ex2.approx" in text and "ld.global.v4" in text

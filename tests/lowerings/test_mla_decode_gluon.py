@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,39 +11,18 @@ import torch
 from megacpp_compile.lowerings.mla_decode import mla_decode, reference
 
 from . import relative_error
-from .agreement import DoesNotCompile, interpreted, poisoned_memory
+from .agreement import DoesNotCompile, poisoned_memory
 from .decode_cases import operands as small
+from .gluon_kernels import assemble, lowering, needs_triton, on_hopper
 
-needs_triton = pytest.mark.skipif(
-    interpreted() or importlib.util.find_spec("triton") is None, reason="the kernels are Triton's compiler's to compile"
-)
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 KINDS = {"PLAIN": torch.bfloat16, "FP8": torch.float8_e4m3fn, "CODES": torch.uint8}
 
 
-def on_hopper(test):
-    return pytest.mark.cuda(pytest.mark.skipif(not HOPPER, reason="the kernels are of Hopper's instructions")(test))
-
-
-def lowering():
-    from megacpp_compile.lowerings.mla_decode import cuda_gluon
-
-    if cuda_gluon.missing:
-        pytest.skip(cuda_gluon.missing)
-    return cuda_gluon
-
-
-def ptx(kind: str, queries: int) -> tuple[str, int]:
-    """The kernel's assembly for sm_90, and its bytes of shared memory; assembled, which needs no GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    gluon = lowering()
+def compiled(kind: str, queries: int) -> Any:
+    gluon = lowering("mla_decode")
     kernel, warps, sizes = gluon.launch_of(kind, queries)
-    names = kernel.arg_names
     known = {"V": 512, "R": 64, "KIND": getattr(gluon.kinds, kind).value, "BK": 64, **sizes}
-    constants = {name: value for name, value in known.items() if name in names}
+    constants = {name: value for name, value in known.items() if name in kernel.arg_names}
     rows = "*bf16" if kind == "PLAIN" else "*i32"
     types = {"q": "*bf16", "kv": rows, "halves": rows, "rests": rows, "row_scale": "*fp32", "codebook": "*fp32",
              "lengths": "*i32", "part_out": "*fp32", "part_lse": "*fp32", "scale": "fp32"}  # fmt: skip
@@ -51,21 +30,19 @@ def ptx(kind: str, queries: int) -> tuple[str, int]:
         for name, lanes in (("halves", 256), ("rests", 64)):
             layout = gluon.NVMMASharedLayout.get_default_for([1, 64, lanes], gluon.bfloat16)
             types[name] = f"tensordesc<bf16[1, 64, {lanes}],{layout!r}>"
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = ("q", "kv", "part_out", "q_b", "q_t", "q_h", "kv_b", "kv_s")
-    whole = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-    source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, whole)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    assert made.asm["cubin"]
-    return made.asm["ptx"], made.metadata.shared
+    return assemble(kernel, types, constants, aligned, num_warps=warps)
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(5)
 @needs_triton
 @pytest.mark.parametrize("queries", [16, 32, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_for_hopper(kind, queries):
-    text, shared = ptx(kind, queries)
-    assert shared <= 227 * 1024
+    made = compiled(kind, queries)
+    text = made.asm["ptx"]
+    assert made.metadata.shared <= 227 * 1024
     scores = text.count(f"m64n{queries}k16.f32.bf16.bf16")
     if queries == 64:
         # 576 channels; and 64 rows by 512 channels, of which a warp group multiplies 128 at once.
@@ -80,13 +57,13 @@ def test_compiles_for_hopper(kind, queries):
 
 
 @needs_triton
-@pytest.mark.parametrize("change, words", [
-    ({}, None), ({"kind": "FP8"}, None), ({"kind": "CODES"}, None), ({"h": 128, "t": 3}, None),
-    ({"d_v": 256}, "256 and 64 channels"), ({"rest": 32}, "512 and 32 channels"), ({"dtype": torch.float16}, "float16"),
-    ({"gap": 4}, "16 bytes"), ({"same": True}, "16 bytes"), ({"s": 0}, "nothing to attend"), ({"hopper": False}, "Hopper"),
-])  # fmt: skip
+@pytest.mark.parametrize("change, words",
+                         [({}, None), ({"kind": "FP8"}, None), ({"kind": "CODES"}, None), ({"h": 128, "t": 3}, None),
+                          ({"d_v": 256}, "256 and 64 channels"), ({"rest": 32}, "512 and 32 channels"),
+                          ({"dtype": torch.float16}, "float16"), ({"gap": 4}, "16 bytes"), ({"same": True}, "16 bytes"),
+                          ({"s": 0}, "nothing to attend"), ({"hopper": False}, "Hopper")])  # fmt: skip
 def test_whom_it_serves(monkeypatch, change, words):
-    gluon = lowering()
+    gluon = lowering("mla_decode")
     sizes = {"h": 16, "t": 1, "d_v": 512, "rest": 64, "s": 100, "gap": 0, "kind": "PLAIN", "dtype": torch.bfloat16,
              "hopper": True, "same": False, **change}  # fmt: skip
     monkeypatch.setattr(gluon, "on_hopper", lambda device: sizes["hopper"])
@@ -103,7 +80,7 @@ def test_whom_it_serves(monkeypatch, change, words):
 
 @needs_triton
 def test_what_does_not_compile_is_served_otherwise(monkeypatch, rand, caplog):
-    gluon = lowering()
+    gluon = lowering("mla_decode")
     monkeypatch.setattr(gluon, "missing", "")
     monkeypatch.setattr(gluon, "launch_of", lambda *_: (DoesNotCompile(), 4, {}))
     monkeypatch.setattr(gluon.cuda_triton, "mla_decode", reference.mla_decode)
@@ -138,7 +115,7 @@ def cached(kind, b=3, t=1, h=16, s=900, lengths=(900, 333, 64), index=torch.int3
 
 
 def agrees(args, tolerance=6e-3):
-    gluon = lowering()
+    gluon = lowering("mla_decode")
     assert gluon.supports("mla_decode", args) is None
     q, rows, *others = args
     want = reference.mla_decode(q.double(), rows.double() if others[1] is None else rows, *others)
@@ -153,10 +130,10 @@ def agrees(args, tolerance=6e-3):
 
 @on_hopper
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("change", [
-    {}, {"h": 5}, {"t": 2}, {"h": 128}, {"h": 64, "t": 3}, {"h": 40, "lengths": (1, 899, 0)}, {"t": 4, "lengths": (2, 5, 700)},
-    {"index": torch.int64, "b": 1, "lengths": (1000,)}, {"s": 20000, "b": 1, "lengths": (19999,)},
-])  # fmt: skip
+@pytest.mark.parametrize("change",
+                         [{}, {"h": 5}, {"t": 2}, {"h": 128}, {"h": 64, "t": 3}, {"h": 40, "lengths": (1, 899, 0)},
+                          {"t": 4, "lengths": (2, 5, 700)}, {"index": torch.int64, "b": 1, "lengths": (1000,)},
+                          {"s": 20000, "b": 1, "lengths": (19999,)}])  # fmt: skip
 def test_agrees_on_hopper(kind, change):
     agrees(cached(kind, **change))
 

@@ -1,4 +1,4 @@
-"""`megacpp::mla_rope_kv`: registration, gradients, the formula, what it keeps."""
+"""`megacpp::mla_rope_kv`: what rotations keep alike, its values, and its shapes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ from torch.library import opcheck
 
 from megacpp_compile.lowerings.mla_rope_kv import mla_rope_kv, mla_rope_kv_backward
 
-from . import BOTH, LAYOUTS, STRIDES, TABLE_SHAPES, addresses, pairwise, relative_error, saved_by, strided, turn
+from . import BOTH, pairwise, relative_error, turn
+from .rotations import NOPE, B, R, Rotation, S, tables
 
-B, S, H, NOPE, V, R = 2, 3, 2, 5, 4, 6
-
-
-def tables(rand, leading=(1, S, 1), full=False, **kw):
-    """Arbitrary numbers, no angles: a lowering may not lean on cos² + sin² = 1."""
-    return tuple(rand(*leading, R if full else R // 2, **kw) for _ in range(2))
-
-
-def operands(rand, outer=(B, S, H), shared=(B, S, 1), v=V, **kw):
-    return rand(*outer, NOPE + v, **kw), rand(*shared, R, **kw)
+H, V = 2, 4
 
 
 def formula(kv, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype):
@@ -30,61 +22,33 @@ def formula(kv, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rop
     return torch.cat((rope, nope) if rope_first else (nope, rope), -1), kv.double()[..., nope_dim:]
 
 
-def agree(got, want, tolerance=1e-14):
-    for a, b in zip(got, want, strict=True):
-        assert relative_error(a, b) < tolerance
+class TestRotation(Rotation):
+    op, formula, inverts, heads = mla_rope_kv, staticmethod(formula), False, H
+
+    def shapes(self, nope=NOPE, outer=(B, S)):
+        return [(*outer, H, nope + V), (*outer, 1, R)]
 
 
-# What `opcheck` asks depends on no two of these together.
-PAIRS = pairwise(BOTH, BOTH, BOTH, BOTH)
-
-
-@pytest.mark.parametrize("full", [False, True], ids=["half_tables", "full_tables"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_layouts(rand, layout, full):
-    """opcheck, gradcheck and the formula."""
-    (kv, k_rope), (cos, sin) = operands(rand, grad=True), tables(rand, full=full)
-    args = (cos, sin, NOPE, *layout, torch.float64)
-    if (*layout, full) in PAIRS:
-        opcheck(mla_rope_kv, (kv, k_rope, *args))
-    assert torch.autograd.gradcheck(lambda kv, k: mla_rope_kv(kv, k, *args), (kv, k_rope), fast_mode=True)
-    agree(mla_rope_kv(kv, k_rope, *args), formula(kv, k_rope, *args))
-
-
-@pytest.mark.parametrize("shape", TABLE_SHAPES)
-def test_table_shapes(rand, shape):
-    (kv, k_rope), (cos, sin) = operands(rand, grad=True), tables(rand, TABLE_SHAPES[shape](B, S, H))
-    args = (cos, sin, NOPE, True, False, False, torch.float64)
-    opcheck(mla_rope_kv, (kv, k_rope, *args))
-    assert torch.autograd.gradcheck(lambda kv, k: mla_rope_kv(kv, k, *args), (kv, k_rope), fast_mode=True)
-    agree(mla_rope_kv(kv, k_rope, *args), formula(kv, k_rope, *args))
+def operands(rand, outer=(B, S, H), shared=(B, S, 1), v=V, **kw):
+    return rand(*outer, NOPE + v, **kw), rand(*shared, R, **kw)
 
 
 # (kv's leading dimensions, k_rope's): heads first or last, one head, one position, no batch, a row for every head, a
 # row shared by the whole batch
-SHAPES = [
-    ((B, H, S), (B, 1, S)),
-    ((B, S, 1), (B, S, 1)),
-    ((B, 1, H), (B, 1, 1)),
-    ((0, S, H), (0, S, 1)),
-    ((1, 1, 1), (1, 1, 1)),
-    ((B, S, H), (B, S, H)),
-    ((B, S, H), (1, S, 1)),
-    ((S, H), (S, 1)),
-]
+SHAPES = [((B, H, S), (B, 1, S)), ((B, S, 1), (B, S, 1)), ((B, 1, H), (B, 1, 1)), ((0, S, H), (0, S, 1)),
+          ((1, 1, 1), (1, 1, 1)), ((B, S, H), (B, S, H)), ((B, S, H), (1, S, 1)), ((S, H), (S, 1))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("outer", "shared"), SHAPES, ids=str)
 def test_shapes(rand, outer, shared):
     kv, k_rope = operands(rand, outer, shared, grad=True)
     args = (*tables(rand, [n if n == S else 1 for n in shared]), NOPE, False, False, False, torch.float64)
     opcheck(mla_rope_kv, (kv, k_rope, *args))
-    for got, want in zip(mla_rope_kv(kv, k_rope, *args), formula(kv, k_rope, *args), strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(mla_rope_kv(kv, k_rope, *args), formula(kv, k_rope, *args))
     seeds = [rand(*outer, NOPE + R), rand(*outer, V)]
     got, want = (torch.autograd.grad(f(kv, k_rope, *args), (kv, k_rope), seeds) for f in (mla_rope_kv, formula))
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got, want)
 
 
 def test_without_values(rand):
@@ -98,24 +62,10 @@ def test_without_values(rand):
     assert torch.autograd.gradcheck(lambda kv, k: mla_rope_kv(kv, k, *args)[0], (kv, k_rope))
 
 
-@pytest.mark.parametrize("kind", STRIDES)
-def test_strided_inputs(rand, kind):
-    kv, k_rope = strided(rand, kind, B, S, H, NOPE + V), strided(rand, kind, B, S, 1, R)
-    cos, sin = (t.expand(B, S, 1, -1) for t in tables(rand))
-    args = (cos, sin, NOPE, True, False, False, torch.float64)
-    opcheck(mla_rope_kv, (kv, k_rope, *args))
-    out = mla_rope_kv(kv, k_rope, *args)
-    assert out[0].is_contiguous()
-    agree(out, formula(kv, k_rope, *args))
-    seeds = [strided(rand, kind, *t.shape).detach() for t in out]
-    agree(*(torch.autograd.grad(f(kv, k_rope, *args), (kv, k_rope), seeds) for f in (mla_rope_kv, formula)))
-
-
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rope_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes(rand, dtype, rope_dtype, out_dtype):
-    """Keys in `out_dtype`, values as they came, every gradient in its operand's dtype."""
     kv, k_rope = operands(rand)
     kv, k_rope = kv.to(dtype).requires_grad_(), k_rope.to(rope_dtype).requires_grad_()
     args = (*tables(rand, dtype=torch.float32), NOPE, True, False, False, out_dtype)
@@ -133,41 +83,7 @@ def test_dtypes(rand, dtype, rope_dtype, out_dtype):
         assert relative_error(g, w) < 2 * torch.finfo(t.dtype).eps
 
 
-@pytest.mark.parametrize("used", [0, 1], ids=["k_only", "v_only"])
-def test_outputs_that_nobody_reads(rand, used):
-    (kv, k_rope), (cos, sin) = operands(rand, grad=True), tables(rand)
-    args = (cos, sin, NOPE, True, False, False, torch.float64)
-
-    def grads(function):
-        out = function(kv, k_rope, *args)[used].square().sum()
-        return torch.autograd.grad(out, (kv, k_rope), allow_unused=True, materialize_grads=True)
-
-    for got, want in zip(grads(mla_rope_kv), grads(formula), strict=True):
-        torch.testing.assert_close(got, want)
-
-
-def test_keeps_the_tables_only(rand):
-    (kv, k_rope), (cos, sin) = operands(rand, grad=True), tables(rand)
-    args = (cos, sin, NOPE, True, False, False, torch.float64)
-    assert saved_by(mla_rope_kv, kv, k_rope, *args) == addresses(cos, sin)
-
-
-def test_inputs_are_neither_written_nor_returned(rand):
-    (kv, k_rope), (cos, sin) = operands(rand), tables(rand)
-    before = kv.clone(), k_rope.clone()
-    out = mla_rope_kv(kv, k_rope, cos, sin, NOPE, False, False, False, torch.float64)
-    assert torch.equal(kv, before[0]) and torch.equal(k_rope, before[1])
-    assert not addresses(*out) & addresses(kv, k_rope, cos, sin)
-
-
-def test_autocast_does_not_reach_inside(rand):
-    (kv, k_rope), (cos, sin) = operands(rand, dtype=torch.float32), tables(rand, dtype=torch.float32)
-    args = (kv, k_rope, cos, sin, NOPE, True, False, False, torch.float32)
-    want = mla_rope_kv(*args)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert all(torch.equal(a, b) for a, b in zip(mla_rope_kv(*args), want, strict=True))
-
-
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", pairwise(BOTH, BOTH, BOTH), ids=str)
 def test_opcheck_backward(rand, layout):
     grads = rand(B, S, H, NOPE + R), rand(B, S, H, V)

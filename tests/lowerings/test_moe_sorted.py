@@ -5,35 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.source import ConstantSource
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megacpp_compile.lowerings._gemm.float8_support import no_grouped_float8
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.lowerings.moe import moe
-from megacpp_compile.lowerings.moe_sorted import moe_sorted, moe_sorted_backward, reference, tpu_xla
+from megacpp_compile.lowerings.moe_sorted import moe_sorted, reference
 
-from . import addresses, relative_error, saved_by
-from .agreement import interpreted, module_of, on, poisoned_memory
+from . import relative_error
+from .agreement import CUDA, DEVICE, KERNELS, module_of, on, poisoned_memory, rarely
 from .cases import CASES, EXPERTS, SORTED, _sorted_rows
+from .contract import as_leaves, assert_keeps, gradcheck, identical, leaves
 
 assert semantic_ops()
 OP = torch.ops.megacpp.moe_sorted.default
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 
 
 def finite(args):
     """`args` with numbers in the padding, for tools that compare it."""
     return args[0].nan_to_num(3.0), *args[1:]
-
-
-def leaves(args):
-    x, _, *lists = args[:5]
-    return [t.requires_grad_() for t in (x, *(w for part in lists for w in part), *(b for b in args[9:] if b is not None))]
 
 
 def chosen(offsets, rows):
@@ -51,7 +41,7 @@ def as_moe(x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden, pr
 @pytest.mark.parametrize("label", SORTED)
 def test_is_moe_of_one_choice(rand, label):
     """`test_moe` shows that to be the plain loop. What padding holds reaches nothing."""
-    args = CASES["moe_sorted"][label](rand, torch.float64)
+    args = as_leaves(CASES["moe_sorted"][label](rand, torch.float64))
     wanted = leaves(args)
     got, want = OP(*args)[0], as_moe(*finite(args))
     assert relative_error(got, want) < 1e-12
@@ -81,61 +71,18 @@ def test_is_the_plain_code(rand, offsets):
         assert relative_error(got, exact) < 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("label", ["pair_separate", "biases_gate_up", "as_gpt_oss", "some_of_none", "hidden_not_kept"])
 def test_gradients(rand, label):
     options = {**EXPERTS[label], "tokens": 3, "d": 4, "n": 3, "experts": 3}
-    args = finite(_sorted_rows(rand, torch.float64, **options))
-    inputs = leaves(args)
-
-    def y(*_):
-        return OP(*args)[0]
-
-    assert torch.autograd.gradcheck(y, inputs)
-
-
-@pytest.mark.parametrize(
-    "label", ["pair_separate", "gate_up_stacked", "some_of_none", "hidden_not_kept", "bias_of_down", "as_gpt_oss"]
-)
-def test_opcheck(rand, label):
-    args = finite(CASES["moe_sorted"][label](rand, torch.float32))
-    leaves(args)
-    torch.library.opcheck(OP, args)
-
-
-@pytest.mark.parametrize("op", ["moe_sorted", "moe_sorted_backward"])
-def test_blocks_need_a_fixed_number_of_rows(op):
-    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    x = mode.from_tensor(torch.ones(6, 2), symbolic_context=dynamic, source=ConstantSource("x"))
-    assert "not fixed" in tpu_xla.supports(op, (x, x))
-    assert tpu_xla.supports(op, (torch.ones(6, 2),) * 2) is None
-
-
-@pytest.mark.parametrize("lowering", ["reference", "cuda_triton", "tpu_xla"])
-def test_gradients_lie_as_promised(rand, lowering):
-    module = module_of("moe_sorted", lowering)
-    for label, make in CASES["moe_sorted_backward"].items():
-        args = make(rand, torch.bfloat16)
-        with FakeTensorMode() as mode:
-            fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
-            got, want = module.moe_sorted_backward(*fakes), moe_sorted_backward(*fakes)
-        described = [[(t.shape, t.dtype, t.stride()) for t in tree_leaves(out) if t.numel()] for out in (got, want)]
-        assert described[0] == described[1], label
+    gradcheck(OP, as_leaves(finite(_sorted_rows(rand, torch.float64, **options))))
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_saved_for_backward(rand, keep):
-    args = (*CASES["moe_sorted"]["pair_separate"](rand, torch.float32)[:7], keep)
-    inputs, results = leaves(args), []
-
-    def call():
-        results.append(moe_sorted(*args))
-        return results[-1]
-
-    kept = saved_by(call) - addresses(*inputs)
-    _, hidden = results[0]
-    assert len(hidden) == (2 if keep else 0)
-    assert kept == addresses(*hidden, args[1])
+    args = as_leaves((*CASES["moe_sorted"]["pair_separate"](rand, torch.float32)[:7], keep))
+    hidden = (1, 2) if keep else ()
+    assert len(assert_keeps(moe_sorted, args, (*leaves(args), args[1]), *hidden)) == 1 + len(hidden)
 
 
 def test_counts_as_a_gemm(rand):
@@ -153,22 +100,20 @@ def of_float8(module, args, seed):
 
 @pytest.mark.parametrize("label", ["pair_separate", "gate_up_stacked", "some_of_none", "biases"])
 def test_float8_is_that_of_moe(rand, label):
-    args = finite(CASES["moe_sorted"][label](rand, torch.float64))
-    inputs = leaves(args)
+    args = as_leaves(finite(CASES["moe_sorted"][label](rand, torch.float64)))
     seed = rand(*args[0].shape)
     want = as_moe(*args[:8], "fp8_current", *args[9:])
     exact = as_moe(*args)
-    d_x, *_ = torch.autograd.grad(want, inputs, seed)
+    d_x, *_ = torch.autograd.grad(want, leaves(args), seed)
     got = of_float8(reference, args, seed)
     assert relative_error(got[0], want) < 1e-12 and relative_error(got[1], d_x) < 1e-12
     assert 0.01 < relative_error(want, exact) < 0.4
 
 
-@pytest.mark.skipif(not CUDA and not interpreted(), reason="kernels need a GPU, or TRITON_INTERPRET=1")
+@KERNELS
 @pytest.mark.skipif(CUDA and bool(no_grouped_float8(torch.device(DEVICE))), reason="a GPU without such GEMMs")
-@pytest.mark.parametrize("label", ["pair_separate", "gate_up_stacked", "some_of_none", "biases"])
+@pytest.mark.parametrize("label", ["pair_separate", *map(rarely, ("gate_up_stacked", "some_of_none", "biases"))])
 def test_float8_kernels(rand, label):
-    """As those of `moe` where every row is a token with one choice: the same bits."""
     options = {**EXPERTS[label], "d": 32, "n": 16}
     args = on(DEVICE, finite(_sorted_rows(rand, torch.bfloat16, **options)))
     seed = rand(*args[0].shape, dtype=torch.bfloat16, device=DEVICE)
@@ -181,6 +126,5 @@ def test_float8_kernels(rand, label):
         y, kept, order, ends = kernels.moe(x, indices, gates, *lists, *given)
         backward = seed, x, gates, *lists, kept, order, ends, activation, layout, *given[4:]
         d_x, _, *gradients, biases = kernels.moe_backward(*backward)
-    for a, b in zip(got, [y, d_x, *gradients, *biases], strict=True):
-        assert torch.equal(a, b)
+    identical(got, [y, d_x, *gradients, *biases])
     assert not got[0][behind:].any() and not got[1][behind:].any()

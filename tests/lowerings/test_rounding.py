@@ -35,6 +35,7 @@ def test_what_is_well_conditioned_may_not(rand):
     assert moved < 2 * UNIT * (x @ w).norm()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("output", range(7))
 def test_one_rounding_to_bfloat16_is_found_in_float32(rand, output):
     """In every gradient of the scan, the one of A included, whatever the draw."""

@@ -83,11 +83,9 @@ def test_walk(label):
     assert all(stride[2] == 0 for stride in rows.strides[len(full) :])
 
 
-REFUSED = {
-    "rank": ([contiguous(B, S, H, D)], [contiguous(S, D)]),
-    "not contiguous": ([contiguous(B, S, H, 2 * D)[..., ::2]], [contiguous(1, S, 1, D)]),
-    "3 separate token dimensions": ([padded(2, 3, S, H, D).transpose(0, 1)], [contiguous(3, 1, S, 1, D)]),
-}
+REFUSED = {"rank": ([contiguous(B, S, H, D)], [contiguous(S, D)]),
+           "not contiguous": ([contiguous(B, S, H, 2 * D)[..., ::2]], [contiguous(1, S, 1, D)]),
+           "3 separate token dimensions": ([padded(2, 3, S, H, D).transpose(0, 1)], [contiguous(3, 1, S, 1, D)])}
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -140,23 +138,14 @@ def test_heads_inside():
     assert rows_of([contiguous(1, 1, H, D)], [contiguous(1, 1, 1, D)]).heads_inside
 
 
-@pytest.mark.parametrize(
-    ("t", "want"),
-    [
-        (contiguous(2, 3, 4), False),
-        (contiguous(2, 3, 4).permute(2, 0, 1), False),
-        (contiguous(2, 3, 8)[..., ::2], False),
-        (contiguous(1, 3, 4).expand(2, 3, 4), True),
-        (contiguous(20).as_strided((3, 4), (2, 1)), True),
-        (contiguous(2, 1, 4).as_strided((2, 1, 4), (4, 0, 1)), False),
-    ],
-    ids=["contiguous", "permuted", "sliced", "expanded", "windows", "one_wide"],
-)
+@pytest.mark.parametrize(("t", "want"),
+                         [(contiguous(2, 3, 4), False), (contiguous(2, 3, 4).permute(2, 0, 1), False),
+                          (contiguous(2, 3, 8)[..., ::2], False), (contiguous(1, 3, 4).expand(2, 3, 4), True),
+                          (contiguous(20).as_strided((3, 4), (2, 1)), True),
+                          (contiguous(2, 1, 4).as_strided((2, 1, 4), (4, 0, 1)), False)],
+                         ids=["contiguous", "permuted", "sliced", "expanded", "windows", "one_wide"])
 def test_overlaps(t, want):
     assert overlaps(t) is want
-
-
-# --- symbolic sizes
 
 
 def symbolic(*tensors: torch.Tensor, dynamic: tuple[int, ...]) -> tuple[ShapeEnv, list[torch.Tensor]]:
@@ -205,9 +194,6 @@ def test_steps_of_the_search_suffice(boundaries):
     rows = rows_of([q, q], [table, table], packed=True)
     steps = angle_arguments(table, table, rows, D, False, False, False, cu, q.dtype)["STEPS"]
     assert 2**steps >= boundaries
-
-
-# --- blocks
 
 
 WORK = ("turn", "copy", "keys", "key gradients")

@@ -20,16 +20,13 @@ from .agreement import interpreted, lowerings, module_of, why_not
 from .cases import CASES
 
 triton = pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.skipif(interpreted(), reason="Triton's interpreter takes the place of its compiler"),
-    pytest.mark.usefixtures("hopper"),
-]
+pytestmark = [pytest.mark.skipif(interpreted(), reason="Triton's interpreter takes the place of its compiler"),
+              pytest.mark.usefixtures("hopper")]
 
 OPS = [(folder, name) for _, folder, name, lowering in lowerings("cuda") if lowering == "cuda_triton"]
-TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
-    torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64", torch.float16: "fp16",
-}  # fmt: skip
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+         torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64",
+         torch.float16: "fp16"}  # fmt: skip
 
 
 DELTA = "gated_delta_rule_"
@@ -105,14 +102,16 @@ def build(kernel: Any, given: dict[str, Any]) -> str:
     return str(source.make_ir(target, options, *made, context))
 
 
-@pytest.mark.parametrize(("folder", "name"), OPS, ids=[name for _, name in OPS])
-def test_kernels_with_floats(rand, folder, name):
+@pytest.mark.end_to_end
+@pytest.mark.rare(*({name for _, name in OPS} - {"gated_rms_norm", "linear_cross_entropy", "mla_decode", "sparse_mla"}))
+@pytest.mark.parametrize(("folder", "case"), OPS, ids=[name for _, name in OPS])
+def test_kernels_with_floats(rand, folder, case):
     built = set()
-    for kernel, given in launches(folder, name, rand):
+    for kernel, given in launches(folder, case, rand):
         constants = tuple(given[p.name] for p in kernel.params if p.is_constexpr)
         if any(isinstance(arg, float) for arg in given.values()) and (kernel, constants) not in built:
             built.add((kernel, constants))
             tiles = [line for line in build(kernel, given).splitlines() if "xf64" in line]
             # Asked to be WIDE, some sum in float64.
             assert given.get("WIDE") or not tiles, f"{kernel.__name__} computes in float64: {tiles[0].strip()}"
-    assert {kernel.__name__ for kernel, _ in built} == WITH_FLOATS.get(name, set())
+    assert {kernel.__name__ for kernel, _ in built} == WITH_FLOATS.get(case, set())

@@ -2,65 +2,44 @@
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
+from typing import Any
 
 import pytest
 import torch
 
-import megacpp_compile
 from megacpp_compile.errors import OperandError
 from megacpp_compile.lowerings.sparse_mla import reference, sparse_mla
 
 from . import relative_error
 from .agreement import DoesNotCompile, poisoned_memory
+from .attention_cases import operands as small
+from .attention_cases import quantised
+from .gluon_kernels import assemble, lowering, needs_triton, on_hopper
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the kernel is Triton's to compile")
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 E4M3 = torch.float8_e4m3fn
 
 
-def on_hopper(test):
-    return pytest.mark.cuda(pytest.mark.skipif(not HOPPER, reason="the kernel is of Hopper's instructions")(test))
-
-
-def lowering():
-    from megacpp_compile.lowerings.sparse_mla import cuda_gluon
-
-    if cuda_gluon.missing:
-        pytest.skip(cuda_gluon.missing)
-    return cuda_gluon
-
-
-def ptx(mode: str, values: int, query: str, index: str) -> tuple[str, int]:
-    """The kernel's assembly for sm_90, and its bytes of shared memory; assembled, which needs no GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    gluon = lowering()
+def compiled(mode: str, values: int, query: str, index: str) -> Any:
+    gluon = lowering("sparse_mla")
     kernel = gluon.kernels.sparse_mla_forward
     constants = {"V": values, "R": 64, "CAUSAL": 1, "MODE": getattr(gluon.kernels, mode).value, "BH": 64, "BK": 64,
                  **gluon._SETTINGS[mode]}  # fmt: skip
     rows = query if mode == "WIDE" else "*fp8e4nv"
     types = {"q": query, "kv": rows, "indices": index, "kv_scale": "*fp32", "out": query, "lse": "*fp32", "scale": "fp32"}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in (*constants, "scale", "offset")}
-    source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, whole)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    assert made.asm["cubin"]
-    return made.asm["ptx"], made.metadata.shared
+    whole = {*kernel.arg_names} - {*constants, "scale", "offset"}
+    return assemble(kernel, types, constants, whole, num_warps=8)
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @needs_triton
-@pytest.mark.parametrize("mode, values, query, index", [
-    ("WIDE", 512, "*bf16", "*i32"), ("WIDENED", 512, "*bf16", "*i64"), ("FP8", 512, "*bf16", "*i32"),
-    ("WIDE", 256, "*fp16", "*i64"), ("FP8", 256, "*fp16", "*i64"),
-])  # fmt: skip
+@pytest.mark.parametrize("mode, values, query, index",
+                         [("WIDE", 512, "*bf16", "*i32"), ("WIDENED", 512, "*bf16", "*i64"),
+                          ("FP8", 512, "*bf16", "*i32"), ("WIDE", 256, "*fp16", "*i64"), ("FP8", 256, "*fp16", "*i64")])
 def test_compiles_for_hopper(mode, values, query, index):
-    text, shared = ptx(mode, values, query, index)
-    assert shared <= 227 * 1024
+    made = compiled(mode, values, query, index)
+    text = made.asm["ptx"]
+    assert made.metadata.shared <= 227 * 1024
     # Rows are copied 16 bytes at once: with less each copy writes to memory that another one waits for.
     assert "0x10, " in text and "], 0x8, " not in text
     fp8 = text.count("m64n64k32.f32.e4m3.e4m3")
@@ -74,17 +53,17 @@ def test_compiles_for_hopper(mode, values, query, index):
         assert fp8 == 0 and text.count(f".f32.{kind}.{kind}") == channels // 16 + values_gemm
 
 
+@pytest.mark.sampled(3)
 @needs_triton
-@pytest.mark.parametrize("change, words", [
-    ({}, None), ({"kind": "fp8"}, None), ({"kind": "fp16"}, None), ({"h": 128}, None), ({"d_v": 256}, None),
-    ({"h": 32}, "32 heads"), ({"d_v": 128}, "128 and 64 channels"), ({"rest": 32}, "512 and 32 channels"),
-    ({"kind": "fp32"}, "torch.float32"), ({"kind": "blocks"}, "every block of channels"), ({"s": 0}, "nothing to attend"),
-    ({"gap": 4}, "16 bytes"), ({"hopper": False}, "Hopper"),
-])  # fmt: skip
+@pytest.mark.parametrize("change, words",
+                         [({}, None), ({"kind": "fp8"}, None), ({"kind": "fp16"}, None), ({"h": 128}, None),
+                          ({"d_v": 256}, None), ({"h": 32}, "32 heads"), ({"d_v": 128}, "128 and 64 channels"),
+                          ({"rest": 32}, "512 and 32 channels"), ({"kind": "fp32"}, "torch.float32"),
+                          ({"kind": "blocks"}, "every block of channels"), ({"s": 0}, "nothing to attend"),
+                          ({"gap": 4}, "16 bytes"), ({"hopper": False}, "Hopper")])  # fmt: skip
 def test_whom_it_serves(monkeypatch, change, words):
-    gluon = lowering()
-    sizes = {"h": 64, "d_v": 512, "rest": 64, "s": 100, "gap": 0, "kind": "bf16", "hopper": True,
-             **change}  # fmt: skip
+    gluon = lowering("sparse_mla")
+    sizes = {"h": 64, "d_v": 512, "rest": 64, "s": 100, "gap": 0, "kind": "bf16", "hopper": True, **change}
     monkeypatch.setattr(gluon, "on_hopper", lambda device: sizes["hopper"])
     dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(sizes["kind"], torch.bfloat16)
     channels = sizes["d_v"] + sizes["rest"]
@@ -99,9 +78,7 @@ def test_whom_it_serves(monkeypatch, change, words):
 
 @needs_triton
 def test_what_does_not_compile_is_served_otherwise(monkeypatch, rand, caplog):
-    from .attention_cases import operands as small
-
-    gluon = lowering()
+    gluon = lowering("sparse_mla")
     monkeypatch.setattr(gluon, "missing", "")
     monkeypatch.setattr(gluon.kernels, "sparse_mla_forward", DoesNotCompile())
     monkeypatch.setattr(gluon.cuda_triton, "sparse_mla", reference.sparse_mla)
@@ -137,7 +114,7 @@ def payload(args, whole=False):
 
 
 def check(args, tolerance, **how):
-    gluon = lowering()
+    gluon = lowering("sparse_mla")
     assert gluon.supports("sparse_mla", args) is None
     q, kv, indices, scale, *settings = args
     want = reference.sparse_mla(q.double(), kv if scale is not None else kv.double(), indices, scale, *settings)
@@ -182,33 +159,11 @@ def test_a_row_that_is_not_valid_is_not_read(fp8, fp8_gemms):
         bad = args[1].isnan()
         q, kv, indices, scale, *others = payload((args[0], args[1].nan_to_num(1.0), *args[2:]))
         args = q, torch.where(bad.cpu(), torch.tensor(float("nan")), kv.cpu().float()).to(E4M3).cuda(), indices, scale, *others
-    out, lse = lowering().sparse_mla(*args, fp8_gemms=fp8_gemms)
+    out, lse = lowering("sparse_mla").sparse_mla(*args, fp8_gemms=fp8_gemms)
     assert not out.isnan().any() and not lse.isnan().any()
 
 
-@on_hopper
-def test_as_an_op_and_in_a_graph():
-    """Eagerly and compiled."""
-    q, kv, indices, _, scale, d_v, causal, offset = operands(tokens=40)
-
-    def call(q, kv):
-        return megacpp_compile.sparse_mla(q, kv, indices, scale=scale, d_v=d_v, causal=causal, offset=offset)[0]
-
-    grad, results = torch.randn(*q.shape[:3], d_v, device="cuda", dtype=q.dtype), []
-    wide = [t.double().requires_grad_() for t in (q, kv)]
-    for run, pair in ((call, wide), *itertools.product((call, torch.compile(call, backend="megacpp")), [(q, kv)])):
-        pair = [t.detach().requires_grad_() for t in pair]
-        out = run(*pair)
-        results.append([out, *torch.autograd.grad(out, pair, grad.to(out.dtype))])
-    for got, want in zip(results[1] + results[2], results[0] * 2, strict=True):
-        assert relative_error(got, want) < 1e-2
-    assert torch.equal(results[1][0], results[2][0])
-
-
 def test_fp8_products_want_rows_with_a_scale_each(rand):
-    from .attention_cases import operands as small
-    from .attention_cases import quantised
-
     args = small(rand, torch.float32)
     with pytest.raises(OperandError, match="fp8_gemms"):
         sparse_mla(*args, fp8_gemms=True)

@@ -6,19 +6,18 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
-from torch.library import opcheck
 
 from megacpp_compile.lowerings.ssd_scan import ssd_scan, ssd_scan_backward
 from megacpp_compile.lowerings.ssd_scan.reference import ssd_scan as reference
 
-from . import addresses, relative_error, saved_by
 from .agreement import TIMES_ROUNDING, faults
+from .contract import agree, assert_keeps, assert_unread, detached, differentiate, gradcheck, leaves, seeds_for, widened
 from .rounding import moved_by_rounding
 
 HEADS, P, N = 4, 3, 5
 OPTIONAL = list(itertools.product((False, True), repeat=2))  # skip, initial state
 CHUNK = 16
+SINGLE = torch.finfo(torch.float32).eps
 
 
 def arguments(rand, *, b=2, t=19, heads=HEADS, groups=2, skip=True, initial=True, dtype=torch.float64, chunk=CHUNK):
@@ -31,11 +30,6 @@ def arguments(rand, *, b=2, t=19, heads=HEADS, groups=2, skip=True, initial=True
     D = rand(heads, dtype=wide, grad=True) if skip else None
     state = rand(b, heads, P, N, dtype=wide, grad=True) if initial else None
     return x, dt, A, B, C, D, state, chunk, dtype
-
-
-def tensors(args):
-    """The operands that may have gradients."""
-    return [t for t in args if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def recurrence(x, dt, A, B, C, D, state, *_):
@@ -54,34 +48,16 @@ def recurrence(x, dt, A, B, C, D, state, *_):
     return torch.cat(y, 1), state, entering
 
 
-def differentiate(function, args, seeds):
-    """y, final state, states, and gradients of every operand against the cotangents `seeds` of the first two."""
-    y, final, states = function(*args)
-    loss = sum((o * s.to(o)).sum() for o, s in zip((y, final), seeds, strict=True))
-    grads = torch.autograd.grad(loss, tensors(args), allow_unused=True, materialize_grads=True)
-    return [y, final, states, *grads]
-
-
-def seeds_for(rand, args):
-    x, B = args[0], args[3]
-    b, _, heads, p = x.shape
-    return rand(*x.shape), rand(b, heads, p, B.shape[-1])
-
-
-@pytest.mark.parametrize(("skip", "initial"), OPTIONAL)
-def test_opcheck(rand, skip, initial):
-    opcheck(ssd_scan, arguments(rand, skip=skip, initial=initial))
-
-
-@pytest.mark.parametrize("sizes", [{"t": 0}, {"t": 1}, {"b": 0}, {"t": 32, "groups": 1}, {"t": 33, "chunk": 32}], ids=str)
-def test_opcheck_shapes(rand, sizes):
-    opcheck(ssd_scan, arguments(rand, **sizes))
+def both(rand, args, formula=recurrence, results=3):
+    """Results and gradients of the op, and of its formula."""
+    seeds = seeds_for(rand, ssd_scan, args, 2)
+    return (differentiate(f, args, seeds, results) for f in (ssd_scan, formula))
 
 
 @pytest.mark.parametrize("t", [0, 5, 37])
 def test_a_state_in_columns_leaves_one_in_rows(rand, t):
     """The strides of what comes out are those the op says, whatever those of its operands are."""
-    args = [a.detach() if isinstance(a, Tensor) else a for a in arguments(rand, t=t)]
+    args = list(detached(arguments(rand, t=t)))
     args[6] = args[6].mT.contiguous().mT
     final = ssd_scan(*args)[1]
     assert final.is_contiguous()
@@ -89,66 +65,35 @@ def test_a_state_in_columns_leaves_one_in_rows(rand, t):
     torch.testing.assert_close(final, ssd_scan(*args)[1])
 
 
-def test_opcheck_bfloat16(rand):
-    opcheck(ssd_scan, arguments(rand, dtype=torch.bfloat16))
-
-
-def test_opcheck_weights_without_gradient(rand):
-    x, *others = arguments(rand)
-    opcheck(ssd_scan, (x, *(o.detach() if isinstance(o, Tensor) else o for o in others)))
-
-
-def test_opcheck_backward(rand):
-    for skip, initial in OPTIONAL:
-        args = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments(rand, skip=skip, initial=initial))
-        states = ssd_scan(*args)[2]
-        dy, dfinal = seeds_for(rand, args)
-        opcheck(ssd_scan_backward, (dy, dfinal if skip else None, *args[:-2], states, CHUNK))
-
-
 @pytest.mark.parametrize(("skip", "initial"), OPTIONAL)
 def test_gradcheck(rand, skip, initial):
-    args = arguments(rand, b=1, t=18, heads=2, groups=1, skip=skip, initial=initial)
-    given = [isinstance(a, Tensor) for a in args]
-
-    def function(*leaves):
-        it = iter(leaves)
-        return ssd_scan(*(next(it) if g else a for a, g in zip(args, given, strict=True)))[:2]
-
-    assert torch.autograd.gradcheck(function, tensors(args), fast_mode=True)
+    gradcheck(ssd_scan, arguments(rand, b=1, t=18, heads=2, groups=1, skip=skip, initial=initial), fast_mode=True)
 
 
 @pytest.mark.parametrize("t", [0, 1, 2, 15, 16, 17, 47, 64])
 @pytest.mark.parametrize(("skip", "initial"), OPTIONAL)
 def test_against_the_recurrence(rand, t, skip, initial):
-    args = arguments(rand, t=t, skip=skip, initial=initial)
-    seeds = seeds_for(rand, args)
-    for got, want in zip(*(differentiate(f, args, seeds) for f in (ssd_scan, recurrence)), strict=True):
+    for got, want in zip(*both(rand, arguments(rand, t=t, skip=skip, initial=initial)), strict=True):
         assert got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_heads_read_their_group(rand, groups):
-    args = arguments(rand, heads=8, groups=groups)
-    seeds = seeds_for(rand, args)
-    for got, want in zip(*(differentiate(f, args, seeds) for f in (ssd_scan, recurrence)), strict=True):
-        assert relative_error(got, want) < 1e-12
+    agree(*both(rand, arguments(rand, heads=8, groups=groups)), 1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128, 256])
 def test_chunk_size_is_free(rand, chunk):
     """It decides where states are kept, not what comes out; many chunks at once as well as one."""
-    args = (*arguments(rand, b=1, t=290)[:-2], chunk, torch.float64)
-    seeds = seeds_for(rand, args)
-    got, want = (differentiate(f, args, seeds) for f in (ssd_scan, recurrence))
-    for i in (0, 1, *range(3, len(got))):
-        assert relative_error(got[i], want[i]) < 1e-11
+    agree(*both(rand, arguments(rand, b=1, t=290, chunk=chunk), results=2), 1e-11)
 
 
-def roundings(args, seeds, unit):
+def roundings(args, seeds, results):
     """As `agreement.disagreements` allows, by output of `differentiate`."""
-    return [TIMES_ROUNDING * m for m in moved_by_rounding(lambda *a: differentiate(reference, a, seeds), args, unit)]
+    moved = moved_by_rounding(lambda *a: differentiate(reference, a, seeds, results), args, SINGLE)
+    return [TIMES_ROUNDING * m for m in moved]
 
 
 @pytest.mark.parametrize(("dtype", "units"), [(torch.float32, 8), (torch.bfloat16, 1)], ids=str)
@@ -156,12 +101,10 @@ def test_lower_precision(rand, dtype, units):
     """Rounding alone: the recurrence sees the same rounded operands, in float64. The reference computes in float32 and
     rounds once."""
     args = arguments(rand, t=70, dtype=dtype)
-    wide = tuple(a.detach().double().requires_grad_() if isinstance(a, Tensor) else a for a in args)
-    seeds = tuple(s.to(dtype) for s in seeds_for(rand, args))
-    got, want = differentiate(ssd_scan, args, seeds), differentiate(recurrence, wide, seeds)
-    assert [o.dtype for o in got] == [dtype, torch.float32, torch.float32, *(t.dtype for t in tensors(args))]
-    single = torch.finfo(torch.float32).eps
-    assert not faults(got, want, units * torch.finfo(dtype).eps, lambda: roundings(wide, seeds, single))
+    wide, seeds = widened(args), seeds_for(rand, ssd_scan, args, 2, dtype)
+    got, want = differentiate(ssd_scan, args, seeds, 3), differentiate(recurrence, wide, seeds, 3)
+    assert [o.dtype for o in got] == [dtype, torch.float32, torch.float32, *(t.dtype for t in leaves(args))]
+    assert not faults(got, want, units * torch.finfo(dtype).eps, lambda: roundings(wide, seeds, 3))
 
 
 def test_out_dtype(rand):
@@ -171,41 +114,25 @@ def test_out_dtype(rand):
     assert torch.equal(wide.bfloat16(), narrow)
 
 
+@pytest.mark.end_to_end
 def test_strong_decay_over_long_sequences(rand):
     """Decays far below the smallest number become zero, never NaN, and what is near stays near."""
     args = list(arguments(rand, b=1, t=600, dtype=torch.float32, chunk=256))
     args[2] = torch.tensor([-16.0, -3.0, -0.5, 0.0]).requires_grad_()
-    wide = tuple(a.detach().double().requires_grad_() if isinstance(a, Tensor) else a for a in args)
-    seeds = seeds_for(rand, args)
+    wide, seeds = widened(args), seeds_for(rand, ssd_scan, args, 2)
     got, want = differentiate(ssd_scan, args, seeds), differentiate(recurrence, wide, seeds)
-    del got[2], want[2]  # states by chunk, of another length there
-
-    def rounding():
-        return [r for i, r in enumerate(roundings(wide, seeds, single)) if i != 2]
-
-    single = torch.finfo(torch.float32).eps
-    assert not faults(got, want, 8 * single, rounding)
+    assert not faults(got, want, 8 * SINGLE, lambda: roundings(wide, seeds, 2))
 
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_outputs_that_nobody_reads(rand, used):
-    args = arguments(rand)
-    got, want = (
-        torch.autograd.grad(f(*args)[used].square().sum(), tensors(args), allow_unused=True, materialize_grads=True)
-        for f in (ssd_scan, recurrence)
-    )
-    for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w)
+    assert_unread(ssd_scan, recurrence, arguments(rand), used)
 
 
 @pytest.mark.parametrize(("skip", "initial"), OPTIONAL)
 def test_keeps_operands_and_states_only(rand, skip, initial):
     args = arguments(rand, skip=skip, initial=initial)
-    outputs = []
-    kept = saved_by(lambda: outputs.append(ssd_scan(*args)))
-    states = outputs[0][2]
-    assert not states.requires_grad
-    assert kept == addresses(*tensors(args), states)
+    assert not assert_keeps(ssd_scan, args, args, 2)[2].requires_grad
 
 
 def test_strided_operands(rand):
@@ -220,19 +147,8 @@ def test_strided_operands(rand):
         y, final, _ = function(*operands, chunk, dtype)
         return torch.autograd.grad(y.square().sum() + final.square().sum(), (wide, dt))
 
-    for got, want in zip(call(ssd_scan), call(recurrence), strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(call(ssd_scan), call(recurrence))
 
-
-def test_autocast_does_not_reach_inside(rand):
-    args = arguments(rand, dtype=torch.float32)
-    want = ssd_scan(*args)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = ssd_scan(*args)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-# --- documents
 
 # Two in a chunk and more, one that begins with a chunk, one over chunks, numbers that come again and that descend.
 SEQ_IDX = [[7] * 3 + [1] * 4 + [7] * 9 + [2] * 21 + [3], [0] * 16 + [5] + [0] * 20 + [-1]]
@@ -257,20 +173,15 @@ def by_document(x, dt, A, B, C, D, state, chunk, dtype, seq_idx):
 def test_documents(rand, integer, initial):
     seq_idx = torch.tensor(SEQ_IDX, dtype=integer)
     args = *arguments(rand, t=seq_idx.shape[1], initial=initial), seq_idx
-    seeds = seeds_for(rand, args)
-    got, want = (differentiate(f, args, seeds) for f in (ssd_scan, by_document))
-    del got[2], want[2]  # states by chunk
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(*both(rand, args, by_document, 2), rtol=1e-9, atol=1e-10)
 
 
 def test_one_document_is_none(rand):
     """The first goes on from the initial state, whatever its number is."""
     args = arguments(rand, t=33)
-    seeds = seeds_for(rand, args)
-    got, want = (differentiate(ssd_scan, a, seeds) for a in ((*args, torch.full((2, 33), 4)), args))
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other)
+    seeds = seeds_for(rand, ssd_scan, args, 2)
+    got, want = (differentiate(ssd_scan, a, seeds, 3) for a in ((*args, torch.full((2, 33), 4)), args))
+    assert all(map(torch.equal, got, want))
 
 
 def test_nothing_of_a_document_reaches_the_next(rand):
@@ -286,20 +197,10 @@ def test_nothing_of_a_document_reaches_the_next(rand):
         y, final, states = ssd_scan(x, *args[1:], seq_idx)
         grads = ssd_scan_backward(dy, final, x, *args[1:-2], states, CHUNK, seq_idx)
         results.append((y[:, 20:], final, *(g[:, 20:] for g in (*grads[:2], *grads[3:5]))))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_opcheck_documents(rand):
-    seq_idx = torch.tensor(SEQ_IDX)
-    args = arguments(rand, t=seq_idx.shape[1])
-    opcheck(ssd_scan, (*args, seq_idx))
-    args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
-    dy, dfinal = seeds_for(rand, args)
-    opcheck(ssd_scan_backward, (dy, dfinal, *args[:-2], ssd_scan(*args, seq_idx)[2], CHUNK, seq_idx))
+    torch.testing.assert_close(*results)
 
 
 def test_gradcheck_documents(rand):
     args = arguments(rand, b=1, t=18, heads=2, groups=1)
     seq_idx = torch.tensor([[0] * 5 + [1] * 6 + [2] * 7])
-    assert torch.autograd.gradcheck(lambda *a: ssd_scan(*a, *args[-2:], seq_idx)[:2], args[:-2], fast_mode=True)
+    gradcheck(ssd_scan, (*args, seq_idx), fast_mode=True)

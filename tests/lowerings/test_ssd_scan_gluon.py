@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
-from . import gluon_kernels
 from .agreement import INNER_UNIT, TIMES_ROUNDING, DoesNotCompile, faults, on, poisoned_memory, reference_of
 from .cases import _scan
-from .gluon_kernels import HALF, LEAST_CHUNKS, ON_HOPPER, check_replays, needs_hopper, needs_triton, tile, told
+from .gluon_kernels import HALF, LEAST_CHUNKS, ON_HOPPER, assemble, hopper, needs_triton, on_hopper, replays, tile, told
 from .rounding import moved_by_rounding
 
 SIZES = {"P": 64, "N": 128}
@@ -19,38 +19,22 @@ WALK = {**SIZES, "L": 64, "REVERSE": 0, "SKIP": 1, "FIRST": 1, "ROWS": 1, "PACKE
 WALK |= {"v": "bfloat16", "out": "bfloat16"}
 PAIRS = {**SIZES, "L": 128, "HB": 8, "PACKED": 0, "dy": "bfloat16"}
 KEYS = {**SIZES, "L": 128, "HB": 8, "PACKED": 0, "d_B": "bfloat16"}
-KERNELS = {
-    "walk": WALK,
-    "walk_to_float32": {**WALK, "out": "float32", "FIRST": 0},
-    "walk_of_states_of_64": {**WALK, "N": 64, "SKIP": 0},
-    "states_alone": {**WALK, "ROWS": 0, "SKIP": 0},
-    "walk_back": {**WALK, "REVERSE": 1},
-    "walk_back_of_float32": {**WALK, "REVERSE": 1, "v": "float32"},
-    "scores_grad": PAIRS,
-    "scores_grad_of_float32": {**PAIRS, "dy": "float32"},
-    "scores_grad_of_one_head": {**PAIRS, "N": 64, "HB": 1},
-    "key_grad": KEYS,
-    "key_grad_in_parts": {**KEYS, "d_B": "float32"},
-    "key_grad_of_one_head": {**KEYS, "N": 64, "HB": 1},
-    "walk_of_documents": {**WALK, "PACKED": 1},
-    "walk_back_of_documents": {**WALK, "REVERSE": 1, "v": "float32", "PACKED": 1},
-    "scores_grad_of_documents": {**PAIRS, "dy": "float32", "PACKED": 1},
-    "key_grad_of_documents": {**KEYS, "PACKED": 1},
-}
+KERNELS = {"walk": WALK, "walk_to_float32": {**WALK, "out": "float32", "FIRST": 0},
+           "walk_of_states_of_64": {**WALK, "N": 64, "SKIP": 0}, "states_alone": {**WALK, "ROWS": 0, "SKIP": 0},
+           "walk_back": {**WALK, "REVERSE": 1}, "walk_back_of_float32": {**WALK, "REVERSE": 1, "v": "float32"},
+           "scores_grad": PAIRS, "scores_grad_of_float32": {**PAIRS, "dy": "float32"},
+           "scores_grad_of_one_head": {**PAIRS, "N": 64, "HB": 1}, "key_grad": KEYS,
+           "key_grad_in_parts": {**KEYS, "d_B": "float32"}, "key_grad_of_one_head": {**KEYS, "N": 64, "HB": 1},
+           "walk_of_documents": {**WALK, "PACKED": 1},
+           "walk_back_of_documents": {**WALK, "REVERSE": 1, "v": "float32", "PACKED": 1},
+           "scores_grad_of_documents": {**PAIRS, "dy": "float32", "PACKED": 1},
+           "key_grad_of_documents": {**KEYS, "PACKED": 1}}
 FLOATS = ("decay", "steps", "skip", "first", "states", "last", "d_scores", "row_sums", "column_sums", "across",
           "diagonal", "d_skip", "dots", "inner")  # fmt: skip
 
 
-def hopper():
-    from megacpp_compile.lowerings.ssd_scan import _hopper
-
-    if _hopper.kernels.missing:
-        pytest.skip(_hopper.kernels.missing)
-    return _hopper
-
-
-def assembled(label: str) -> tuple[str, int]:
-    gluon, constants = hopper(), dict(KERNELS[label])
+def compiled(label: str) -> Any:
+    gluon, constants = hopper("ssd_scan"), dict(KERNELS[label])
     (own,) = {"dy", "d_B", "out"} & constants.keys()
     kernel, warps = {"out": (gluon.ssd_walk_hopper, 4), "dy": (gluon.ssd_scores_grad_hopper, 4),
                      "d_B": (gluon.ssd_key_grad_hopper, 8)}[own]  # fmt: skip
@@ -60,15 +44,18 @@ def assembled(label: str) -> tuple[str, int]:
     types |= {name: tile((1, rows, P), dtypes.get(name, torch.bfloat16)) for name in ("v", "x", "dy", "out")}
     types |= {"d_B": tile((1, rows, N), dtypes.get("d_B", torch.bfloat16))}
     types |= dict.fromkeys(("left", "entering"), tile((P, N), torch.float32))
-    return gluon_kernels.assembled(kernel, types, constants, num_warps=warps)
+    return assemble(kernel, types, constants, num_warps=warps)
 
 
+@pytest.mark.end_to_end
+@pytest.mark.rare(*(KERNELS.keys() - {"walk", "walk_back_of_documents", "scores_grad", "key_grad"}))
 @needs_triton
-@pytest.mark.parametrize("label", KERNELS)
-def test_compiles_for_hopper(label):
-    text, shared = assembled(label)
+@pytest.mark.parametrize("case", KERNELS)
+def test_compiles_for_hopper(case):
+    made = compiled(case)
+    text, shared = made.asm["ptx"], made.metadata.shared
     third = 75 * 1024
-    assert shared <= (227 * 1024 if label.startswith("key") else third if label.startswith("scores") else HALF)
+    assert shared <= (227 * 1024 if case.startswith("key") else third if case.startswith("scores") else HALF)
     # All tiles of operands come by TMA, and GEMMs read them where they are.
     assert "cp.async.bulk.tensor.3d.shared" in text and "wgmma.mma_async" in text
 
@@ -92,13 +79,14 @@ FLOAT32 = torch.empty(0, device="meta")
 
 
 @needs_triton
-@pytest.mark.parametrize(("change", "served"), [
-    ({}, True), ({"n": 64}, True), ({"rows": torch.float32}, True), ({"chunk": 64}, True), ({"batch": 2, "count": 64}, True),
-    ({"n": 256}, False), ({"p": 128}, False), ({"chunk": 32}, False), ({"x": FLOAT32}, False), ({"C": FLOAT32}, False),
-    ({"rows": torch.float16}, False), ({"count": 127}, False), ({"hopper": False}, False), ({"missing": "a name"}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(("change", "served"),
+                         [({}, True), ({"n": 64}, True), ({"rows": torch.float32}, True), ({"chunk": 64}, True),
+                          ({"batch": 2, "count": 64}, True), ({"n": 256}, False), ({"p": 128}, False),
+                          ({"chunk": 32}, False), ({"x": FLOAT32}, False), ({"C": FLOAT32}, False),
+                          ({"rows": torch.float16}, False), ({"count": 127}, False), ({"hopper": False}, False),
+                          ({"missing": "a name"}, False)])  # fmt: skip
 def test_whom_it_serves(monkeypatch, change, served):
-    gluon, change = hopper(), dict(change)
+    gluon, change = hopper("ssd_scan"), dict(change)
     on_chip, missing = change.pop("hopper", True), change.pop("missing", "")
     rows = change.pop("rows", torch.bfloat16)
     monkeypatch.setattr(ON_HOPPER, lambda device: on_chip)
@@ -115,10 +103,9 @@ def scan(rand, **options):
 @needs_triton
 @pytest.mark.parametrize("op", ["scan", "backward"])
 def test_what_does_not_compile_is_served_otherwise(rand, monkeypatch, caplog, op):
-    """By Triton's kernels, of the same arguments; said once."""
     from megacpp_compile.lowerings.ssd_scan import _call, cuda_triton
 
-    gluon = hopper()
+    gluon = hopper("ssd_scan")
     monkeypatch.setattr(gluon.kernels, "missing", "")
     monkeypatch.setattr(gluon, "ssd_walk_hopper", DoesNotCompile())
     monkeypatch.setattr(_call.Call, "decay", lambda call, length: (call.dt, call.dt))
@@ -136,6 +123,7 @@ def test_what_does_not_compile_is_served_otherwise(rand, monkeypatch, caplog, op
     assert caplog.text.count("no attribute 'barrier'") == 1 and "Triton's own" in caplog.text
 
 
+@pytest.mark.end_to_end
 def test_ops_are_there_with_the_scan():
     """A graph from a cache calls them in a process that has lowered nothing; on no data they give what the op does."""
     code = """
@@ -158,36 +146,25 @@ print(len(ours))
     assert out.stdout.split() == ["10"], out
 
 
-NUMBERS = {
-    "as_in_a_model": {},
-    "ragged": {"t": 1000, "b": 2, "h": 16},
-    "one_group": {"g": 1, "h": 24, "t": 300},
-    "a_group_a_head": {"g": 4, "h": 4},
-    "states_of_64": {"n": 64, "t": 520},
-    "states_every_64": {"chunk": 64, "t": 300},
-    "states_every_128": {"chunk": 128, "t": 300, "b": 2},
-    "one_chunk": {"t": 40},
-    "no_state": {"initial": False},
-    "bare": {"initial": False, "skip": False},
-    "strong_decay": {"rates": (1.0, 40.0), "t": 400},
-    "no_decay": {"rates": (0.0, 0.0)},
-    "rows_together": {},
-    "gradient_in_slices": {"t": 300},
-    "documents": {"t": 300, "b": 2, "begins": [(0, 3, 64, 70, 127, 128, 191), (250,)]},
-    "documents_in_short_chunks": {"t": 520, "chunk": 64, "begins": [(1, 63, 65, 256, 400)], "initial": False},
-    "documents_of_one_group": {"t": 300, "g": 1, "h": 24, "chunk": 128, "begins": [(130,)]},
-}
+NUMBERS = {"as_in_a_model": {}, "ragged": {"t": 1000, "b": 2, "h": 16}, "one_group": {"g": 1, "h": 24, "t": 300},
+           "a_group_a_head": {"g": 4, "h": 4}, "states_of_64": {"n": 64, "t": 520},
+           "states_every_64": {"chunk": 64, "t": 300}, "states_every_128": {"chunk": 128, "t": 300, "b": 2},
+           "one_chunk": {"t": 40}, "no_state": {"initial": False}, "bare": {"initial": False, "skip": False},
+           "strong_decay": {"rates": (1.0, 40.0), "t": 400}, "no_decay": {"rates": (0.0, 0.0)}, "rows_together": {},
+           "gradient_in_slices": {"t": 300},
+           "documents": {"t": 300, "b": 2, "begins": [(0, 3, 64, 70, 127, 128, 191), (250,)]},
+           "documents_in_short_chunks": {"t": 520, "chunk": 64, "begins": [(1, 63, 65, 256, 400)], "initial": False},
+           "documents_of_one_group": {"t": 300, "g": 1, "h": 24, "chunk": 128, "begins": [(130,)]}}
 
 
-@pytest.mark.cuda
-@needs_hopper
+@on_hopper
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float32], ids=["rows_in_16_bits", "rows_in_float32"])
 @pytest.mark.parametrize("label", NUMBERS)
 def test_numbers(rand, monkeypatch, label, rows):
     """Against the definition in float64: what is not rounded to bfloat16 at the end, to three units of 16 bits."""
     from megacpp_compile.lowerings.ssd_scan import cuda_triton
 
-    gluon, launched = hopper(), []
+    gluon, launched = hopper("ssd_scan"), []
     monkeypatch.setattr(LEAST_CHUNKS, 0)
     names = "ssd_walk_hopper", "ssd_scores_grad_hopper", "ssd_key_grad_hopper"
     for name in names:
@@ -227,14 +204,13 @@ def test_numbers(rand, monkeypatch, label, rows):
     assert launched == [*walks, *names[1:]]
 
 
-@pytest.mark.cuda
-@needs_hopper
+@on_hopper
 @pytest.mark.parametrize("label", ["as_in_a_model", "ragged", "one_group", "documents"])
 def test_gradients_side_by_side(rand, monkeypatch, label):
     """Those of x, B and C, wherever they begin, are to the bit what they are in memory of their own."""
     from megacpp_compile.lowerings.ssd_scan import cuda_triton
 
-    hopper()
+    hopper("ssd_scan")
     monkeypatch.setattr(LEAST_CHUNKS, 0)
     args, _, documents = scan(rand, **NUMBERS[label])
     args, (documents,) = on("cuda", args), on("cuda", (documents,))
@@ -249,12 +225,11 @@ def test_gradients_side_by_side(rand, monkeypatch, label):
     assert all(torch.equal(rest[i - 1], apart[i]) for i in (1, 2, 5, 6))
 
 
-@pytest.mark.cuda
-@needs_hopper
+@on_hopper
 def test_in_a_cuda_graph(rand, monkeypatch):
     from megacpp_compile.lowerings.ssd_scan import cuda_triton
 
-    hopper()
+    hopper("ssd_scan")
     monkeypatch.setattr(LEAST_CHUNKS, 0)
     args, *_ = scan(rand, b=2, t=1024)
     args = on("cuda", args)
@@ -263,4 +238,4 @@ def test_in_a_cuda_graph(rand, monkeypatch):
         y, last, states = cuda_triton.ssd_scan(*args, torch.float32)
         return [y, last, *cuda_triton.ssd_scan_backward(y, last, *args[:7], states, args[7])]
 
-    check_replays(made)
+    replays(made)

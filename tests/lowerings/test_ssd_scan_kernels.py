@@ -7,19 +7,16 @@ import torch
 
 from megacpp_compile.lowerings.ssd_scan import reference
 
-from .agreement import INNER_UNIT, TIMES_ROUNDING, faults, of_kernels, on
+from .agreement import CUDA, DEVICE, INNER_UNIT, OF_KERNELS, TIMES_ROUNDING, faults, module_of, on, seldom
 from .cases import _scan
+from .contract import identical
 from .rounding import moved_by_rounding
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-pytestmark = of_kernels()
+pytestmark = OF_KERNELS
 
 
 def kernels():
-    from megacpp_compile.lowerings.ssd_scan import cuda_triton
-
-    return cuda_triton
+    return module_of("ssd_scan", "cuda_triton")
 
 
 def call(rand, dtype=torch.bfloat16, out=torch.float32, **options):
@@ -50,8 +47,8 @@ def test_products_keep_16_bits(rand):
     assert not faults([d_A], [d_want[2]], 3 * INNER_UNIT, rounding)  # four sums of numbers of either sign
 
 
+@seldom
 def test_a_state_carried_over_is_the_whole_sequence(rand):
-    """Two calls, the second from the first one's final state, are one."""
     x, dt, A, B, C, D, state, chunk, out = call(rand, b=1, t=40)
     whole, final, _ = kernels().ssd_scan(x, dt, A, B, C, D, state, chunk, out)
     parts, at = [], 23
@@ -61,6 +58,7 @@ def test_a_state_carried_over_is_the_whole_sequence(rand):
     assert not faults([torch.cat(parts, 1), state], [whole, final], 3 * INNER_UNIT)
 
 
+@seldom
 def test_one_tensor_for_both(rand):
     """B and C may be one and the same tensor: nothing may be told by who is who."""
     x, dt, A, B, _, D, state, chunk, out = call(rand, b=1, t=20)
@@ -69,20 +67,20 @@ def test_one_tensor_for_both(rand):
     back = backward_of(rand, (x, dt, A, B, B, D, state, chunk, out), ones[2])
     ones += kernels().ssd_scan_backward(*back)
     twos += kernels().ssd_scan_backward(*back[:6], back[6].clone(), *back[7:])
-    for a, b in zip(ones, twos, strict=True):
-        assert torch.equal(a, b)
+    identical(ones, twos)
 
 
+@seldom
 @pytest.mark.parametrize("chunk", [16, 256])
 def test_equal_inputs_give_equal_bits(rand, chunk):
     args = call(rand, b=1, t=20, g=1, h=6, chunk=chunk)
     forward = [kernels().ssd_scan(*args) for _ in range(2)]
     back = backward_of(rand, args, forward[0][2])
     backward = [kernels().ssd_scan_backward(*back) for _ in range(2)]
-    for first, second in zip((*forward[0], *backward[0]), (*forward[1], *backward[1]), strict=True):
-        assert torch.equal(first, second)
+    identical((*forward[0], *backward[0]), (*forward[1], *backward[1]))
 
 
+@seldom
 def test_nothing_of_a_document_reaches_the_next(rand):
     """In no bit, however large: what does not decay over a start is a zero of its own, not a small factor."""
     args, cut = call(rand, b=1, t=40), 20
@@ -93,15 +91,9 @@ def test_nothing_of_a_document_reaches_the_next(rand):
     assert torch.equal(y[:, cut:], y_loud[:, cut:]) and torch.equal(final, final_loud)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"dtype": torch.float64}, "float64"),
-        ({"p": 24}, "heads of 24 with states of 16"),
-        ({"n": 512}, "heads of 16 with states of 512"),
-    ],
-    ids=["float64", "heads", "states"],
-)
+@pytest.mark.parametrize(("options", "reason"),
+                         [({"dtype": torch.float64}, "float64"), ({"p": 24}, "heads of 24 with states of 16"),
+                          ({"n": 512}, "heads of 16 with states of 512")], ids=["float64", "heads", "states"])
 def test_refusals(rand, options, reason):
     args = call(rand, t=3, **options)
     for name, given in (("ssd_scan", args), ("ssd_scan_backward", (args[0], None, *args[:-2], args[0], args[-2]))):
@@ -122,8 +114,7 @@ def test_rows_that_begin_anywhere(rand):
         args = operands[0], dt, A, *operands[1:], *others
         out += kernels().ssd_scan(*args)
         out += kernels().ssd_scan_backward(torch.ones_like(out[0]), None, *args[:-2], out[2], *args[-2:-1])
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other)
+    identical(got, want)
 
 
 @pytest.mark.skipif(not CUDA, reason="memory and waiting are a GPU's")

@@ -61,21 +61,13 @@ def test_what_is_handed_over_is_an_argument_of_the_backward(name):
 
 @pytest.mark.parametrize(
     ("op", "facts"),
-    [
-        (aten.mm.default, {"gemm"}),
-        (aten.baddbmm.default, {"gemm"}),
-        (aten.convolution.default, {"gemm"}),
-        (aten._scaled_dot_product_flash_attention_for_cpu.default, {"core"}),
-        (torch.ops.higher_order.flex_attention, {"core"}),
-        (aten.topk.default, {"selection"}),
-        (aten.argmax.default, {"selection", "reduction"}),
-        (aten.amax.default, {"reduction"}),
-        (aten.add.Tensor, {"pointwise"}),
-        (torch.ops.prims.convert_element_type.default, {"pointwise"}),
-        (aten.index_put.default, set()),
-        (torch.ops._c10d_functional.all_reduce.default, {"unknown"}),
-        (torch.sin, {"unknown"}),
-    ],
+    [(aten.mm.default, {"gemm"}), (aten.baddbmm.default, {"gemm"}), (aten.convolution.default, {"gemm"}),
+     (aten._scaled_dot_product_flash_attention_for_cpu.default, {"core"}),
+     (torch.ops.higher_order.flex_attention, {"core"}), (aten.topk.default, {"selection"}),
+     (aten.argmax.default, {"selection", "reduction"}), (aten.amax.default, {"reduction"}),
+     (aten.add.Tensor, {"pointwise"}), (torch.ops.prims.convert_element_type.default, {"pointwise"}),
+     (aten.index_put.default, set()), (torch.ops._c10d_functional.all_reduce.default, {"unknown"}),
+     (torch.sin, {"unknown"})],
     ids=lambda v: "-".join(sorted(v)) if isinstance(v, set) else getattr(v, "__name__", None) or str(v),
 )
 def test_torch(op, facts):

@@ -10,9 +10,9 @@ import torch
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="without Triton there are no kernels")
 
 
-@pytest.mark.parametrize("rows, offset, channels, copied", [
-    (32, 0, 32, False), (48, 0, 32, False), (40, 0, 32, True), (48, 8, 32, False), (48, 4, 32, True), (24, 0, 24, False),
-])  # fmt: skip
+@pytest.mark.parametrize("rows, offset, channels, copied",
+                         [(32, 0, 32, False), (48, 0, 32, False), (40, 0, 32, True), (48, 8, 32, False),
+                          (48, 4, 32, True), (24, 0, 24, False)])  # fmt: skip
 def test_rows_begin_at_sixteens(rand, rows, offset, channels, copied):
     """An offset is told in bytes, 16 of them; and what is not aligned as a copy either stays."""
     from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens
