@@ -11,72 +11,27 @@ from torch import Tensor, nn
 
 from .near_misses import DIM, HEADS, ROPE, Heads, Latents, latent_attention, turn
 
-POSITIONS, OTHERS = {}, {}
-
-
-def _spelling(f):
-    POSITIONS[f.__name__] = f
-    return f
-
-
-def _other(f):
-    OTHERS[f.__name__] = f
-    return f
-
 
 def _tokens(cu: Tensor, tokens: int) -> Tensor:
     return torch.arange(tokens, device=cu.device)
 
 
-@_spelling
-def starts_repeated(cu, tokens):
-    return _tokens(cu, tokens) - torch.repeat_interleave(cu[:-1], cu.diff(), output_size=tokens)
-
-
-@_spelling
-def starts_repeated_by_differences(cu, tokens):
-    lengths = cu[1:] - cu[:-1]
-    return torch.arange(0, tokens) - cu[:-1].repeat_interleave(lengths, output_size=tokens)
-
-
-@_spelling
 def numbers_repeated(cu, tokens):
     lengths = torch.diff(cu)
     numbers = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths, output_size=tokens)
     return _tokens(cu, tokens) - cu[numbers]
 
 
-@_spelling
-def searched(cu, tokens):
-    t = _tokens(cu, tokens)
-    return t - cu[torch.searchsorted(cu.to(torch.int64), t, right=True) - 1]
-
-
-@_spelling
 def searched_in_ends(cu, tokens):
     t = torch.arange(tokens, dtype=cu.dtype)
     return (t - cu.gather(0, torch.searchsorted(cu[1:], t, side="right"))).long()
 
 
-@_spelling
-def bucketized(cu, tokens):
-    t = _tokens(cu, tokens)
-    return t - torch.index_select(cu, 0, torch.bucketize(t, cu[1:], right=True)).long()
-
-
-@_spelling
-def compared(cu, tokens):
-    t = _tokens(cu, tokens)
-    return (t - cu[:-1][(t[:, None] >= cu[None, :-1]).sum(-1) - 1]).clamp(min=0)
-
-
-@_spelling
 def flags_added_up(cu, tokens):
     flags = torch.zeros(tokens + 1, dtype=torch.int64).index_add(0, cu[1:].long(), torch.ones_like(cu[1:]).long())
     return _tokens(cu, tokens) - cu[flags[:tokens].cumsum(0)]
 
 
-@_spelling
 def flags_put(cu, tokens):
     flags = torch.zeros(tokens, dtype=torch.int64)
     at = cu[1:-1].long()
@@ -84,23 +39,36 @@ def flags_put(cu, tokens):
     return _tokens(cu, tokens) - cu[flags.cumsum(0)]
 
 
-@_spelling
 def lengths_summed(cu, tokens):
     """The offsets are made in the graph, of the documents' lengths."""
-    lengths = cu[1:] - cu[:-1]
-    made = F.pad(lengths.cumsum(0), (1, 0))
-    t = _tokens(cu, tokens)
+    made, t = F.pad((cu[1:] - cu[:-1]).cumsum(0), (1, 0)), _tokens(cu, tokens)
     return t - made[torch.searchsorted(made, t, right=True) - 1]
 
 
-@_spelling
 def lengths_summed_and_repeated(cu, tokens):
     lengths = (cu[1:] - cu[:-1]).clone()
     starts = lengths.cumsum(0) - lengths
     return _tokens(cu, tokens) - starts.repeat_interleave(lengths, output_size=tokens)
 
 
-@_other
+def of_tokens(positions):
+    """`positions(offsets, the tokens' numbers)`."""
+    return lambda cu, tokens: positions(cu, _tokens(cu, tokens))
+
+
+POSITIONS = {
+    f.__name__: f for f in (
+        numbers_repeated, searched_in_ends, flags_added_up, flags_put, lengths_summed, lengths_summed_and_repeated)
+} | {
+    "starts_repeated": lambda cu, n: _tokens(cu, n) - torch.repeat_interleave(cu[:-1], cu.diff(), output_size=n),
+    "starts_repeated_by_differences": (
+        lambda cu, n: torch.arange(0, n) - cu[:-1].repeat_interleave(cu[1:] - cu[:-1], output_size=n)),
+    "searched": of_tokens(lambda cu, t: t - cu[torch.searchsorted(cu.to(torch.int64), t, right=True) - 1]),
+    "bucketized": of_tokens(lambda cu, t: t - torch.index_select(cu, 0, torch.bucketize(t, cu[1:], right=True)).long()),
+    "compared": of_tokens(lambda cu, t: (t - cu[:-1][(t[:, None] >= cu[None, :-1]).sum(-1) - 1]).clamp(min=0)),
+}  # fmt: skip
+
+
 def flags_set_once(cu, tokens):
     """Documents without tokens are not counted."""
     flags = torch.zeros(tokens + 1, dtype=torch.int64)
@@ -108,35 +76,25 @@ def flags_set_once(cu, tokens):
     return (_tokens(cu, tokens) - cu[flags[:tokens].cumsum(0)]) % 9
 
 
-@_other
-def searched_from_the_left(cu, tokens):
-    """A document's first token belongs to the one before."""
-    t = _tokens(cu, tokens)
-    return t - cu[(torch.searchsorted(cu.long(), t, right=False) - 1).clamp(min=0)]
-
-
-@_other
-def starts_of_the_next(cu, tokens):
-    t = _tokens(cu, tokens)
-    return cu[torch.searchsorted(cu.long(), t, right=True).clamp(max=cu.shape[0] - 1)] - t
-
-
-@_other
-def other_lengths(cu, tokens):
-    """The starts of documents, repeated by lengths that are not theirs."""
-    return _tokens(cu, tokens) - cu[:-1].repeat_interleave(cu.diff().flip(0), output_size=tokens).clamp(max=0)
-
-
-@_other
 def tokens_from_one(cu, tokens):
     t = torch.arange(1, tokens + 1)
     return t - cu[torch.searchsorted(cu.long(), t - 1, right=True) - 1]
 
 
-@_other
-def offsets_of_another_row(cu, tokens):
-    t = _tokens(cu, tokens)
-    return t - (cu * 1)[torch.searchsorted(cu.long(), t, right=True) - 1]
+OTHERS = {
+    "flags_set_once": flags_set_once,
+    # a document's first token belongs to the one before
+    "searched_from_the_left": of_tokens(
+        lambda cu, t: t - cu[(torch.searchsorted(cu.long(), t, right=False) - 1).clamp(min=0)]),
+    "starts_of_the_next": of_tokens(
+        lambda cu, t: cu[torch.searchsorted(cu.long(), t, right=True).clamp(max=cu.shape[0] - 1)] - t),
+    # the starts of documents, repeated by lengths that are not theirs
+    "other_lengths": lambda cu, n: (
+        _tokens(cu, n) - cu[:-1].repeat_interleave(cu.diff().flip(0), output_size=n).clamp(max=0)),
+    "tokens_from_one": tokens_from_one,
+    "offsets_of_another_row": of_tokens(
+        lambda cu, t: t - (cu * 1)[torch.searchsorted(cu.long(), t, right=True) - 1]),
+}  # fmt: skip
 
 
 class PackedHeads(nn.Module):

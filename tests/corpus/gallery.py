@@ -15,17 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import jitter_gains
-from .spellings import (
-    ROPES,
-    ConcatSpelling,
-    FunctionalRMSNorm,
-    PlainMLA,
-    TypeAsThenGain,
-    angles,
-    rotate_half,
-    sdpa,
-    tables,
-)
+from .spellings import NORMS, ROPES, ConcatSpelling, PlainMLA, angles, rotate_half, sdpa, tables
 
 BATCH, SEQ, DIM = 2, 6, 40
 HEADS, Q_RANK, KV_RANK, NOPE, ROPE, V = 3, 20, 26, 16, 8, 12
@@ -46,13 +36,14 @@ GALLERY: dict[str, Entry] = {}
 
 
 def gallery(name: str, expected: dict[str, int | str]):
-    """Decorator for a function that returns (module, args)."""
+    """Decorator for a function that returns (module, args), or a module alone, whose argument is `hidden_states()`."""
 
     def register(make):
         def build():
             with torch.random.fork_rng(devices=()):
                 torch.manual_seed(0)
-                module, args = make()
+                made = make()
+                module, args = made if isinstance(made, tuple) else (made, (hidden_states(),))
             return jitter_gains(module), args
 
         GALLERY[name] = Entry(name, build, dict(expected))
@@ -80,9 +71,9 @@ class ReferenceMLA(nn.Module):
     def __init__(self, absorbed: bool):
         super().__init__()
         self.absorbed = absorbed
-        self.wq_a, self.q_norm = linear(DIM, Q_RANK), FunctionalRMSNorm(Q_RANK)
+        self.wq_a, self.q_norm = linear(DIM, Q_RANK), NORMS["functional_rms_norm"](Q_RANK)
         self.wq_b = linear(Q_RANK, HEADS * (NOPE + ROPE))
-        self.wkv_a, self.kv_norm = linear(DIM, KV_RANK + ROPE), FunctionalRMSNorm(KV_RANK)
+        self.wkv_a, self.kv_norm = linear(DIM, KV_RANK + ROPE), NORMS["functional_rms_norm"](KV_RANK)
         self.wkv_b = linear(KV_RANK, HEADS * (NOPE + V))
         self.wo = linear(HEADS * V, DIM)
         self.softmax_scale = (NOPE + ROPE) ** -0.5
@@ -127,30 +118,9 @@ def _reference_arguments():
     return hidden_states(), *tables("complex", SEQ, ROPE), mask
 
 
-@gallery("deepseek_v3_reference_naive", MLA)
-def deepseek_v3_reference_naive():
-    return ReferenceMLA(absorbed=False), _reference_arguments()
-
-
-@gallery("deepseek_v3_reference_absorbed", {"down_norm_up": 1, "mla_rope_q": 0, "mla_rope_kv": 0})
-def deepseek_v3_reference_absorbed():
-    return ReferenceMLA(absorbed=True), _reference_arguments()
-
-
-class RemoteCodeNorm(nn.Module):
-    """RMSNorm of the model files that travel with checkpoints: back to the input's dtype, then the gain."""
-
-    def __init__(self, hidden_size, eps=1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = eps
-
-    def forward(self, hidden_states):
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
+gallery("deepseek_v3_reference_naive", MLA)(lambda: (ReferenceMLA(absorbed=False), _reference_arguments()))
+gallery("deepseek_v3_reference_absorbed", {"down_norm_up": 1, "mla_rope_q": 0, "mla_rope_kv": 0})(
+    lambda: (ReferenceMLA(absorbed=True), _reference_arguments()))  # fmt: skip
 
 
 class RemoteCodeMLA(nn.Module):
@@ -159,10 +129,10 @@ class RemoteCodeMLA(nn.Module):
     def __init__(self, bias=False, latent_scale=None, cache=None):
         super().__init__()
         self.latent_scale = latent_scale
-        self.q_a_proj, self.q_a_layernorm = linear(DIM, Q_RANK, bias), RemoteCodeNorm(Q_RANK)
+        self.q_a_proj, self.q_a_layernorm = linear(DIM, Q_RANK, bias), NORMS["cast_before_gain"](Q_RANK)
         self.q_b_proj = linear(Q_RANK, HEADS * (NOPE + ROPE))
         self.kv_a_proj_with_mqa = linear(DIM, KV_RANK + ROPE, bias)
-        self.kv_a_layernorm = RemoteCodeNorm(KV_RANK)
+        self.kv_a_layernorm = NORMS["cast_before_gain"](KV_RANK)
         self.kv_b_proj = linear(KV_RANK, HEADS * (NOPE + V))
         self.o_proj = linear(HEADS * V, DIM, bias)
         cos, sin = tables("full", 16, ROPE)
@@ -217,29 +187,13 @@ def _remote_code_arguments():
     return hidden_states(), torch.arange(SEQ)[None]
 
 
-@gallery("deepseek_v2_remote_code", MLA)
-def deepseek_v2_remote_code():
-    return RemoteCodeMLA(), _remote_code_arguments()
-
-
-@gallery("biases_in_projections", {**MLA, "down_norm_up": "2?"})
-def biases_in_projections():
-    return RemoteCodeMLA(bias=True), _remote_code_arguments()
-
-
-@gallery("latent_scaled_by_a_constant", {**MLA, "down_norm_up": "2?"})
-def latent_scaled_by_a_constant():
-    return RemoteCodeMLA(latent_scale=0.7), _remote_code_arguments()
-
-
-@gallery("latent_written_to_cache", MLA)
-def latent_written_to_cache():
-    return RemoteCodeMLA(cache="latent"), _remote_code_arguments()
-
-
-@gallery("keys_written_to_cache", MLA)
-def keys_written_to_cache():
-    return RemoteCodeMLA(cache="keys"), _remote_code_arguments()
+gallery("deepseek_v2_remote_code", MLA)(lambda: (RemoteCodeMLA(), _remote_code_arguments()))
+gallery("biases_in_projections", {**MLA, "down_norm_up": "2?"})(
+    lambda: (RemoteCodeMLA(bias=True), _remote_code_arguments()))  # fmt: skip
+gallery("latent_scaled_by_a_constant", {**MLA, "down_norm_up": "2?"})(
+    lambda: (RemoteCodeMLA(latent_scale=0.7), _remote_code_arguments()))  # fmt: skip
+gallery("latent_written_to_cache", MLA)(lambda: (RemoteCodeMLA(cache="latent"), _remote_code_arguments()))
+gallery("keys_written_to_cache", MLA)(lambda: (RemoteCodeMLA(cache="keys"), _remote_code_arguments()))
 
 
 # --- Megatron and NeMo: (S, B, H, D)
@@ -330,14 +284,8 @@ class TitanMLA(nn.Module):
         return self.finish(out.transpose(1, 2).contiguous().view(bsz, seqlen, -1), q)
 
 
-@gallery("torchtitan", MLA)
-def torchtitan():
-    return TitanMLA(Q_RANK), (hidden_states(),)
-
-
-@gallery("query_without_low_rank", {**MLA, "down_norm_up": 1})
-def query_without_low_rank():
-    return TitanMLA(), (hidden_states(),)
+gallery("torchtitan", MLA)(lambda: TitanMLA(Q_RANK))
+gallery("query_without_low_rank", {**MLA, "down_norm_up": 1})(TitanMLA)
 
 
 class OneDownProjection(TitanMLA):
@@ -364,16 +312,11 @@ class OneDownProjection(TitanMLA):
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
-@gallery("one_down_projection", MLA)
-def one_down_projection():
-    return OneDownProjection(), (hidden_states(),)
+gallery("one_down_projection", MLA)(OneDownProjection)
+gallery("one_down_projection_with_bias_cut_twice", MLA)(lambda: OneDownProjection(bias=True, in_two_steps=True))
 
 
-@gallery("one_down_projection_with_bias_cut_twice", MLA)
-def one_down_projection_with_bias_cut_twice():
-    return OneDownProjection(bias=True, in_two_steps=True), (hidden_states(),)
-
-
+@gallery("separate_query_linears", {"down_norm_up": 1, "mla_rope_q": "1?", "mla_rope_kv": 1})
 class SeparateQueryLinears(TitanMLA):
     """A projection for the nope lanes and another for the rope lanes: there is no one query buffer."""
 
@@ -387,11 +330,7 @@ class SeparateQueryLinears(TitanMLA):
         return torch.cat([q_nope, self.rotate(q_pe)], dim=-1)
 
 
-@gallery("separate_query_linears", {"down_norm_up": 1, "mla_rope_q": "1?", "mla_rope_kv": 1})
-def separate_query_linears():
-    return SeparateQueryLinears(), (hidden_states(),)
-
-
+@gallery("query_rotated_in_place", {"down_norm_up": 1, "mla_rope_q": "1?", "mla_rope_kv": 1})
 class QueryRotatedInPlace(TitanMLA):
     """The rotated slice is written back over the query."""
 
@@ -401,11 +340,7 @@ class QueryRotatedInPlace(TitanMLA):
         return q
 
 
-@gallery("query_rotated_in_place", {"down_norm_up": 1, "mla_rope_q": "1?", "mla_rope_kv": 1})
-def query_rotated_in_place():
-    return QueryRotatedInPlace(), (hidden_states(),)
-
-
+@gallery("query_used_again", {"mla_rope_q": "2?", "mla_rope_kv": 0, "down_norm_up": 0})
 class QueryUsedAgain(TitanMLA):
     """The query before rotation gates the output: an op that rotates in place must not spoil it."""
 
@@ -421,21 +356,12 @@ class QueryUsedAgain(TitanMLA):
         return (q * gate + other).flatten(2)
 
 
-@gallery("query_used_again", {"mla_rope_q": "2?", "mla_rope_kv": 0, "down_norm_up": 0})
-def query_used_again():
-    return QueryUsedAgain(), (hidden_states(),)
-
-
+@gallery("rotated_slice_used_again", {**MLA, "down_norm_up": 1})
 class RotatedSliceUsedAgain(TitanMLA):
     """The rotated lanes are read once more, out of the finished query."""
 
     def finish(self, out, q):
         return self.wo(out) + q[..., NOPE:].sum((-1, -2))[..., None]
-
-
-@gallery("rotated_slice_used_again", {**MLA, "down_norm_up": 1})
-def rotated_slice_used_again():
-    return RotatedSliceUsedAgain(), (hidden_states(),)
 
 
 class Autocast(nn.Module):
@@ -450,9 +376,7 @@ class Autocast(nn.Module):
             return self.block(*args).float()
 
 
-@gallery("autocast_inside", MLA)
-def autocast_inside():
-    return Autocast(TitanMLA(Q_RANK)), (hidden_states(),)
+gallery("autocast_inside", MLA)(lambda: Autocast(TitanMLA(Q_RANK)))
 
 
 class Checkpointed(nn.Module):
@@ -468,9 +392,8 @@ class Checkpointed(nn.Module):
         return x
 
 
-@gallery("checkpointed_blocks", {"down_norm_up": "4?", "mla_rope_q": "2?", "mla_rope_kv": "2?"})
-def checkpointed_blocks():
-    return Checkpointed([TitanMLA(Q_RANK) for _ in range(2)]), (hidden_states(),)
+gallery("checkpointed_blocks", {"down_norm_up": "4?", "mla_rope_q": "2?", "mla_rope_kv": "2?"})(
+    lambda: Checkpointed([TitanMLA(Q_RANK) for _ in range(2)]))  # fmt: skip
 
 
 class SharedBlock(nn.Module):
@@ -485,9 +408,8 @@ class SharedBlock(nn.Module):
         return x + self.block(x, *tables)
 
 
-@gallery("one_block_twice", {name: 2 * count for name, count in MLA.items()})
-def one_block_twice():
-    return SharedBlock(PlainMLA(table_source="buffer", concat="assign_into_empty")), (hidden_states(),)
+gallery("one_block_twice", {name: 2 * count for name, count in MLA.items()})(
+    lambda: SharedBlock(PlainMLA(table_source="buffer", concat="assign_into_empty")))  # fmt: skip
 
 
 @gallery("turned_backwards", {**MLA, "mla_rope_q": "1?", "mla_rope_kv": "1?"})
@@ -572,9 +494,8 @@ class MiniGQA(nn.Module):
         return self.o_proj(out.transpose(1, 2).reshape(b, s, -1))
 
 
-@gallery("minimind_gqa", {**NOTHING_OF_MLA, "rope_qk": 1})
-def minimind_gqa():
-    return MiniGQA(), (hidden_states(), *tables("full", 16, MiniGQA.width))
+gallery("minimind_gqa", {**NOTHING_OF_MLA, "rope_qk": 1})(
+    lambda: (MiniGQA(), (hidden_states(), *tables("full", 16, MiniGQA.width))))  # fmt: skip
 
 
 class FastGQA(nn.Module):
@@ -600,11 +521,12 @@ class FastGQA(nn.Module):
         return self.wo(y.transpose(1, 2).contiguous().view(bsz, seqlen, -1))
 
 
-@gallery("gpt_fast_gqa", {**NOTHING_OF_MLA, "rope_qk": 1})
-def gpt_fast_gqa():
-    return FastGQA(), (hidden_states(), *tables("stacked", SEQ, FastGQA.width))
+gallery("gpt_fast_gqa", {**NOTHING_OF_MLA, "rope_qk": 1})(
+    lambda: (FastGQA(), (hidden_states(), *tables("stacked", SEQ, FastGQA.width))))  # fmt: skip
 
 
+# optional: every rotation makes tables of its own, equal only after common subexpressions are merged
+@gallery("lucidrains_attention", {**NOTHING_OF_MLA, "rope_qk": "1?"})
 class LucidAttention(nn.Module):
     """lucidrains' manner: pre-norm by F.normalize, one projection to q, k, v, angles turned to tables at every use."""
 
@@ -633,12 +555,6 @@ class LucidAttention(nn.Module):
         sim = sim.masked_fill(torch.ones(sim.shape[-2:], dtype=torch.bool).triu(1), -torch.finfo(sim.dtype).max)
         out = torch.einsum("bhij,bhjd->bhid", sim.softmax(dim=-1), v)
         return self.to_out(out.transpose(1, 2).flatten(2))
-
-
-@gallery("lucidrains_attention", {**NOTHING_OF_MLA, "rope_qk": "1?"})
-def lucidrains_attention():
-    # optional: every rotation makes tables of its own, equal only after common subexpressions are merged
-    return LucidAttention(), (hidden_states(),)
 
 
 class LabelledRotary(nn.Module):
@@ -680,6 +596,7 @@ def labml_partial_heads():
     return LabelledRotary(6), (hidden_states(SEQ, BATCH, DIM), cos, sin)
 
 
+@gallery("textbook_latent_attention", {**NOTHING_OF_MLA, "rope_qk": 0})
 class TextbookLatentAttention(nn.Module):
     """Textbook MLA: a latent and two up projections, but no norm and no positions."""
 
@@ -703,11 +620,6 @@ class TextbookLatentAttention(nn.Module):
         return self.out_proj(context.contiguous().view(b, num_tokens, -1))
 
 
-@gallery("textbook_latent_attention", {**NOTHING_OF_MLA, "rope_qk": 0})
-def textbook_latent_attention():
-    return TextbookLatentAttention(), (hidden_states(),)
-
-
 # --- a language model
 
 
@@ -718,7 +630,7 @@ class TiedLM(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, DIM)
         self.attention = nn.ModuleList(TitanMLA(Q_RANK) for _ in range(layers))
-        self.norms = nn.ModuleList(TypeAsThenGain(DIM) for _ in range(2 * layers + 1))
+        self.norms = nn.ModuleList(NORMS["type_as_then_gain"](DIM) for _ in range(2 * layers + 1))
         self.gate = nn.ModuleList(linear(DIM, hidden) for _ in range(layers))
         self.lift = nn.ModuleList(linear(DIM, hidden) for _ in range(layers))
         self.lower = nn.ModuleList(linear(hidden, DIM) for _ in range(layers))

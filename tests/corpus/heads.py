@@ -30,6 +30,15 @@ class Head(nn.Module):
         return self.body(self, hidden, labels)
 
 
+def loss_of(logits, labels, **kwargs):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **kwargs)
+
+
+def rows_of(logits, labels):
+    """The loss of each row, where an ignored label is a word."""
+    return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1).clamp(min=0), reduction="none")
+
+
 def build(body, *, bias=False, length=LENGTH, dtype=torch.float32, ignored=True):
     """(module, arguments) of a body; some labels are IGNORED unless the body takes each for a word."""
     head = Head(body, bias).to(dtype)
@@ -45,64 +54,13 @@ def arguments(length=LENGTH, dtype=torch.float32, ignored=True):
 
 
 def flattened(m, x, labels):
-    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten())
-
-
-def in_float(m, x, labels):
-    return F.cross_entropy(m.proj(x).float().view(-1, WORDS), labels.view(-1), ignore_index=IGNORED)
-
-
-def words_second(m, x, labels):
-    """[b, v, t], as cross entropy has it."""
-    return F.cross_entropy(m.proj(x).transpose(1, 2), labels)
-
-
-def words_second_by_permute(m, x, labels):
-    return nn.CrossEntropyLoss(reduction="sum")(m.proj(x).permute(0, 2, 1), labels)
-
-
-def words_second_then_flat(m, x, labels):
-    """Images do so: [b, v, t1, t2] -> [b, v, t]."""
-    logits = m.proj(x.unflatten(1, (2, -1))).movedim(-1, 1)
-    return F.cross_entropy(logits.reshape(2, WORDS, -1), labels)
+    return loss_of(m.proj(x), labels)
 
 
 def rows_of_batches(m, x, labels):
     """[t, b, ...], as Megatron has it."""
     logits = m.proj(x.transpose(0, 1).contiguous())
     return F.cross_entropy(logits.transpose(0, 1).contiguous().view(-1, WORDS), labels.reshape(-1))
-
-
-def tied(m, x, labels):
-    logits = F.linear(x + m.embed(labels.clamp(min=0)), m.embed.weight)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def matmul(m, x, labels):
-    return F.cross_entropy((x @ m.embed.weight.T).flatten(0, 1), labels.flatten())
-
-
-def einsum(m, x, labels):
-    logits = torch.einsum("btd,vd->btv", x, m.embed.weight)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def softcapped(m, x, labels):
-    """gemma's."""
-    logits = m.proj(x) / 3.0
-    logits = torch.tanh(logits) * 3.0
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def softcapped_the_other_way(m, x, labels):
-    """nanochat's, with a temperature behind it."""
-    logits = 15 * torch.tanh(0.2 * m.proj(x).float()) / 0.7
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def scaled(m, x, labels):
-    """granite's and cohere's."""
-    return F.cross_entropy((m.proj(x) / 4.0 * 0.5).flatten(0, 1), labels.flatten(), reduction="sum") / 11
 
 
 def shifted_logits(m, x, labels):
@@ -131,11 +89,7 @@ def per_items(m, x, labels):
 
 def another_ignore_index(m, x, labels):
     labels = labels.masked_fill(labels == IGNORED, 0)
-    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), ignore_index=0)
-
-
-def smoothed(m, x, labels):
-    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+    return loss_of(m.proj(x), labels, ignore_index=0)
 
 
 def smoothed_and_shifted(m, x, labels):
@@ -169,32 +123,15 @@ def smoothed_logits(m, x, labels):
     return loss + 0.1 * (logits.logsumexp(-1) - logits.mean(-1)) + 1e-3 * logits.sum(2)
 
 
-def nll(m, x, labels):
-    return F.nll_loss(F.log_softmax(m.proj(x), -1).view(-1, WORDS), labels.view(-1))
-
-
 def nll_of_log_softmax_in_float(m, x, labels):
     logp = F.log_softmax(m.proj(x).flatten(0, 1), dim=-1, dtype=torch.float32)
     return F.nll_loss(logp, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-def nll_of_words_second(m, x, labels):
-    return F.nll_loss(m.proj(x).log_softmax(-1).transpose(1, 2), labels, reduction="none")
-
-
-def last_positions(m, x, labels):
-    """Hidden states sliced before the head."""
-    return F.cross_entropy(m.proj(x[:, -3:]).flatten(0, 1), labels[:, -3:].flatten())
 
 
 def masked_rows(m, x, labels):
     """Labels that count, by their places."""
     rows = torch.arange(0, 2 * x.shape[1], 2)
     return F.cross_entropy(m.proj(x).flatten(0, 1)[rows], labels.flatten()[rows])
-
-
-def one_sequence(m, x, labels):
-    return F.cross_entropy(m.proj(x)[1], labels[1])
 
 
 def sum_over_size(m, x, labels):
@@ -205,42 +142,19 @@ def sum_over_size(m, x, labels):
     return loss / (batch * length)
 
 
-def one_token(m, x, labels):
-    return F.cross_entropy(m.proj(x[0, 0]), labels[0, 0])
-
-
 def addmm(m, x, labels):
     logits = torch.addmm(m.embed.weight[:, 0], x.flatten(0, 1), m.embed.weight.t())
     return F.cross_entropy(logits, labels.flatten())
 
 
-def weight_by_words(m, x, labels):
-    """[DIM, WORDS]"""
-    return F.cross_entropy((x @ m.embed.weight.t().contiguous()).flatten(0, 1), labels.flatten())
-
-
-def no_tokens(m, x, labels):
-    return F.cross_entropy(m.proj(x[:, :0]).flatten(0, 1), labels[:, :0].flatten(), reduction="sum")
-
-
-def cap_of_the_model(m, x, labels):
-    """A number that `dynamic=True` makes an input."""
-    logits = torch.tanh(m.proj(x) / m.cap) * m.cap
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
 def each_row(m, x, labels):
-    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
-
-
-def each_row_of_words_second(m, x, labels):
-    return F.cross_entropy(m.proj(x).transpose(1, 2), labels, reduction="none", label_smoothing=0.1)
+    return loss_of(m.proj(x), labels, reduction="none")
 
 
 def z_loss(m, x, labels):
     """PaLM's, by hand."""
     logits = m.proj(x)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 1e-2 * logits.logsumexp(-1).square().mean()
+    return loss_of(logits, labels) + 1e-2 * logits.logsumexp(-1).square().mean()
 
 
 def z_loss_of_rows(m, x, labels):
@@ -253,37 +167,16 @@ def z_loss_of_rows(m, x, labels):
 # --- scales and biases that are tensors
 
 
-def learned_temperature(m, x, labels):
-    """CLIP's."""
-    logits = m.proj(x) * m.temperature.exp()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
 def scaled_by_a_buffer(m, x, labels):
     """And a softcap of what is scaled."""
     logits = 5 * torch.tanh(m.proj(x).view(-1, WORDS) / m.scale / 5)
     return F.cross_entropy(logits, labels.view(-1), label_smoothing=0.1)
 
 
-def scaled_by_an_input(m, x, labels):
-    """A number of the data's."""
-    logits = m.proj(x).transpose(1, 2) / labels.max().add(1).sqrt()
-    return F.cross_entropy(logits, labels, reduction="none")
-
-
-def bias_behind(m, x, labels):
-    logits = F.linear(x, m.embed.weight) + m.embed.weight[:, 0]
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
 def bias_behind_a_scale(m, x, labels):
     """Scaled before and behind, by a number and by a tensor."""
     logits = (0.5 * m.proj(x) * m.temperature - m.embed.weight[:, 1, None].T) * m.scale
     return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1), reduction="sum")
-
-
-def bias_of_words_second(m, x, labels):
-    return F.cross_entropy(m.proj(x).transpose(1, 2) + m.embed.weight[:, :1], labels)
 
 
 # --- words and numbers
@@ -358,14 +251,9 @@ def masked_mean_of_rows(m, x, labels):
 # --- sums of what rows count for
 
 
-def mean_of_rows(m, x, labels):
-    """Ignored rows count in the mean, as zeros."""
-    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none").mean()
-
-
 def masked_sum(m, x, labels):
     """nanotron's and Megatron's: a mask of the loss, per token of those that count."""
-    loss = F.cross_entropy(m.proj(x).float().view(-1, WORDS), labels.view(-1).clamp(min=0), reduction="none")
+    loss = rows_of(m.proj(x).float(), labels)
     mask = (labels != IGNORED).view(-1)
     return (loss * mask).sum() / mask.sum()
 
@@ -384,18 +272,18 @@ def mean_of_chosen_losses(m, x, labels):
 
 
 def sum_of_selected_losses(m, x, labels):
-    loss = F.cross_entropy(m.proj(x).view(-1, WORDS), labels.view(-1).clamp(min=0), reduction="none")
+    loss = rows_of(m.proj(x), labels)
     return torch.masked_select(loss, labels.view(-1) > 4).sum() / 3
 
 
 def losses_where(m, x, labels):
-    loss = F.cross_entropy(m.proj(x).view(-1, WORDS), labels.view(-1).clamp(min=0), reduction="none")
+    loss = rows_of(m.proj(x), labels)
     counted = labels.view(-1) != IGNORED
     return torch.where(counted, loss, 0).sum() / counted.sum()
 
 
 def losses_but_where(m, x, labels):
-    loss = F.cross_entropy(m.proj(x).view(-1, WORDS), labels.view(-1).clamp(min=0), reduction="none")
+    loss = rows_of(m.proj(x), labels)
     ignored = labels == IGNORED
     return loss.view_as(labels).masked_fill(ignored, 0.0).mean(-1).mean()
 
@@ -410,11 +298,6 @@ def weighted_positions(m, x, labels):
 def dot_with_weights(m, x, labels):
     loss = F.cross_entropy(m.proj(x).view(-1, WORDS), labels.view(-1), reduction="none")
     return torch.dot(loss, labels.view(-1).to(loss.dtype))
-
-
-def mean_of_log_probabilities(m, x, labels):
-    logp = m.proj(x).log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])
-    return -1.5 * logp.mean()
 
 
 def several_heads(m, x, labels):
@@ -445,18 +328,9 @@ def in_a_sum_of_their_dtype(m, x, labels):
 # --- log-probabilities of words, as reinforcement learning and distillation have them; every label is a word
 
 
-def log_probabilities(m, x, labels):
-    return m.proj(x).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-
-
 def negative_log_probabilities(m, x, labels):
     logp = -F.log_softmax(m.proj(x[:, :-1]).float() / 0.7, dim=2)
     return torch.gather(logp, 2, labels[:, 1:, None])[..., 0]
-
-
-def by_log_of_softmax(m, x, labels):
-    p = F.softmax(m.proj(x).view(-1, WORDS), dim=-1)
-    return torch.log(p).gather(1, labels.view(-1, 1)).mean()
 
 
 def by_subtraction(m, x, labels):
@@ -506,12 +380,6 @@ def by_hand_negated(m, x, labels):
     return -z[torch.arange(labels.numel()), labels.view(-1)] + torch.logsumexp(z, 1)
 
 
-def log_of_chosen_softmax(m, x, labels):
-    """And a probability that is kept from zero."""
-    p = torch.gather(m.proj(x).softmax(-1), -1, labels.unsqueeze(-1)).squeeze(-1)
-    return -(p + 1e-8).log().mean()
-
-
 def by_numbers_of_sequences_and_rows(m, x, labels):
     logp = m.proj(x).log_softmax(-1)
     batch, length = labels.shape
@@ -553,11 +421,6 @@ def chosen_and_rejected(m, x, labels):
     return -F.logsigmoid(chosen - rejected).mean()
 
 
-def one_hot(m, x, labels):
-    hot = F.one_hot(labels, WORDS).to(x.dtype)
-    return -(hot * m.proj(x).log_softmax(-1)).sum(-1)
-
-
 def one_hot_sum(m, x, labels):
     logp = F.log_softmax(m.proj(x).float().view(-1, WORDS), dim=-1)
     return (-F.one_hot(labels.view(-1), WORDS) * logp).sum() / labels.numel()
@@ -580,34 +443,80 @@ def one_hot_probabilities(m, x, labels):
     return F.cross_entropy(m.proj(x).flatten(0, 1), hot, label_smoothing=0.2)
 
 
-def categorical(m, x, labels):
-    """A policy's log-probabilities of what it did."""
-    return torch.distributions.Categorical(logits=m.proj(x) / 0.8).log_prob(labels)
+# --- in one expression
 
+WITH_IGNORED_IN_ONE = {
+    "in_float": lambda m, x, y: F.cross_entropy(m.proj(x).float().view(-1, WORDS), y.view(-1), ignore_index=IGNORED),
+    # [b, v, t], as cross entropy has it
+    "words_second": lambda m, x, y: F.cross_entropy(m.proj(x).transpose(1, 2), y),
+    "words_second_by_permute": lambda m, x, y: nn.CrossEntropyLoss(reduction="sum")(m.proj(x).permute(0, 2, 1), y),
+    # Images do so: [b, v, t1, t2] -> [b, v, t]
+    "words_second_then_flat": (
+        lambda m, x, y: F.cross_entropy(m.proj(x.unflatten(1, (2, -1))).movedim(-1, 1).reshape(2, WORDS, -1), y)),
+    "tied": lambda m, x, y: loss_of(F.linear(x + m.embed(y.clamp(min=0)), m.embed.weight), y),
+    "matmul": lambda m, x, y: loss_of(x @ m.embed.weight.T, y),
+    "einsum": lambda m, x, y: loss_of(torch.einsum("btd,vd->btv", x, m.embed.weight), y),
+    # gemma's
+    "softcapped": lambda m, x, y: loss_of(torch.tanh(m.proj(x) / 3.0) * 3.0, y),
+    # nanochat's, with a temperature behind it
+    "softcapped_the_other_way": lambda m, x, y: loss_of(15 * torch.tanh(0.2 * m.proj(x).float()) / 0.7, y),
+    # granite's and cohere's
+    "scaled": (
+        lambda m, x, y: F.cross_entropy((m.proj(x) / 4.0 * 0.5).flatten(0, 1), y.flatten(), reduction="sum") / 11),
+    "smoothed": lambda m, x, y: loss_of(m.proj(x), y, label_smoothing=0.1),
+    "nll": lambda m, x, y: F.nll_loss(F.log_softmax(m.proj(x), -1).view(-1, WORDS), y.view(-1)),
+    "nll_of_words_second": lambda m, x, y: F.nll_loss(m.proj(x).log_softmax(-1).transpose(1, 2), y, reduction="none"),
+    # Hidden states sliced before the head
+    "last_positions": lambda m, x, y: F.cross_entropy(m.proj(x[:, -3:]).flatten(0, 1), y[:, -3:].flatten()),
+    "one_sequence": lambda m, x, y: F.cross_entropy(m.proj(x)[1], y[1]),
+    "one_token": lambda m, x, y: F.cross_entropy(m.proj(x[0, 0]), y[0, 0]),
+    # [DIM, WORDS]
+    "weight_by_words": lambda m, x, y: loss_of(x @ m.embed.weight.t().contiguous(), y),
+    "no_tokens": lambda m, x, y: F.cross_entropy(m.proj(x[:, :0]).flatten(0, 1), y[:, :0].flatten(), reduction="sum"),
+    # A number that `dynamic=True` makes an input
+    "cap_of_the_model": lambda m, x, y: loss_of(torch.tanh(m.proj(x) / m.cap) * m.cap, y),
+    "each_row_of_words_second": (
+        lambda m, x, y: F.cross_entropy(m.proj(x).transpose(1, 2), y, reduction="none", label_smoothing=0.1)),
+    # CLIP's
+    "learned_temperature": lambda m, x, y: loss_of(m.proj(x) * m.temperature.exp(), y),
+    # A number of the data's
+    "scaled_by_an_input": (
+        lambda m, x, y: F.cross_entropy(m.proj(x).transpose(1, 2) / y.max().add(1).sqrt(), y, reduction="none")),
+    "bias_behind": lambda m, x, y: loss_of(F.linear(x, m.embed.weight) + m.embed.weight[:, 0], y),
+    "bias_of_words_second": lambda m, x, y: F.cross_entropy(m.proj(x).transpose(1, 2) + m.embed.weight[:, :1], y),
+    # Ignored rows count in the mean, as zeros
+    "mean_of_rows": lambda m, x, y: loss_of(m.proj(x), y, reduction="none").mean(),
+    "mean_of_log_probabilities": (
+        lambda m, x, y: -1.5 * m.proj(x).log_softmax(-1).gather(2, y.clamp(min=0)[..., None]).mean()),
+}  # fmt: skip
+WITHOUT_IGNORED_IN_ONE = {
+    "log_probabilities": lambda m, x, y: m.proj(x).log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1),
+    "by_log_of_softmax": (
+        lambda m, x, y: torch.log(F.softmax(m.proj(x).view(-1, WORDS), dim=-1)).gather(1, y.view(-1, 1)).mean()),
+    # And a probability that is kept from zero
+    "log_of_chosen_softmax": (
+        lambda m, x, y: -(torch.gather(m.proj(x).softmax(-1), -1, y.unsqueeze(-1)).squeeze(-1) + 1e-8).log().mean()),
+    "one_hot": lambda m, x, y: -(F.one_hot(y, WORDS).to(x.dtype) * m.proj(x).log_softmax(-1)).sum(-1),
+    # A policy's log-probabilities of what it did
+    "categorical": lambda m, x, y: torch.distributions.Categorical(logits=m.proj(x) / 0.8).log_prob(y),
+}  # fmt: skip
+for _name, _body in (WITH_IGNORED_IN_ONE | WITHOUT_IGNORED_IN_ONE).items():
+    _body.__name__ = _name
 
 # Spelling -> how often the pass fires.
-WITH_IGNORED = dict.fromkeys(
-    (
-        flattened, in_float, words_second, words_second_by_permute, words_second_then_flat, rows_of_batches, tied,
-        matmul, einsum, softcapped, softcapped_the_other_way, scaled, shifted_logits, shifted_labels, per_items,
-        another_ignore_index, smoothed, smoothed_and_shifted, nll, nll_of_log_softmax_in_float, nll_of_words_second,
-        last_positions, masked_rows, one_sequence, each_row, each_row_of_words_second, z_loss, z_loss_of_rows,
-        one_token, addmm, weight_by_words, no_tokens, cap_of_the_model, sum_over_size, mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities,
-        learned_temperature, scaled_by_a_buffer, scaled_by_an_input, bias_behind, bias_behind_a_scale,
-        bias_of_words_second, masked_logits, masked_shifted, masked_mean_of_rows,
-        padded_words, later_words, capped_by_a_sigmoid, numbers_added, mean_of_chosen_losses, sum_of_selected_losses,
-        losses_where, losses_but_where, weighted_positions, dot_with_weights, smoothed_by_hand, smoothed_by_sums,
-        smoothed_logits, hidden_by_their_labels, hidden_by_places,
-    ), 1,
-) | {several_heads: 2, in_chunks: 2, words_in_two_parts: 2, in_a_sum_of_their_dtype: 2}  # fmt: skip
-WITHOUT_IGNORED = {
-    f.__name__: f
-    for f in (
-        log_probabilities, negative_log_probabilities, by_log_of_softmax, by_subtraction, by_numbers_of_rows,
-        by_hand, by_hand_with_a_dimension,
-        by_hand_with_the_largest_again, by_hand_as_it_is, by_hand_negated, by_subtraction_with_a_dimension, log_of_chosen_softmax, by_numbers_of_sequences_and_rows,
-        selective_log_softmax, selective_log_softmax_of_halves, policy_gradient, chosen_and_rejected,
-        one_hot, one_hot_sum, one_hot_by_scatter, one_hot_of_logits, one_hot_probabilities, categorical,
-    )
-}  # fmt: skip
+WITH_IGNORED = dict.fromkeys((
+    flattened, rows_of_batches, shifted_logits, shifted_labels, per_items, another_ignore_index, smoothed_and_shifted,
+    nll_of_log_softmax_in_float, masked_rows, each_row, z_loss, z_loss_of_rows, addmm, sum_over_size, masked_sum,
+    weighted_log_probabilities, scaled_by_a_buffer, bias_behind_a_scale, masked_logits, masked_shifted,
+    masked_mean_of_rows, padded_words, later_words, capped_by_a_sigmoid, numbers_added, mean_of_chosen_losses,
+    sum_of_selected_losses, losses_where, losses_but_where, weighted_positions, dot_with_weights, smoothed_by_hand,
+    smoothed_by_sums, smoothed_logits, hidden_by_their_labels, hidden_by_places,
+    *WITH_IGNORED_IN_ONE.values(),
+), 1) | {several_heads: 2, in_chunks: 2, words_in_two_parts: 2, in_a_sum_of_their_dtype: 2}  # fmt: skip
+WITHOUT_IGNORED = {f.__name__: f for f in (
+    negative_log_probabilities, by_subtraction, by_numbers_of_rows, by_hand, by_hand_with_a_dimension,
+    by_hand_with_the_largest_again, by_hand_as_it_is, by_hand_negated, by_subtraction_with_a_dimension,
+    by_numbers_of_sequences_and_rows, selective_log_softmax, selective_log_softmax_of_halves, policy_gradient,
+    chosen_and_rejected, one_hot_sum, one_hot_by_scatter, one_hot_of_logits, one_hot_probabilities,
+)} | WITHOUT_IGNORED_IN_ONE  # fmt: skip
 SPELLINGS = WITH_IGNORED | dict.fromkeys(WITHOUT_IGNORED.values(), 1)

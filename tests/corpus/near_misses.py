@@ -115,6 +115,80 @@ def bottleneck(m, x):
 _bottleneck = _register(Bottleneck, bottleneck, ("down_norm_up",))
 
 
+def _mean_square(h, dim=-1):
+    return h.pow(2).mean(dim, keepdim=True)
+
+
+# name: (why, what the up projection reads, of the input and the latent)
+_READ_BY_UP = {
+    "eps_outside_the_root": ("eps is added to the root", lambda m, x, h: h / (_mean_square(h).sqrt() + EPS) * m.gain),
+    "eps_added_to_inverse_root": (
+        "eps is added to the inverse root", lambda m, x, h: h * (inverse_rms(h, 1e-9) + EPS) * m.gain),
+    "eps_inside_the_square": (
+        "eps is added to the values before they are squared",
+        lambda m, x, h: h * torch.rsqrt(_mean_square(h + EPS)) * m.gain),
+    "eps_as_clamp": (
+        "eps is a lower bound, not a summand", lambda m, x, h: h * _mean_square(h).clamp_min(EPS).rsqrt() * m.gain),
+    "l2_normalised": (
+        "L2 normalisation: eps bounds the length",
+        lambda m, x, h: F.normalize(h, dim=-1, eps=EPS) * RANK**0.5 * m.gain),
+    "multiplied_by_the_root": (
+        "no inverse: the latent is multiplied by its rms", lambda m, x, h: h * (_mean_square(h) + EPS).sqrt() * m.gain),
+    "divided_by_mean_square": (
+        "divided by the mean square, no root", lambda m, x, h: h / (_mean_square(h) + EPS) * m.gain),
+    "norm_over_positions": ("the mean runs over positions", lambda m, x, h: h * inverse_rms(h, dim=1) * m.gain),
+    "norm_over_positions_and_channels": (
+        "the mean runs over positions and channels", lambda m, x, h: h * inverse_rms(h, dim=(1, 2)) * m.gain),
+    "functional_norm_over_two_dimensions": (
+        "rms_norm over the last two dimensions",
+        lambda m, x, h: F.rms_norm(h, (SEQ, RANK), m.position_gain * m.gain, EPS)),
+    "statistics_of_another_tensor": (
+        "the statistics are those of another projection", lambda m, x, h: h * inverse_rms(m.other_down(x)) * m.gain),
+    "statistics_of_a_slice": (
+        "the statistics are those of some of the channels", lambda m, x, h: h * inverse_rms(h[..., :ROPE]) * m.gain),
+    "mean_absolute_value": (
+        "mean of |x|", lambda m, x, h: h * torch.rsqrt(h.abs().mean(-1, keepdim=True) + EPS) * m.gain),
+    "mean_fourth_power": (
+        "mean of x^4", lambda m, x, h: h * torch.rsqrt(h.pow(4).mean(-1, keepdim=True) + EPS) * m.gain),
+    "mean_of_unequal_product": (
+        "mean of a product of two projections",
+        lambda m, x, h: h * torch.rsqrt((h * m.other_down(x)).mean(-1, keepdim=True).abs() + EPS) * m.gain),
+    "sum_without_division": (
+        "a sum where the mean belongs", lambda m, x, h: h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + EPS) * m.gain),
+    "wrong_divisor": (
+        "the sum is divided by n - 1",
+        lambda m, x, h: h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) / (RANK - 1) + EPS) * m.gain),
+    "wrong_exponent": ("the cube root", lambda m, x, h: h * (_mean_square(h) + EPS).pow(-1 / 3) * m.gain),
+    "layer_norm": ("LayerNorm subtracts the mean", lambda m, x, h: F.layer_norm(h, (RANK,), m.gain, None, EPS)),
+    "mean_subtracted": (
+        "the mean is subtracted by hand", lambda m, x, h: (h - h.mean(-1, keepdim=True)) * inverse_rms(h) * m.gain),
+    "variance": (
+        "variance in place of the mean square",
+        lambda m, x, h: h * torch.rsqrt(h.var(-1, keepdim=True, unbiased=False) + EPS) * m.gain),
+    "norm_with_bias": ("a bias follows the norm", lambda m, x, h: h * inverse_rms(h) * m.gain + m.shift_bias),
+    "activation_before_up": (
+        "an activation stands before the up projection", lambda m, x, h: F.silu(h * inverse_rms(h) * m.gain)),
+    "dropout_before_up": (
+        "dropout stands before the up projection",
+        lambda m, x, h: F.dropout(h * inverse_rms(h) * m.gain, p=0.3, training=True)),
+    "gated_latent": (
+        "the normed latent is gated",
+        lambda m, x, h: h * inverse_rms(h) * m.gain * torch.sigmoid(m.other_down(x))),
+    "no_norm": ("low rank without a norm", lambda m, x, h: h * m.gain),
+    "gain_from_the_input": (
+        "the gain depends on the input", lambda m, x, h: h * inverse_rms(h) * (m.gain + m.other_down(x))),
+    "gain_of_positions": (
+        "one gain for each position, none for channels", lambda m, x, h: h * inverse_rms(h) * m.position_gain),
+    "statistics_detached": (
+        "no gradient passes through the statistics", lambda m, x, h: h * inverse_rms(h).detach() * m.gain),
+    "statistics_in_lower_precision": (
+        "the statistics are rounded to bfloat16", lambda m, x, h: h * inverse_rms(h.bfloat16()).float() * m.gain),
+}  # fmt: skip
+
+for _name, (_why, _read) in _READ_BY_UP.items():
+    _bottleneck(_why, name=_name)(lambda m, x, read=_read: m.up(read(m, x, m.down(x))))
+
+
 @_bottleneck("the down output is needed whole, beside the norm")
 def down_output_reused(m, x):
     h = m.down(x)
@@ -126,64 +200,6 @@ def statistics_escape(m, x):
     h = m.down(x)
     scale = inverse_rms(h)
     return m.up(h * scale * m.gain), scale
-
-
-@_bottleneck("eps is added to the root")
-def eps_outside_the_root(m, x):
-    h = m.down(x)
-    return m.up(h / (h.pow(2).mean(-1, keepdim=True).sqrt() + EPS) * m.gain)
-
-
-@_bottleneck("eps is added to the inverse root")
-def eps_added_to_inverse_root(m, x):
-    h = m.down(x)
-    return m.up(h * (inverse_rms(h, 1e-9) + EPS) * m.gain)
-
-
-@_bottleneck("eps is added to the values before they are squared")
-def eps_inside_the_square(m, x):
-    h = m.down(x)
-    return m.up(h * torch.rsqrt((h + EPS).pow(2).mean(-1, keepdim=True)) * m.gain)
-
-
-@_bottleneck("eps is a lower bound, not a summand")
-def eps_as_clamp(m, x):
-    h = m.down(x)
-    return m.up(h * h.pow(2).mean(-1, keepdim=True).clamp_min(EPS).rsqrt() * m.gain)
-
-
-@_bottleneck("L2 normalisation: eps bounds the length")
-def l2_normalised(m, x):
-    return m.up(F.normalize(m.down(x), dim=-1, eps=EPS) * RANK**0.5 * m.gain)
-
-
-@_bottleneck("no inverse: the latent is multiplied by its rms")
-def multiplied_by_the_root(m, x):
-    h = m.down(x)
-    return m.up(h * (h.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * m.gain)
-
-
-@_bottleneck("divided by the mean square, no root")
-def divided_by_mean_square(m, x):
-    h = m.down(x)
-    return m.up(h / (h.pow(2).mean(-1, keepdim=True) + EPS) * m.gain)
-
-
-@_bottleneck("the mean runs over positions")
-def norm_over_positions(m, x):
-    h = m.down(x)
-    return m.up(h * inverse_rms(h, dim=1) * m.gain)
-
-
-@_bottleneck("the mean runs over positions and channels")
-def norm_over_positions_and_channels(m, x):
-    h = m.down(x)
-    return m.up(h * inverse_rms(h, dim=(1, 2)) * m.gain)
-
-
-@_bottleneck("rms_norm over the last two dimensions")
-def functional_norm_over_two_dimensions(m, x):
-    return m.up(F.rms_norm(m.down(x), (SEQ, RANK), m.position_gain * m.gain, EPS))
 
 
 @_bottleneck("the mean runs over groups of channels")
@@ -198,98 +214,10 @@ def half_of_the_latent_normed(m, x):
     return m.up(torch.cat((h * inverse_rms(h), rest), dim=-1) * m.gain)
 
 
-@_bottleneck("the statistics are those of another projection")
-def statistics_of_another_tensor(m, x):
-    return m.up(m.down(x) * inverse_rms(m.other_down(x)) * m.gain)
-
-
-@_bottleneck("the statistics are those of some of the channels")
-def statistics_of_a_slice(m, x):
-    h = m.down(x)
-    return m.up(h * inverse_rms(h[..., :ROPE]) * m.gain)
-
-
-@_bottleneck("mean of |x|")
-def mean_absolute_value(m, x):
-    h = m.down(x)
-    return m.up(h * torch.rsqrt(h.abs().mean(-1, keepdim=True) + EPS) * m.gain)
-
-
-@_bottleneck("mean of x^4")
-def mean_fourth_power(m, x):
-    h = m.down(x)
-    return m.up(h * torch.rsqrt(h.pow(4).mean(-1, keepdim=True) + EPS) * m.gain)
-
-
-@_bottleneck("mean of a product of two projections")
-def mean_of_unequal_product(m, x):
-    h = m.down(x)
-    return m.up(h * torch.rsqrt((h * m.other_down(x)).mean(-1, keepdim=True).abs() + EPS) * m.gain)
-
-
-@_bottleneck("a sum where the mean belongs")
-def sum_without_division(m, x):
-    h = m.down(x)
-    return m.up(h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + EPS) * m.gain)
-
-
-@_bottleneck("the sum is divided by n - 1")
-def wrong_divisor(m, x):
-    h = m.down(x)
-    return m.up(h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) / (RANK - 1) + EPS) * m.gain)
-
-
-@_bottleneck("the cube root")
-def wrong_exponent(m, x):
-    h = m.down(x)
-    return m.up(h * (h.pow(2).mean(-1, keepdim=True) + EPS).pow(-1 / 3) * m.gain)
-
-
-@_bottleneck("LayerNorm subtracts the mean")
-def layer_norm(m, x):
-    return m.up(F.layer_norm(m.down(x), (RANK,), m.gain, None, EPS))
-
-
-@_bottleneck("the mean is subtracted by hand")
-def mean_subtracted(m, x):
-    h = m.down(x)
-    return m.up((h - h.mean(-1, keepdim=True)) * inverse_rms(h) * m.gain)
-
-
-@_bottleneck("variance in place of the mean square")
-def variance(m, x):
-    h = m.down(x)
-    return m.up(h * torch.rsqrt(h.var(-1, keepdim=True, unbiased=False) + EPS) * m.gain)
-
-
-@_bottleneck("a bias follows the norm")
-def norm_with_bias(m, x):
-    h = m.down(x)
-    return m.up(h * inverse_rms(h) * m.gain + m.shift_bias)
-
-
-@_bottleneck("an activation stands before the up projection")
-def activation_before_up(m, x):
-    h = m.down(x)
-    return m.up(F.silu(h * inverse_rms(h) * m.gain))
-
-
 @_bottleneck("an activation stands before the norm")
 def activation_before_norm(m, x):
     h = F.silu(m.down(x))
     return m.up(h * inverse_rms(h) * m.gain)
-
-
-@_bottleneck("dropout stands before the up projection")
-def dropout_before_up(m, x):
-    h = m.down(x)
-    return m.up(F.dropout(h * inverse_rms(h) * m.gain, p=0.3, training=True))
-
-
-@_bottleneck("the normed latent is gated")
-def gated_latent(m, x):
-    h = m.down(x)
-    return m.up(h * inverse_rms(h) * m.gain * torch.sigmoid(m.other_down(x)))
 
 
 @_bottleneck("the weight stands on the other side and mixes positions", control=False)
@@ -309,41 +237,12 @@ def elementwise_in_place_of_down(m, x):
     return m.wide_up(h * inverse_rms(h) * m.wide_gain)
 
 
-@_bottleneck("low rank without a norm")
-def no_norm(m, x):
-    return m.up(m.down(x) * m.gain)
-
-
-@_bottleneck("the gain depends on the input")
-def gain_from_the_input(m, x):
-    h = m.down(x)
-    return m.up(h * inverse_rms(h) * (m.gain + m.other_down(x)))
-
-
-@_bottleneck("one gain for each position, none for channels")
-def gain_of_positions(m, x):
-    h = m.down(x)
-    return m.up(h * inverse_rms(h) * m.position_gain)
-
-
-@_bottleneck("no gradient passes through the statistics")
-def statistics_detached(m, x):
-    h = m.down(x)
-    return m.up(h * inverse_rms(h).detach() * m.gain)
-
-
 @_bottleneck("the statistics are computed without gradients")
 def statistics_under_no_grad(m, x):
     h = m.down(x)
     with torch.no_grad():
         scale = inverse_rms(h)
     return m.up(h * scale * m.gain)
-
-
-@_bottleneck("the statistics are rounded to bfloat16")
-def statistics_in_lower_precision(m, x):
-    h = m.down(x)
-    return m.up(h * inverse_rms(h.bfloat16()).float() * m.gain)
 
 
 @_bottleneck("the latent stays float32 and the up projection runs in float32", differs=False, dtype=torch.bfloat16)
@@ -420,46 +319,77 @@ _query_only = _register(Latents, latent_attention, ("mla_rope_q",), ROPE // 2)
 _key_only = _register(Latents, latent_attention, ("mla_rope_kv",), ROPE // 2)
 
 
-@_both("NoPE: split and concat around nothing")
-def no_rotation(m, x, cos, sin):
-    return attention_with(m, x)
+def by_head(table):
+    """[H, S, r/2]: every head stands at positions of its own."""
+    return torch.stack([table.roll(h, 0) for h in range(HEADS)])
 
 
-@_key_only("the rope key does not rotate")
-def rope_key_unrotated(m, x, cos, sin):
-    return attention_with(m, x, q_rope=partial(turn, cos=cos, sin=sin))
+def _by_own_angle(t):
+    half = t[..., : ROPE // 2]
+    return turn(t, half.cos(), half.sin())
 
 
-@_query_only("the query does not rotate")
-def query_unrotated(m, x, cos, sin):
-    return attention_with(m, x, k_rope=partial(turn, cos=cos, sin=sin))
+def _half_turned(q, cos, sin):
+    moving, still = q.chunk(2, dim=-1)
+    return torch.cat((turn(moving, cos[:, ::2], sin[:, ::2]), still), dim=-1)
 
 
-@_both("the angle is the value itself")
-def table_made_from_the_operand(m, x, cos, sin):
-    def rope(t):
-        half = t[..., : ROPE // 2]
-        return turn(t, half.cos(), half.sin())
-
-    return attention_with(m, x, rope, rope)
+def _same(t):
+    return t
 
 
-@_query_only("every head has a table of its own")
-def table_of_every_head(m, x, cos, sin):
-    rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, lambda q: turn(q, cos * m.head_scale, sin * m.head_scale), rope)
+# name: (of which passes, why, what to put in the place of the rotations and concats, given a module and the tables)
+_PUT_TOGETHER = {
+    "no_rotation": (_both, "NoPE: split and concat around nothing", lambda m, c, s, rope: (_same, _same)),
+    "rope_key_unrotated": (_key_only, "the rope key does not rotate", lambda m, c, s, rope: (rope, _same)),
+    "query_unrotated": (_query_only, "the query does not rotate", lambda m, c, s, rope: (_same, rope)),
+    "table_made_from_the_operand": (
+        _both, "the angle is the value itself", lambda m, c, s, rope: (_by_own_angle, _by_own_angle)),
+    "table_of_every_head": (
+        _query_only, "every head has a table of its own",
+        lambda m, c, s, rope: (lambda q: turn(q, c * m.head_scale, s * m.head_scale), rope)),
+    "table_of_one_lane": (
+        _both, "tables of one lane, broadcast over the slice",
+        lambda m, c, s, rope: (partial(turn, cos=c[:, 1:2], sin=s[:, 1:2]),) * 2),
+    "table_of_one_position": (
+        _both, "tables of one position, broadcast over the text",
+        lambda m, c, s, rope: (partial(turn, cos=c[2:3], sin=s[2:3]),) * 2),
+    "rotation_in_lower_precision": (
+        _both, "float32 operands rotate in bfloat16",
+        lambda m, c, s, rope: (lambda t: turn(t.bfloat16(), c.bfloat16(), s.bfloat16()).float(),) * 2),
+    "rotation_under_no_grad": (
+        _both, "the rotation passes no gradient",
+        lambda m, c, s, rope: (torch.no_grad()(lambda t: turn(t, c, s)),) * 2),
+    "nope_lanes_reversed": (
+        _query_only, "the nope lanes change places",
+        lambda m, c, s, rope: (rope, rope, lambda nope, pe: joined(nope.flip(-1), pe))),
+    "rope_parts_to_other_heads": (
+        _query_only, "the rope parts go to other heads",
+        lambda m, c, s, rope: (rope, rope, lambda nope, pe: joined(nope, pe.roll(1, dims=1)))),
+    "half_of_the_rope_slice": (
+        _query_only, "only half of the rope slice rotates",
+        lambda m, c, s, rope: (lambda q: _half_turned(q, c, s), rope)),
+    "rotated_halves_change_places": (
+        _query_only, "the rotated halves are put together the other way round",
+        lambda m, c, s, rope: (lambda q: torch.cat(rope(q).chunk(2, dim=-1)[::-1], dim=-1), rope)),
+    "rope_key_scaled_by_head": (
+        _key_only, "the shared rope key is scaled for every head",
+        lambda m, c, s, rope: (rope, lambda k: rope(k) * m.head_scale)),
+    "rope_key_turned_for_every_head": (
+        _key_only,
+        "the one rope key is turned anew for every head: what backward sums over the heads is no single row's",
+        lambda m, c, s, rope: (partial(turn, cos=by_head(c), sin=by_head(s)),) * 2),
+    "rope_key_of_the_first_position": (
+        _key_only, "one rope key serves all positions", lambda m, c, s, rope: (rope, lambda k: rope(k)[:, :, :1])),
+}  # fmt: skip
 
 
-@_both("tables of one lane, broadcast over the slice")
-def table_of_one_lane(m, x, cos, sin):
-    rope = partial(turn, cos=cos[:, 1:2], sin=sin[:, 1:2])
-    return attention_with(m, x, rope, rope)
+def _put_together(parts):
+    return lambda m, x, cos, sin: attention_with(m, x, *parts(m, cos, sin, partial(turn, cos=cos, sin=sin)))
 
 
-@_both("tables of one position, broadcast over the text")
-def table_of_one_position(m, x, cos, sin):
-    rope = partial(turn, cos=cos[2:3], sin=sin[2:3])
-    return attention_with(m, x, rope, rope)
+for _name, (_passes, _why, _parts) in _PUT_TOGETHER.items():
+    _passes(_why, name=_name)(_put_together(_parts))
 
 
 @_both("the two halves read the tables of different positions", others=True)
@@ -469,35 +399,6 @@ def halves_at_different_positions(m, x, cos, sin, later_cos, later_sin):
         return torch.cat((a * cos - b * sin, b * later_cos + a * later_sin), dim=-1)
 
     return attention_with(m, x, rope, rope)
-
-
-@_both("float32 operands rotate in bfloat16")
-def rotation_in_lower_precision(m, x, cos, sin):
-    def rope(t):
-        return turn(t.bfloat16(), cos.bfloat16(), sin.bfloat16()).float()
-
-    return attention_with(m, x, rope, rope)
-
-
-@_both("the rotation passes no gradient")
-def rotation_under_no_grad(m, x, cos, sin):
-    @torch.no_grad()
-    def rope(t):
-        return turn(t, cos, sin)
-
-    return attention_with(m, x, rope, rope)
-
-
-@_query_only("the nope lanes change places")
-def nope_lanes_reversed(m, x, cos, sin):
-    rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, rope, rope, q_join=lambda nope, pe: joined(nope.flip(-1), pe))
-
-
-@_query_only("the rope parts go to other heads")
-def rope_parts_to_other_heads(m, x, cos, sin):
-    rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, rope, rope, q_join=lambda nope, pe: joined(nope, pe.roll(1, dims=1)))
 
 
 @_query_only("the rope slice overlaps the nope slice")
@@ -516,21 +417,6 @@ def lanes_lost(m, x, cos, sin):
     return m.attend(joined(nope, turn(q[..., NOPE:], cos, sin)), joined(k_nope, turn(k_pe, cos, sin)), v)
 
 
-@_query_only("only half of the rope slice rotates")
-def half_of_the_rope_slice(m, x, cos, sin):
-    def partly(q):
-        moving, still = q.chunk(2, dim=-1)
-        return torch.cat((turn(moving, cos[:, ::2], sin[:, ::2]), still), dim=-1)
-
-    return attention_with(m, x, partly, partial(turn, cos=cos, sin=sin))
-
-
-@_query_only("the rotated halves are put together the other way round")
-def rotated_halves_change_places(m, x, cos, sin):
-    rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, lambda q: torch.cat(rope(q).chunk(2, dim=-1)[::-1], dim=-1), rope)
-
-
 @_key_only("every head has a rope key of its own", control=False)
 def rope_key_of_every_head(m, x, cos, sin):
     q_nope, q_pe = m.queries(x)
@@ -539,35 +425,12 @@ def rope_key_of_every_head(m, x, cos, sin):
     return m.attend(joined(q_nope, turn(q_pe, cos, sin)), joined(k_nope, turn(k_pe, cos, sin)), v)
 
 
-@_key_only("the shared rope key is scaled for every head")
-def rope_key_scaled_by_head(m, x, cos, sin):
-    rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, rope, lambda k: rope(k) * m.head_scale)
-
-
-def by_head(table):
-    """[H, S, r/2]: every head stands at positions of its own."""
-    return torch.stack([table.roll(h, 0) for h in range(HEADS)])
-
-
-@_key_only("the one rope key is turned anew for every head: what backward sums over the heads is no single row's")
-def rope_key_turned_for_every_head(m, x, cos, sin):
-    rope = partial(turn, cos=by_head(cos), sin=by_head(sin))
-    return attention_with(m, x, rope, rope)
-
-
 @_key_only("one rope key for the whole batch, turned anew for each of its texts")
 def rope_key_turned_for_every_text(m, x, cos, sin):
     q_nope, q_pe = m.queries(x)
     k_nope, k_pe, v = m.keys(x)
     rope = partial(turn, cos=torch.stack((cos, cos.flip(0)))[:, None], sin=torch.stack((sin, sin.flip(0)))[:, None])
     return m.attend(joined(q_nope, rope(q_pe)), joined(k_nope, rope(k_pe[:1])), v)
-
-
-@_key_only("one rope key serves all positions")
-def rope_key_of_the_first_position(m, x, cos, sin):
-    rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, rope, lambda k: rope(k)[:, :, :1])
 
 
 @_both("absorbed attention: nope and rope scores are added, no head is put together", differs=False)
@@ -642,57 +505,34 @@ def query_halves_change_places(q, k, cos, sin):
 
 
 # rope_qk takes rotated lanes at either end of the head, so both of these are its own; they stay no MLA.
-@_heads(
-    "partial rotary, rotated lanes first: no query or key of MLA",
-    must_not_fire=("mla_rope_q", "mla_rope_kv"),
-    control=False,
-)
+_no_mla = partial(_heads, must_not_fire=("mla_rope_q", "mla_rope_kv"), control=False)
+
+
+@_no_mla("partial rotary, rotated lanes first: no query or key of MLA")
 def leading_lanes_rotate(q, k, cos, sin):
-    def partly(t):
-        moving, still = t[..., :6], t[..., 6:]
-        return torch.cat((turn(moving, cos[:, :3], sin[:, :3]), still), dim=-1)
-
-    return partly(q), partly(k)
+    return tuple(torch.cat((turn(t[..., :6], cos[:, :3], sin[:, :3]), t[..., 6:]), dim=-1) for t in (q, k))
 
 
-@_heads(
-    "partial rotary, rotated lanes last: the key heads are not shared",
-    must_not_fire=("mla_rope_q", "mla_rope_kv"),
-    control=False,
-)
+@_no_mla("partial rotary, rotated lanes last: the key heads are not shared")
 def trailing_lanes_rotate(q, k, cos, sin):
-    def partly(t):
-        still, moving = t.split([8, 6], dim=-1)
-        return torch.cat((still, turn(moving, cos[:, :3], sin[:, :3])), dim=-1)
-
-    return partly(q), partly(k)
+    parts = (t.split([8, 6], dim=-1) for t in (q, k))
+    return tuple(torch.cat((still, turn(moving, cos[:, :3], sin[:, :3])), dim=-1) for still, moving in parts)
 
 
 # --- what is no rotation, in both kinds of attention
 
 
-def same_sign_in_both_halves(x, cos, sin):
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos + b * sin, b * cos + a * sin), dim=-1)
+def of_halves(rotated):
+    """`rotated(a, b, cos, sin)`: both halves of the result, of those of the operand."""
+    return lambda x, cos, sin: torch.cat(rotated(*x.chunk(2, dim=-1), cos, sin), dim=-1)
 
 
-def reflection(x, cos, sin):
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos + b * sin, a * sin - b * cos), dim=-1)
+reflection = of_halves(lambda a, b, cos, sin: (a * cos + b * sin, a * sin - b * cos))
+tables_swapped_in_the_second_half = of_halves(lambda a, b, cos, sin: (a * cos - b * sin, b * sin + a * cos))
 
 
 def cosine_only(x, cos, sin):
     return torch.cat((x[..., : x.size(-1) // 2] * cos, x[..., x.size(-1) // 2 :] * cos), dim=-1)
-
-
-def tables_swapped_in_the_second_half(x, cos, sin):
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * sin + a * cos), dim=-1)
-
-
-def second_half_reads_the_first_twice(x, cos, sin):
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * cos + a * sin), dim=-1)
 
 
 def second_half_reads_the_rotated_first(x, cos, sin):
@@ -701,14 +541,12 @@ def second_half_reads_the_rotated_first(x, cos, sin):
     return torch.cat((a, b * cos + a * sin), dim=-1)
 
 
-def half_turn_without_a_sign(x, cos, sin):
-    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-    return x * cos + torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1) * sin
+def by_half_turn(turned):
+    def rotated(x, cos, sin):
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        return x * cos + turned(x) * sin
 
-
-def half_turn_of_a_scaled_operand(x, cos, sin):
-    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-    return x * cos + rotate_half(2 * x) * sin
+    return rotated
 
 
 def neighbours_turned_with_the_wrong_partner(x, cos, sin):
@@ -716,31 +554,37 @@ def neighbours_turned_with_the_wrong_partner(x, cos, sin):
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
-def complex_conjugate_of_the_operand(x, cos, sin):
-    z = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(z.conj() * torch.complex(cos, sin)).flatten(-2)
+def of_complex_numbers(combined):
+    def rotated(x, cos, sin):
+        z = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(combined(z, torch.complex(cos, sin))).flatten(-2)
+
+    return rotated
 
 
-def complex_sum(x, cos, sin):
-    z = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(z + torch.complex(cos, sin)).flatten(-2)
-
-
+# name: (why, function)
 _NO_ROTATIONS = {
-    same_sign_in_both_halves: "both halves add: hyperbolic, not a rotation",
-    reflection: "determinant -1",
-    cosine_only: "the sine terms are missing",
-    tables_swapped_in_the_second_half: "cos and sin are swapped in one half",
-    second_half_reads_the_first_twice: "a product takes the wrong half",
-    second_half_reads_the_rotated_first: "the first half is overwritten before the second reads it",
-    half_turn_without_a_sign: "the half turn lost its minus",
-    half_turn_of_a_scaled_operand: "the sine term is doubled",
-    neighbours_turned_with_the_wrong_partner: "odd lanes are reversed, so that pairs are no neighbours",
-    complex_conjugate_of_the_operand: "the operand is conjugated: a reflection",
-    complex_sum: "complex numbers are added, not multiplied",
-}
+    "same_sign_in_both_halves": (
+        "both halves add: hyperbolic, not a rotation",
+        of_halves(lambda a, b, cos, sin: (a * cos + b * sin, b * cos + a * sin))),
+    "reflection": ("determinant -1", reflection),
+    "cosine_only": ("the sine terms are missing", cosine_only),
+    "tables_swapped_in_the_second_half": ("cos and sin are swapped in one half", tables_swapped_in_the_second_half),
+    "second_half_reads_the_first_twice": (
+        "a product takes the wrong half", of_halves(lambda a, b, cos, sin: (a * cos - b * sin, a * cos + a * sin))),
+    "second_half_reads_the_rotated_first": (
+        "the first half is overwritten before the second reads it", second_half_reads_the_rotated_first),
+    "half_turn_without_a_sign": (
+        "the half turn lost its minus", by_half_turn(lambda x: torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1))),
+    "half_turn_of_a_scaled_operand": ("the sine term is doubled", by_half_turn(lambda x: rotate_half(2 * x))),
+    "neighbours_turned_with_the_wrong_partner": (
+        "odd lanes are reversed, so that pairs are no neighbours", neighbours_turned_with_the_wrong_partner),
+    "complex_conjugate_of_the_operand": (
+        "the operand is conjugated: a reflection", of_complex_numbers(lambda z, table: z.conj() * table)),
+    "complex_sum": ("complex numbers are added, not multiplied", of_complex_numbers(lambda z, table: z + table)),
+}  # fmt: skip
 
-for _function, _why in _NO_ROTATIONS.items():
+for _name, (_why, _function) in _NO_ROTATIONS.items():
 
     def _in_latent_attention(m, x, cos, sin, function=_function):
         rope = partial(function, cos=cos, sin=sin)
@@ -749,5 +593,5 @@ for _function, _why in _NO_ROTATIONS.items():
     def _in_heads(q, k, cos, sin, function=_function):
         return function(q, cos, sin), function(k, cos, sin)
 
-    _both(_why, name=f"{_function.__name__}_in_latent_attention")(_in_latent_attention)
-    _heads(_why, name=f"{_function.__name__}_in_whole_heads")(_in_heads)
+    _both(_why, name=f"{_name}_in_latent_attention")(_in_latent_attention)
+    _heads(_why, name=f"{_name}_in_whole_heads")(_in_heads)

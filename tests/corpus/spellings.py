@@ -7,6 +7,7 @@ All sizes of the default blocks differ from each other, so that a wrong dimensio
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -240,14 +241,9 @@ def indexed_pairs_with_stacked_cache(x, tables, heads_dim=1):
     pairs = x.float().reshape(*x.shape[:-1], -1, 2)
     cache = tables[0].float()
     cache = cache.view(1, x.size(1), 1, -1, 2) if heads_dim == 2 else cache.view(1, 1, x.size(2), -1, 2)
-    out = torch.stack(
-        [
-            pairs[..., 0] * cache[..., 0] - pairs[..., 1] * cache[..., 1],
-            pairs[..., 1] * cache[..., 0] + pairs[..., 0] * cache[..., 1],
-        ],
-        -1,
-    )
-    return out.flatten(3).type_as(x)
+    first = pairs[..., 0] * cache[..., 0] - pairs[..., 1] * cache[..., 1]
+    second = pairs[..., 1] * cache[..., 0] + pairs[..., 0] * cache[..., 1]
+    return torch.stack([first, second], -1).flatten(3).type_as(x)
 
 
 @_rope("repeated", "neighbours")
@@ -278,130 +274,60 @@ def even_odd_written_into_empty(x, tables, heads_dim=1):
 # --- RMSNorm
 
 
-class _Norm(nn.Module):
-    def __init__(self, dim: int, eps: float = 1e-6):
+class Norm(nn.Module):
+    """`form(norm, x)`; start: each gain's value at first."""
+
+    def __init__(self, form, dim: int, eps: float = 1e-6, start: float = 1.0):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+        self.form, self.weight, self.eps = form, nn.Parameter(torch.full((dim,), start)), eps
 
-
-class CastBeforeGain(_Norm):
     def forward(self, x):
-        dtype = x.dtype
-        x = x.to(torch.float32)
-        variance = x.pow(2).mean(-1, keepdim=True)
-        x = x * torch.rsqrt(variance + self.eps)
-        return self.weight * x.to(dtype)
+        return self.form(self, x)
 
-
-class FunctionalRMSNorm(_Norm):
-    def forward(self, x):
-        return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
-
-
-class MeanOfProductFloatGain(_Norm):
-    def forward(self, x):
-        dtype, x = x.dtype, x.float()
-        norm_x = torch.mean(x * x, dim=-1, keepdim=True)
-        return (x * torch.rsqrt(norm_x + self.eps) * self.weight.float()).to(dtype=dtype)
-
-
-class CastAfterGain(_Norm):
-    def forward(self, x):
-        wide = x.to(torch.float32)
-        return (self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
-
-
-class GainLastTypeAs(_Norm):
-    def _norm(self, x):
+    def scaled(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
-    def forward(self, x):
-        return (self._norm(x.float()) * self.weight).type_as(x)
+
+def _mean_of_product_float_gain(m, x):
+    dtype, x = x.dtype, x.float()
+    norm_x = torch.mean(x * x, dim=-1, keepdim=True)
+    return (x * torch.rsqrt(norm_x + m.eps) * m.weight.float()).to(dtype=dtype)
 
 
-class TypeAsThenGain(GainLastTypeAs):
-    def forward(self, x):
-        return self._norm(x.float()).type_as(x) * self.weight
+def _raw_input_float_statistics(m, x):
+    x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + m.eps)
+    return x.type_as(m.weight) * m.weight
 
 
-class RawInputFloatStatistics(_Norm):
-    def forward(self, x):
-        x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-        return x.type_as(self.weight) * self.weight
+def _mean_then_unsqueeze(m, x):
+    scale = torch.rsqrt(x.pow(2).mean(x.dim() - 1) + m.eps).unsqueeze(-1)
+    return x.mul(scale).mul(m.weight)
 
 
-class OnePlusGain(GainLastTypeAs):
-    def __init__(self, dim: int, eps: float = 1e-6):
-        super().__init__(dim, eps)
-        nn.init.zeros_(self.weight)
-
-    def forward(self, x):
-        return (self._norm(x.float()) * (1.0 + self.weight.float())).type_as(x)
-
-
-class NoUpcast(GainLastTypeAs):
-    def forward(self, x):
-        return self._norm(x) * self.weight
-
-
-class DivideBySqrt(_Norm):
-    def forward(self, x):
-        return x / torch.sqrt((x**2).mean(dim=-1, keepdim=True) + self.eps) * self.weight
-
-
-class SumOverWidth(_Norm):
-    def forward(self, x):
-        mean_square = x.square().sum(-1, keepdim=True) / x.shape[-1]
-        return self.weight * (x * torch.rsqrt(self.eps + mean_square))
-
-
-class PowMinusHalf(_Norm):
-    def forward(self, x):
-        return x * (x.pow(2).mean(-1, True) + self.eps).pow(-0.5) * self.weight
-
-
-class ReciprocalSqrt(_Norm):
-    def forward(self, x):
-        return self.weight * x * torch.reciprocal(torch.sqrt(torch.mean(torch.square(x), -1, keepdim=True) + self.eps))
-
-
-class OneOverRoot(_Norm):
-    def forward(self, x):
-        rms = (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt()
-        return x * (1.0 / rms) * self.weight
-
-
-class GainBeforeScale(_Norm):
-    def forward(self, x):
-        return (x * self.weight) * torch.rsqrt(torch.mean(x**2, dim=(-1,), keepdim=True).add(self.eps))
-
-
-class MeanThenUnsqueeze(_Norm):
-    def forward(self, x):
-        scale = torch.rsqrt(x.pow(2).mean(x.dim() - 1) + self.eps).unsqueeze(-1)
-        return x.mul(scale).mul(self.weight)
-
-
-NORMS: dict[str, type[nn.Module]] = {
-    "cast_before_gain": CastBeforeGain,
-    "nn_rms_norm": nn.RMSNorm,
-    "functional_rms_norm": FunctionalRMSNorm,
-    "mean_of_product_float_gain": MeanOfProductFloatGain,
-    "cast_after_gain": CastAfterGain,
-    "gain_last_type_as": GainLastTypeAs,
-    "type_as_then_gain": TypeAsThenGain,
-    "raw_input_float_statistics": RawInputFloatStatistics,
-    "one_plus_gain": OnePlusGain,
-    "no_upcast": NoUpcast,
-    "divide_by_sqrt": DivideBySqrt,
-    "sum_over_width": SumOverWidth,
-    "pow_minus_half": PowMinusHalf,
-    "reciprocal_sqrt": ReciprocalSqrt,
-    "one_over_root": OneOverRoot,
-    "gain_before_scale": GainBeforeScale,
-    "mean_then_unsqueeze": MeanThenUnsqueeze,
-}
+_NORMS: dict[str, Callable[[Norm, Tensor], Tensor]] = {
+    "cast_before_gain": lambda m, x: m.weight * m.scaled(x.to(torch.float32)).to(x.dtype),
+    "functional_rms_norm": lambda m, x: F.rms_norm(x, (x.size(-1),), m.weight, m.eps),
+    "mean_of_product_float_gain": _mean_of_product_float_gain,
+    "cast_after_gain": lambda m, x: (m.weight * m.scaled(x.to(torch.float32))).to(x.dtype),
+    "gain_last_type_as": lambda m, x: (m.scaled(x.float()) * m.weight).type_as(x),
+    "type_as_then_gain": lambda m, x: m.scaled(x.float()).type_as(x) * m.weight,
+    "raw_input_float_statistics": _raw_input_float_statistics,
+    "one_plus_gain": lambda m, x: (m.scaled(x.float()) * (1.0 + m.weight.float())).type_as(x),
+    "no_upcast": lambda m, x: m.scaled(x) * m.weight,
+    "divide_by_sqrt": lambda m, x: x / torch.sqrt((x**2).mean(dim=-1, keepdim=True) + m.eps) * m.weight,
+    "sum_over_width": lambda m, x: (
+        m.weight * (x * torch.rsqrt(m.eps + x.square().sum(-1, keepdim=True) / x.shape[-1]))),
+    "pow_minus_half": lambda m, x: x * (x.pow(2).mean(-1, True) + m.eps).pow(-0.5) * m.weight,
+    "reciprocal_sqrt": lambda m, x: (
+        m.weight * x * torch.reciprocal(torch.sqrt(torch.mean(torch.square(x), -1, keepdim=True) + m.eps))),
+    "one_over_root": lambda m, x: x * (1.0 / (x.pow(2).mean(-1, keepdim=True) + m.eps).sqrt()) * m.weight,
+    "gain_before_scale": lambda m, x: (
+        (x * m.weight) * torch.rsqrt(torch.mean(x**2, dim=(-1,), keepdim=True).add(m.eps))),
+    "mean_then_unsqueeze": _mean_then_unsqueeze,
+}  # fmt: skip
+NORMS: dict[str, Callable[..., nn.Module]] = {name: partial(Norm, form) for name, form in _NORMS.items()} | {
+    "one_plus_gain": partial(Norm, _NORMS["one_plus_gain"], start=0.0), "nn_rms_norm": nn.RMSNorm,
+}  # fmt: skip
 
 
 # --- concats and splits
@@ -418,10 +344,6 @@ def _cat(nope, pe, heads_dim=1):
     return torch.cat((nope, pe), dim=-1)
 
 
-def _cat_expand(nope, pe, heads_dim=1):
-    return torch.cat((nope, pe.expand(*nope.shape[:-1], -1)), dim=-1)
-
-
 def _cat_expand_heads(nope, pe, heads_dim=1):
     sizes = (-1, nope.size(1), -1, -1) if heads_dim == 1 else (-1, -1, nope.size(2), -1)
     return torch.cat([nope, pe.expand(sizes)], dim=-1)
@@ -430,10 +352,6 @@ def _cat_expand_heads(nope, pe, heads_dim=1):
 def _cat_repeat(nope, pe, heads_dim=1):
     heads = nope.size(heads_dim)
     return torch.cat([nope, pe.repeat(1, heads, 1, 1) if heads_dim == 1 else pe.repeat(1, 1, heads, 1)], dim=3)
-
-
-def _cat_repeat_interleave(nope, pe, heads_dim=1):
-    return torch.cat([nope, torch.repeat_interleave(pe, nope.size(heads_dim), dim=heads_dim)], dim=-1)
 
 
 def _concat_broadcast_to(nope, pe, heads_dim=1):
@@ -472,16 +390,17 @@ def _assign_into_zeros(nope, pe, heads_dim=1):
 
 
 CONCATS: dict[str, ConcatSpelling] = {
-    "cat_expand": ConcatSpelling(_cat, _cat_expand),
+    "cat_expand": ConcatSpelling(_cat, lambda nope, pe, _=1: _cat(nope, pe.expand(*nope.shape[:-1], -1))),
     "cat_expand_heads": ConcatSpelling(_cat, _cat_expand_heads),
     "cat_repeat": ConcatSpelling(_cat, _cat_repeat),
-    "cat_repeat_interleave": ConcatSpelling(_cat, _cat_repeat_interleave),
+    "cat_repeat_interleave": ConcatSpelling(
+        _cat, lambda nope, pe, dim=1: torch.cat([nope, torch.repeat_interleave(pe, nope.size(dim), dim=dim)], dim=-1)),
     "concat_broadcast_to": ConcatSpelling(_concat_broadcast_to, _concat_broadcast_to),
     "cat_query_copy_into_new_empty_key": ConcatSpelling(_cat, _copy_into_new_empty),
     "assign_into_new_empty": ConcatSpelling(_assign_into_new_empty, _assign_into_new_empty),
     "assign_into_empty": ConcatSpelling(_assign_into_empty, _assign_into_empty),
     "assign_into_zeros": ConcatSpelling(_assign_into_zeros, _assign_into_zeros),
-}
+}  # fmt: skip
 
 SPLITS: dict[str, Callable[[Tensor, list[int]], tuple[Tensor, Tensor]]] = {
     "torch_split": lambda t, sizes: torch.split(t, sizes, dim=-1),

@@ -54,6 +54,7 @@ def errors(spelling, length, given=False, delta=None):
     return [float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in zip(got, want, strict=True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in SPELLINGS.items() for name in names])
 def test_spelling(kind, name):
     spelling = SPELLINGS[kind][name]

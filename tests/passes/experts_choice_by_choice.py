@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from .experts import CHOICES, DIM, EXPERTS
+from .experts import CHOICES, DIM, EXPERTS, by_name, matrix, swiglu
 
 
-def expert(m, x, ids, down_ids=None, down=None):
+def expert(m, x, ids, down_ids=None, scale=None):
     """What each row's own expert makes of it."""
-    gate, up = torch.einsum("...d,...hd->...h", x, m.gate_up[ids]).chunk(2, -1)
-    return torch.einsum("...h,...dh->...d", F.silu(gate) * up, (m.down if down is None else down)[ids if down_ids is None else down_ids])
+    hidden = swiglu(torch.einsum("...d,...hd->...h", x, m.gate_up[ids]))
+    down = m.down if scale is None else m.down * scale
+    return torch.einsum("...h,...dh->...d", hidden, down[ids if down_ids is None else down_ids])
 
 
 def by_matmul(m, x, ids):
-    gate, up = (m.gate_up[ids] @ x.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
-    return torch.matmul((F.silu(gate) * up)[..., None, :], m.down[ids].mT).squeeze(-2)
+    hidden = swiglu((m.gate_up[ids] @ x.unsqueeze(-1)).squeeze(-1))
+    return torch.matmul(hidden[..., None, :], m.down[ids].mT).squeeze(-2)
+
+
+def summed(out):
+    """The sum of `out(m, x, indices, gates, k)` over choices."""
+    return lambda m, x, indices, gates: sum(out(m, x, indices, gates, k) for k in range(CHOICES))
 
 
 # --- sums over choices, written out
@@ -25,7 +30,7 @@ def by_matmul(m, x, ids):
 def einsums(m, x, indices, gates):
     y = torch.zeros_like(x)
     for k in range(CHOICES):
-        y = y + gates[:, k, None] * expert(m, x, indices[:, k])
+        y = y + gates[..., k, None] * expert(m, x, indices[..., k])
     return y
 
 
@@ -43,21 +48,9 @@ def on_the_residual(m, x, indices, gates):
     return y
 
 
-def by_sum(m, x, indices, gates):
-    return sum(gates[:, k, None] * by_matmul(m, x, indices[:, k]) for k in range(CHOICES))
-
-
 def stacked(m, x, indices, gates):
     outs = torch.stack([expert(m, x, indices[:, k]) for k in range(CHOICES)], 1)
     return (outs * gates[..., None]).sum(1)
-
-
-def of_batches(m, x, indices, gates):
-    x, indices, gates = (t[:10].view(2, 5, -1) for t in (x, indices, gates))
-    y = torch.zeros_like(x)
-    for k in range(CHOICES):
-        y = y + gates[..., k, None] * expert(m, x, indices[..., k])
-    return y
 
 
 def in_float32(m, x, indices, gates):
@@ -67,22 +60,22 @@ def in_float32(m, x, indices, gates):
     return y.to(x.dtype)
 
 
-SUMS = (einsums, products_in_place, on_the_residual, by_sum, stacked, of_batches, in_float32)
+by_sum = summed(lambda m, x, i, g, k: g[:, k, None] * by_matmul(m, x, i[:, k]))
+SUMS = by_name(einsums, products_in_place, on_the_residual, stacked, in_float32) | {
+    "by_sum": by_sum,
+    "of_batches": lambda m, x, i, g: einsums(m, *(t[:10].view(2, 5, -1) for t in (x, i, g))),
+}
 
 
 # --- a row for each choice, summed in other ways
 
 
-def _rows(m, x, indices):
+def rows_of(m, x, indices):
     return expert(m, x.repeat_interleave(CHOICES, 0), indices.reshape(-1))
 
 
 def weighted_rows(m, x, indices, gates):
-    return _rows(m, x, indices) * gates.reshape(-1, 1)
-
-
-def mean_of_choices(m, x, indices, gates):
-    return weighted_rows(m, x, indices, gates).view(-1, CHOICES, DIM).mean(1)
+    return rows_of(m, x, indices) * gates.reshape(-1, 1)
 
 
 def every_other_row(m, x, indices, gates):
@@ -95,40 +88,17 @@ def choices_first(m, x, indices, gates):
     return rows[: len(x)] + rows[len(x) :]
 
 
-def without_gates(m, x, indices, gates):
-    return _rows(m, x, indices).view(-1, CHOICES, DIM).sum(1) * gates.sum(-1, keepdim=True)
-
-
-def first_choice_alone(m, x, indices, gates):
-    return gates[:, :1] * expert(m, x, indices[:, 0])
-
-
-def in_another_order(m, x, indices, gates):
-    """Rows of one token and choices of another: experts on rows all the same."""
-    rows = expert(m, x.repeat_interleave(CHOICES, 0), indices.t().reshape(-1))
-    return rows.view(-1, CHOICES, DIM).sum(1)
-
-
-ROWS = (weighted_rows, mean_of_choices, every_other_row, choices_first, without_gates, first_choice_alone, in_another_order)
+ROWS = by_name(weighted_rows, every_other_row, choices_first) | {
+    "mean_of_choices": lambda m, x, i, g: weighted_rows(m, x, i, g).view(-1, CHOICES, DIM).mean(1),
+    "without_gates": lambda m, x, i, g: rows_of(m, x, i).view(-1, CHOICES, DIM).sum(1) * g.sum(-1, keepdim=True),
+    "first_choice_alone": lambda m, x, i, g: g[:, :1] * expert(m, x, i[:, 0]),
+    # Rows of one token and choices of another: experts on rows all the same.
+    "in_another_order": lambda m, x, i, g: (
+        expert(m, x.repeat_interleave(CHOICES, 0), i.t().reshape(-1)).view(-1, CHOICES, DIM).sum(1)),
+}  # fmt: skip
 
 
 # --- sums that are none over a token's choices: each choice is a layer of its own
-
-
-def gates_of_the_other_choice(m, x, indices, gates):
-    return sum(gates[:, 1 - k, None] * expert(m, x, indices[:, k]) for k in range(CHOICES))
-
-
-def one_gate_for_both(m, x, indices, gates):
-    return sum(gates[:, :1] * expert(m, x, indices[:, k]) for k in range(CHOICES))
-
-
-def other_rows_for_the_second(m, x, indices, gates):
-    return sum(gates[:, k, None] * expert(m, x.roll(k, 0), indices[:, k]) for k in range(CHOICES))
-
-
-def other_weights_for_the_second(m, x, indices, gates):
-    return sum(gates[:, k, None] * expert(m, x, indices[:, k], down=m.down * (k + 1)) for k in range(CHOICES))
 
 
 def difference(m, x, indices, gates):
@@ -136,41 +106,34 @@ def difference(m, x, indices, gates):
     return first - second
 
 
-APART = (gates_of_the_other_choice, one_gate_for_both, other_rows_for_the_second, other_weights_for_the_second, difference)
+APART = {
+    "gates_of_the_other_choice": summed(lambda m, x, i, g, k: g[:, 1 - k, None] * expert(m, x, i[:, k])),
+    "one_gate_for_both": summed(lambda m, x, i, g, k: g[:, :1] * expert(m, x, i[:, k])),
+    "other_rows_for_the_second": summed(lambda m, x, i, g, k: g[:, k, None] * expert(m, x.roll(k, 0), i[:, k])),
+    "other_weights_for_the_second": summed(
+        lambda m, x, i, g, k: g[:, k, None] * expert(m, x, i[:, k], scale=k + 1)),
+    "difference": difference,
+}  # fmt: skip
 
 
 # --- what stays
 
 
-def projections_of_different_choices(m, x, indices, gates):
-    return sum(gates[:, k, None] * expert(m, x, indices[:, k], indices[:, 1 - k]) for k in range(CHOICES))
-
-
-def numbers_below_zero(m, x, indices, gates):
-    return sum(gates[:, k, None] * expert(m, x, indices[:, k] - EXPERTS) for k in range(CHOICES))
-
-
 def keeps_what_is_hidden(m, x, indices, gates):
-    gate, up = torch.einsum("td,thd->th", x, m.gate_up[indices[:, 0]]).chunk(2, -1)
-    hidden = F.silu(gate) * up
+    hidden = swiglu(torch.einsum("td,thd->th", x, m.gate_up[indices[:, 0]]))
     return gates[:, :1] * torch.einsum("th,tdh->td", hidden, m.down[indices[:, 0]]), hidden
 
 
-def one_projection(m, x, indices, gates):
-    return sum(gates[:, k, None] * torch.einsum("td,thd->th", x, m.gate_up[indices[:, k]]) for k in range(CHOICES))
-
-
-def one_projection_of_all_choices(m, x, indices, gates):
-    return torch.einsum("td,tkhd,tk->th", x, m.gate_up[indices], gates)
-
-
-def one_projection_of_all_experts(m, x, indices, gates):
-    outs = torch.einsum("td,ehd->teh", x, m.gate_up)
-    return torch.einsum("te,teh->th", torch.zeros(len(x), EXPERTS).scatter(1, indices, gates), outs)
-
-
+# name: (the tag of the refusal, body)
 NEAR = {
-    projections_of_different_choices: "indices", numbers_below_zero: "range", keeps_what_is_hidden: "escapes",
-    one_projection: "projections", one_projection_of_all_choices: "projections",
-    one_projection_of_all_experts: "projections",
+    "projections_of_different_choices": (
+        "indices", summed(lambda m, x, i, g, k: g[:, k, None] * expert(m, x, i[:, k], i[:, 1 - k]))),
+    "numbers_below_zero": ("range", summed(lambda m, x, i, g, k: g[:, k, None] * expert(m, x, i[:, k] - EXPERTS))),
+    "keeps_what_is_hidden": ("escapes", keeps_what_is_hidden),
+    "one_projection": ("projections", summed(
+        lambda m, x, i, g, k: g[:, k, None] * torch.einsum("td,thd->th", x, m.gate_up[i[:, k]]))),
+    "one_projection_of_all_choices": (
+        "projections", lambda m, x, i, g: torch.einsum("td,tkhd,tk->th", x, m.gate_up[i], g)),
+    "one_projection_of_all_experts": ("projections", lambda m, x, i, g: torch.einsum(
+        "te,teh->th", matrix(i, g), torch.einsum("td,ehd->teh", x, m.gate_up))),
 }  # fmt: skip

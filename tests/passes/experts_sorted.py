@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .experts import DIM, EXPERTS, HIDDEN
+from .experts import DIM, EXPERTS, HIDDEN, clamped_swiglu
 from .experts_at_once import GROUPED_MM
 
 
@@ -29,19 +29,23 @@ def ends_of(counts):
     return counts.cumsum(0, dtype=torch.int32)
 
 
+def mm(rows, weight, ends):
+    return torch._grouped_mm(rows, weight, offs=ends)
+
+
 def two_projections(m, rows, counts):
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
-    hidden = F.silu(torch._grouped_mm(rows, m.gate.transpose(-2, -1), offs=ends))
-    hidden = hidden * torch._grouped_mm(rows, m.up.transpose(-2, -1), offs=ends)
-    return torch._grouped_mm(hidden, m.down.transpose(-2, -1), offs=ends)
+    hidden = F.silu(mm(rows, m.gate.transpose(-2, -1), ends))
+    hidden = hidden * mm(rows, m.up.transpose(-2, -1), ends)
+    return mm(hidden, m.down.transpose(-2, -1), ends)
 
 
 def with_casts(m, rows, counts):
     """Parameters in float32, GEMMs in bfloat16."""
     ends = ends_of(counts)
-    hidden = F.silu(torch._grouped_mm(rows.bfloat16(), m.gate.bfloat16().transpose(-2, -1), offs=ends))
-    hidden = hidden * torch._grouped_mm(rows.bfloat16(), m.up.transpose(-2, -1).bfloat16(), offs=ends)
-    return torch._grouped_mm(hidden, m.down.bfloat16().transpose(-2, -1), offs=ends).type_as(rows)
+    hidden = F.silu(mm(rows.bfloat16(), m.gate.bfloat16().transpose(-2, -1), ends))
+    hidden = hidden * mm(rows.bfloat16(), m.up.transpose(-2, -1).bfloat16(), ends)
+    return mm(hidden, m.down.bfloat16().transpose(-2, -1), ends).type_as(rows)
 
 
 def with_casts_and_biases(m, rows, counts, wide: bool = False):
@@ -53,9 +57,9 @@ def with_casts_and_biases(m, rows, counts, wide: bool = False):
         rest = torch.cat((of, of.new_zeros(1, of.shape[-1])))
         return rest.repeat_interleave(all_counts, 0, output_size=rows.shape[0]).to(torch.float32 if wide else dtype)
 
-    hidden = torch._grouped_mm(rows.bfloat16(), m.up.mT.bfloat16(), offs=ends)
+    hidden = mm(rows.bfloat16(), m.up.mT.bfloat16(), ends)
     hidden = F.gelu(hidden + biases(m.bias, hidden.dtype))
-    out = torch._grouped_mm(hidden.bfloat16(), m.down.mT.bfloat16(), offs=ends)
+    out = mm(hidden.bfloat16(), m.down.mT.bfloat16(), ends)
     return (out + biases(m.last_bias, out.dtype)).type_as(rows)
 
 
@@ -72,14 +76,16 @@ def one_projection(m, rows, counts):
 def in_turn(m, rows, counts):
     """Gate and up are channels in turn, clamped."""
     ends = ends_of(counts)
-    both = torch._grouped_mm(rows, torch.stack((m.gate, m.up), 2).flatten(1, 2).mT, offs=ends)
-    gate, up = both[..., ::2].clamp(max=0.7), both[..., 1::2].clamp(-0.7, 0.7)
-    return torch._grouped_mm((up + 1) * (gate * torch.sigmoid(gate * 1.702)), m.down.mT, offs=ends)
+    return mm(clamped_swiglu(mm(rows, torch.stack((m.gate, m.up), 2).flatten(1, 2).mT, ends)), m.down.mT, ends)
+
+
+def up_and_down(m, rows, ends, between, down_ends=None):
+    """Without a gate: what is `between` the two GEMMs."""
+    return mm(between(mm(rows, m.up.mT, ends)), m.down.mT, ends if down_ends is None else down_ends)
 
 
 def without_a_gate(m, rows, counts):
-    ends = ends_of(counts)
-    return torch._grouped_mm(F.relu(torch._grouped_mm(rows, m.up.mT, offs=ends)).square(), m.down.mT, offs=ends)
+    return up_and_down(m, rows, ends_of(counts), lambda hidden: F.relu(hidden).square())
 
 
 def scores_around(m, rows, counts):
@@ -91,21 +97,18 @@ def scores_around(m, rows, counts):
 def stored_in_out(m, rows, counts):
     """Weights that lie [in, out]; `other` makes such."""
     ends = ends_of(counts)
-    hidden = F.silu(torch._grouped_mm(rows, m.gate, offs=ends)) * torch._grouped_mm(rows, m.up, offs=ends)
-    return torch._grouped_mm(hidden, m.down, offs=ends)
+    return mm(F.silu(mm(rows, m.gate, ends)) * mm(rows, m.up, ends), m.down, ends)
 
 
 def ends_that_come(m, rows, counts):
     """Where rows end is given, rather than how many they are."""
-    return torch._grouped_mm(F.silu(torch._grouped_mm(rows, m.up.mT, offs=counts)), m.down.mT, offs=counts)
+    return up_and_down(m, rows, counts, F.silu)
 
 
 def repeated_biases(m, rows, counts):
-    ends = ends_of(counts)
-    hidden = torch._grouped_mm(rows, m.up.mT, offs=ends)
-    hidden = F.relu(hidden + m.bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0]))
-    out = torch._grouped_mm(hidden, m.down.mT, offs=ends)
-    return out + m.last_bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
+    repeated = lambda bias: bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])  # noqa: E731
+    out = up_and_down(m, rows, ends_of(counts), lambda hidden: F.relu(hidden + repeated(m.bias)))
+    return out + repeated(m.last_bias)
 
 
 def biases_and_padding(m, rows, counts):
@@ -113,8 +116,7 @@ def biases_and_padding(m, rows, counts):
     ends = ends_of(counts)
     all_counts = torch.cat((counts, (rows.shape[0] - ends[-1]).unsqueeze(0).to(counts.dtype))).long()
     biases = torch.cat((m.bias, m.bias.new_zeros(1, HIDDEN))).repeat_interleave(all_counts, 0, output_size=len(rows))
-    hidden = F.relu(torch._grouped_mm(rows, m.up.mT, offs=ends) + biases)
-    out = torch._grouped_mm(hidden, m.down.mT, offs=ends)
+    out = up_and_down(m, rows, ends, lambda hidden: F.relu(hidden + biases))
     return torch.where((torch.arange(len(rows)) < ends[-1])[:, None], out, 0.0)
 
 
@@ -131,28 +133,21 @@ ROWS = [two_projections, one_projection, in_turn, without_a_gate, scores_around,
 
 
 def biases_of_others(m, rows, counts):
-    ends = ends_of(counts)
-    hidden = torch._grouped_mm(rows, m.up.mT, offs=ends)
-    hidden = F.relu(hidden + m.bias.flip(0).repeat_interleave(counts.flip(0), dim=0, output_size=rows.shape[0]))
-    return torch._grouped_mm(hidden, m.down.mT, offs=ends)
+    biases = m.bias.flip(0).repeat_interleave(counts.flip(0), dim=0, output_size=rows.shape[0])
+    return up_and_down(m, rows, ends_of(counts), lambda hidden: F.relu(hidden + biases))
 
 
 def hidden_is_returned(m, rows, counts):
     ends = ends_of(counts)
-    hidden = torch._grouped_mm(rows, m.up.mT, offs=ends)
-    return torch._grouped_mm(F.silu(hidden), m.down.mT, offs=ends), hidden.relu()
+    hidden = mm(rows, m.up.mT, ends)
+    return mm(F.silu(hidden), m.down.mT, ends), hidden.relu()
 
 
 def an_activation_of_its_own(m, rows, counts):
-    ends = ends_of(counts)
-    return torch._grouped_mm(F.softplus(torch._grouped_mm(rows, m.up.mT, offs=ends)), m.down.mT, offs=ends)
+    return up_and_down(m, rows, ends_of(counts), F.softplus)
 
 
-NEAR_MISSES = {
-    "bias": biases_of_others,
-    "escapes": hidden_is_returned,
-    "activation": an_activation_of_its_own,
-}
+NEAR_MISSES = {"bias": biases_of_others, "escapes": hidden_is_returned, "activation": an_activation_of_its_own}
 
 
 # --- no experts
@@ -160,13 +155,11 @@ NEAR_MISSES = {
 
 def adapters(m, rows, counts):
     """Two GEMMs by group without an activation between them, as LoRA's of several texts are."""
-    ends = ends_of(counts)
-    return torch._grouped_mm(torch._grouped_mm(rows, m.up.mT, offs=ends), m.down.mT, offs=ends)
+    return up_and_down(m, rows, ends_of(counts), lambda hidden: hidden)
 
 
 def other_groups_behind(m, rows, counts):
-    hidden = F.relu(torch._grouped_mm(rows, m.up.mT, offs=ends_of(counts)))
-    return torch._grouped_mm(hidden, m.down.mT, offs=ends_of(counts.flip(0)))
+    return up_and_down(m, rows, ends_of(counts), F.relu, ends_of(counts.flip(0)))
 
 
 OTHERS = [adapters, other_groups_behind]
@@ -183,9 +176,7 @@ class TokenChoice(nn.Module):
     the experts.
     """
 
-    def __init__(
-        self, scores_first: bool = False, opaque: bool = False, marks: bool = True, shared: bool = True, body=with_casts
-    ):
+    def __init__(self, scores_first=False, opaque=False, marks=True, shared=True, body=with_casts):
         super().__init__()
         self.router = nn.Linear(DIM, EXPERTS, bias=False)
         self.experts = Sorted(body)

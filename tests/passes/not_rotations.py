@@ -41,14 +41,6 @@ def a_lane_in_both_halves(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def cosines_for_sines(x, cos, sin):
-    return turn(x, cos, cos)
-
-
-def one_table_lane_for_all(x, cos, sin):
-    return turn(x, cos[:, :1], sin[:, :1])
-
-
 def in_bfloat16(x, cos, sin):
     a, b = x.chunk(2, dim=-1)
     first, second = ((u.bfloat16() + v.bfloat16()).to(x.dtype) for u, v in ((a * cos, -b * sin), (b * cos, a * sin)))
@@ -60,10 +52,6 @@ def without_gradients(x, cos, sin):
         return turn(x, cos, sin)
 
 
-def one_position_for_all(x, cos, sin):
-    return turn(x, cos[2:3], sin[2:3])
-
-
 # refusal tag -> function
 NOT_ROTATIONS = {
     "unwritten-lanes": second_half_never_written,
@@ -73,10 +61,10 @@ NOT_ROTATIONS = {
     "lanes-lost": a_lane_in_both_halves,
     "pairing": neighbours_turned_with_the_wrong_partner,
     "mixed-tables": tables_swapped_in_the_second_half,
-    "one-table": cosines_for_sines,
+    "one-table": lambda x, cos, sin: turn(x, cos, cos),
     "signs": reflection,
-    "table-order": one_table_lane_for_all,
+    "table-order": lambda x, cos, sin: turn(x, cos[:, :1], sin[:, :1]),  # one lane for all
     "precision": in_bfloat16,
     "region": without_gradients,
-    "table-length": one_position_for_all,
+    "table-length": lambda x, cos, sin: turn(x, cos[2:3], sin[2:3]),  # one position for all
 }

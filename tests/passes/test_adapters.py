@@ -10,7 +10,7 @@ from torch import nn
 from tests.frames import run
 
 from .contract import assert_dynamic, assert_fires, assert_refused
-from .experts import DIM, EXPERTS, HIDDEN, MoE, where_index_add
+from .experts import DIM, EXPERTS, HIDDEN, MoE, over_experts, swiglu, where_index_add
 
 RANK, WORDS = 2, 21
 
@@ -77,20 +77,24 @@ class Stacked(MoE):
 
 
 def by_rows_of_added(m, x, indices, gates):
-    y, gate_up = torch.zeros_like(x), m.gate_up + 0.5 * torch.bmm(m.b, m.a)
-    for e in range(m.num_experts):
-        token, choice = torch.where(indices == e)
-        gate, up = F.linear(x[token], gate_up[e]).chunk(2, -1)
-        y.index_add_(0, token, F.linear(F.silu(gate) * up, m.down[e]) * gates[token, choice, None])
-    return y
+    gate_up = m.gate_up + 0.5 * torch.bmm(m.b, m.a)
+
+    def out(e, token, choice):
+        return F.linear(swiglu(F.linear(x[token], gate_up[e])), m.down[e]) * gates[token, choice, None]
+
+    return over_experts(m, x, lambda e: torch.where(indices == e), out)
 
 
 def test_stacked_experts_of_added_weights_fire():
     assert_fires("moe", Stacked(), tokens())
 
 
+PATHS = {"last": Beside, "first": First, "dropout": lambda d, n: Beside(d, n, 0.2)}
+
+
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("where", ["up", "down", "all"])
-@pytest.mark.parametrize("path", [Beside, First, lambda d, n: Beside(d, n, 0.2)], ids=["last", "first", "dropout"])
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_experts_with_paths_are_told(path, where):
     made = {"up": (path, plain), "down": (plain, path), "all": (path, path)}[where]
     module = MoE(where_index_add, lambda: Expert(*made), experts=2)
@@ -115,7 +119,7 @@ def test_a_head_of_added_weights_fires():
     assert_fires("linear_cross_entropy", Head(Added), rows())
 
 
-@pytest.mark.parametrize("path", [Beside, First, lambda d, n: Beside(d, n, 0.2)], ids=["last", "first", "dropout"])
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_a_head_with_a_path_is_told(path):
     (miss,) = assert_refused("linear_cross_entropy", "between", Head(path), rows()).misses
     assert "F.linear(x, w + s * (b @ a))" in miss.reason

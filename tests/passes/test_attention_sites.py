@@ -51,6 +51,7 @@ def rows(call, *, options=None, keys=16, values=16, dtype=torch.float32, grad=Tr
     return report, [row for frame in json.loads(report.to_json())["frames"] for row in frame["attention"]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize(("keys", "values", "kernel"), [(16, 16, "flash"), (24, 16, "unfused")])
 def test_torchs_own(keys, values, kernel, grad):
@@ -102,6 +103,7 @@ def test_asking_for_the_kernel_leaves_no_trace():
     assert sdpa_choice._asked.cache_info().misses == 1 and get_sequence_nr() == before
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("given", "effective", "kernel", "tag", "says"), [
     ({}, "sdpa", "flash", "", ""),
     ({"softcap": 5.0}, "plain", "unfused", "softcap", "caps no scores"),
@@ -135,6 +137,7 @@ def test_what_is_no_attention_has_no_row():
     assert rows(lambda q, k, v: q.softmax(-1) * v)[1] == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("call", "dtype", "keys", "tag"), [
     (Inner(), torch.float32, 64, eligibility.DTYPE),
     (Inner(), torch.bfloat16, 16, eligibility.WIDTHS),
@@ -227,6 +230,7 @@ def test_reports_of_releases_before_have_no_rows():
     assert again.attention == [] and again.frames[0].attention == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("of_fa4", "effective"), [(1.9, "fa4"), (1.99, "sdpa"), (2.5, "sdpa")])
 def test_the_faster_by_measurement(monkeypatch, of_fa4, effective):
     """And a hundredth of the time is not worth another package's kernel."""

@@ -16,7 +16,10 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.errors import MegacppError, RuleWithoutHitError, TwoPoliciesError
 from megacpp_compile.lowerings.compressed_linear import reference
 from megacpp_compile.lowerings.compressed_linear.signs import magnitude, signs
-from tests.frames import check, largest_error, render, run, train
+from megacpp_compile.passes import linear
+from tests.frames import check, largest_error, render, run, run_graph, train
+
+from .conditions import cases, sampled
 
 NAME = "compressed_linear"
 DIM, HIDDEN, TOKENS = 32, 64, 24
@@ -58,8 +61,9 @@ class Dense(nn.Module):
     def __init__(self, layers=1):
         super().__init__()
         torch.manual_seed(0)
-        blocks = (("attn_norm", lambda: nn.RMSNorm(DIM)), ("attn", Attention), ("mlp_norm", lambda: nn.RMSNorm(DIM)), ("mlp", MLP))
-        self.layers = nn.ModuleList(nn.ModuleDict({name: make() for name, make in blocks}) for _ in range(layers))
+        norm = lambda: nn.RMSNorm(DIM)  # noqa: E731
+        blocks = {"attn_norm": norm, "attn": Attention, "mlp_norm": norm, "mlp": MLP}
+        self.layers = nn.ModuleList(nn.ModuleDict({n: make() for n, make in blocks.items()}) for _ in range(layers))
 
     def forward(self, x):
         for layer in self.layers:
@@ -106,16 +110,19 @@ def check_projected(module, args, config, count=1, tolerance=1e-5):
     frames = run(module, args, config)
     assert frames.counts[NAME] == count, frames.misses
     eager = copy.deepcopy(module)
-    want = projected(frames, train(eager, eager, args))
-    error, which = largest_error(frames.results, want)
+    error, which = largest_error(frames.results, projected(frames, train(eager, eager, args)))
     assert error <= tolerance, (which, error)
     assert not frames.again(config)
     return frames
 
 
-def trained(module, args, **options):
+def compiled(module, **options):
     torch._dynamo.reset()
-    return train(torch.compile(module, backend="megacpp", options={"strict": True, **options}), module, args)
+    return torch.compile(module, backend="megacpp", options={"strict": True, **options})
+
+
+def trained(module, args, **options):
+    return train(compiled(module, **options), module, args)
 
 
 class Body(nn.Module):
@@ -131,7 +138,12 @@ class Body(nn.Module):
         return self.body(self, x)
 
 
-# --- fires
+def one(m, x):
+    return m.a(m.norm(x))
+
+
+def gelu(m, x):
+    return m.b(F.gelu(m.a(m.norm(x))))
 
 
 def test_graph():
@@ -155,7 +167,7 @@ return [add]""")
 
 def test_redrawn_with_each_update():
     """By the bits of the weight, so that the same weight makes the same gradient, and an updated one another."""
-    module, args = Body(lambda m, x: m.a(m.norm(x))), hidden()
+    module, args = Body(one), hidden()
     frames = run(module, args, config("a", redraw="update", seed=3))
     expecttest.assert_expected_inline(render(frames.graph), """\
 layer_norm: f32[2, 24, 32] = layer_norm(x, [32], norm_weight, norm_bias)
@@ -179,7 +191,7 @@ return [getitem_1]""")
 
 
 def test_a_fixed_projection():
-    module, args = Body(lambda m, x: m.a(m.norm(x))), hidden()
+    module, args = Body(one), hidden()
     frames = run(module, args, config("a"))
     with torch.no_grad():
         module.a.weight.mul_(1 + 1e-3)
@@ -191,14 +203,6 @@ def test_seeds_and_names_make_other_projections():
     module, args = Body(lambda m, x: m.a(m.norm(x)) * m.b(m.norm(x))), hidden()
     seeds = [[n.args[-1] for n in compressed(run(module, args, config(seed=seed)).graph)] for seed in (0, 0, 1)]
     assert seeds[0] == seeds[1] and len({*seeds[0], *seeds[2]}) == 4
-
-
-def gelu(m, x):
-    return m.b(F.gelu(m.a(m.norm(x))))
-
-
-def low_rank(m, x):
-    return m.b(m.a(m.norm(x)))
 
 
 def post_norm(m, x):
@@ -219,13 +223,16 @@ def beside_a_frozen_one(m, x):
     return m.a(h) + F.linear(h, m.c.weight.detach())
 
 
-@pytest.mark.parametrize(("body", "count"), [(gelu, 2), (low_rank, 2), (post_norm, 2), (beside_a_frozen_one, 1)], ids=lambda v: getattr(v, "__name__", ""))
-def test_fires(body, count):
-    check_projected(Body(body), hidden(), config("a", "b"), count)
+FORMS = {
+    "gelu": (gelu, 2, "ab"), "low_rank": (lambda m, x: m.b(m.a(m.norm(x))), 2, "ab"), "post_norm": (post_norm, 2, "ab"),
+    "beside_a_frozen_one": (beside_a_frozen_one, 1, "ab"), "by_hand": (by_hand, 1, "*"),
+}
 
 
-def test_fires_by_hand():
-    check_projected(Body(by_hand), hidden(), config("*"))
+@pytest.mark.parametrize("form", FORMS)
+def test_fires(form):
+    body, count, names = FORMS[form]
+    check_projected(Body(body), hidden(), config(*names), count)
 
 
 def test_layers():
@@ -235,8 +242,7 @@ def test_layers():
 
 
 def test_bfloat16():
-    module = Block().bfloat16()
-    check_projected(module, hidden(torch.bfloat16), config(), 2, tolerance=4e-2)
+    check_projected(Block().bfloat16(), hidden(torch.bfloat16), config(), 2, tolerance=4e-2)
 
 
 def test_autocast():
@@ -261,12 +267,8 @@ def test_dynamic_lengths():
     assert largest_error(got, projected(frames, train(module, module, hidden(tokens=9))))[0] <= 1e-5
 
 
-# --- bytes
-
-
 def kept(module, args, **options):
     """(bytes that a compiled step keeps for backward, without parameters and inputs; the report)."""
-    torch._dynamo.reset()
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *args)}
     found = {}
 
@@ -276,7 +278,7 @@ def kept(module, args, **options):
         return t
 
     with megacpp_compile.record() as report, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        torch.compile(module, backend="megacpp", options={"strict": True, **options})(*args)
+        compiled(module, **options)(*args)
     return sum(storage.nbytes() for storage in found.values()), report
 
 
@@ -303,9 +305,6 @@ def test_the_report(no_kernels):
     )
 
 
-# --- through the backend
-
-
 def test_lowered(no_kernels):
     """Verified site by site; what Inductor's partitioner makes of it has the gradients of the captured graph."""
     module, args = Block(bias=True), hidden()
@@ -315,7 +314,8 @@ def test_lowered(no_kernels):
     assert error <= 1e-5, which
 
 
-@pytest.mark.parametrize("redraw", ["never", "update"])
+@pytest.mark.end_to_end
+@sampled(3, "redraw", ["never", "update"])
 def test_compiled(redraw):
     """By Inductor, which must not write the rounds of the generator into each entry that reads a sign."""
     module, args = Body(lambda m, x: m.a(x * 2)), hidden()
@@ -328,68 +328,44 @@ def test_compiled(redraw):
 def test_run_again_by_a_checkpoint(no_kernels):
     """Around the compiled module: the same projection, and the same gradient."""
     module, (x,) = Block(), hidden()
-    compress = {"names": "*", "ratio": 0.25, "redraw": "update"}
-    torch._dynamo.reset()
-    compiled = torch.compile(module, backend="megacpp", options={"strict": True, "compress": compress})
-    want = train(compiled, module, (x,))
-    got = train(lambda x: checkpoint(compiled, x, use_reentrant=False), module, (x,))
+    step = compiled(module, compress={"names": "*", "ratio": 0.25, "redraw": "update"})
+    want = train(step, module, (x,))
+    got = train(lambda x: checkpoint(step, x, use_reentrant=False), module, (x,))
     assert all(torch.equal(got[name], t) for name, t in want.items())
 
 
 def test_random_state_is_left_alone(no_kernels):
-    module, args = Block(), hidden()
-    torch._dynamo.reset()
-    compiled = torch.compile(module, backend="megacpp", options={"compress": {"names": "*", "redraw": "update"}})
+    step = compiled(Block(), compress={"names": "*", "redraw": "update"})
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    compiled(*args).sum().backward()
+    step(*hidden()).sum().backward()
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def wrong_op(monkeypatch, change):
-    plain = reference.compressed_linear_backward
-
-    def wrong(*args):
-        d_x, d_w, d_b = plain(*args)
-        return change(d_x, d_w, d_b)
-
-    monkeypatch.setattr(reference, "compressed_linear_backward", wrong)
-
-
 @pytest.mark.parametrize(
-    ("change", "tensor"),
-    [
-        (lambda dx, dw, db: (dx, [4 * w for w in dw], db), "gradient of"),
-        (lambda dx, dw, db: (dx, [-w for w in dw], db), "gradient of"),
-        (lambda dx, dw, db: (dx * 1.001, dw, db), "gradient of"),
-    ],
+    "change",
+    [lambda dx, dw, db: (dx, [4 * w for w in dw], db), lambda dx, dw, db: (dx, [-w for w in dw], db),
+     lambda dx, dw, db: (dx * 1.001, dw, db)],
     ids=["longer weights", "turned weights", "input"],
 )
-def test_verification_notices(no_kernels, monkeypatch, change, tensor):
+def test_verification_notices(no_kernels, monkeypatch, change):
     """Weights' gradients are held against what they are on average, all else against eager."""
-    wrong_op(monkeypatch, change)
-    with pytest.raises(MegacppError, match=tensor):
+    plain = reference.compressed_linear_backward
+    monkeypatch.setattr(reference, "compressed_linear_backward", lambda *args: change(*plain(*args)))
+    with pytest.raises(MegacppError, match="gradient of"):
         trained(Body(gelu), hidden(), compress={"names": ("b",), "ratio": 0.5}, verify="each")
 
 
-# --- stays out
-
-
-def refused(tag, body, *names, words="", **plan):
-    frames = check(Body(body), hidden(), config(*(names or ("a", "b")), **plan))
+def refused(tag, body, *names, words=""):
+    frames = check(Body(body), hidden(), config(*(names or ("a", "b"))))
     assert not frames.counts[NAME]
     reasons = [miss.reason for miss in frames.misses if miss.pass_name == NAME and miss.tag == tag]
     assert reasons and any(words in reason for reason in reasons), frames.misses
 
 
-def read_by_another_linear(m, x):
-    h = m.norm(x)
-    return m.a(h) + m.c(h)
-
-
-def read_by_an_activation(m, x):
-    h = m.norm(x)
-    return m.a(h) * F.silu(h)
+def of_normed(read):
+    """What `read(m, normed)` makes of it."""
+    return lambda m, x: read(m, m.norm(x))
 
 
 def multiplied_by_what_it_reads(m, x):
@@ -397,55 +373,24 @@ def multiplied_by_what_it_reads(m, x):
     return m.a(h) * h
 
 
-def returned(m, x):
-    h = m.norm(x)
-    return m.a(h), h
+ALIVE = {
+    "the linear c reads": {"another_linear": of_normed(lambda m, h: m.a(h) + m.c(h))},
+    "silu reads": {"an_activation": of_normed(lambda m, h: m.a(h) * F.silu(h))},
+    "mul reads": {"multiplied_by_what_it_reads": multiplied_by_what_it_reads},
+    "returns": {"returned": of_normed(lambda m, h: (m.a(h), h))},
+    # what reads it without a gradient may be what backward is given
+    "abs reads": {"detached": of_normed(lambda m, h: m.a(h) * h.detach().abs())},
+    "relu, which made": {"behind_relu": of_normed(lambda m, h: m.a(h.relu()))},
+    "tanh, which made": {"behind_tanh_through_a_view": of_normed(lambda m, h: m.a(h.tanh().flatten(0, 1)))},
+    "whose caller holds it": {
+        "of_the_frames_input": lambda m, x: m.a(x), "of_a_view_of_the_input": lambda m, x: m.a(x.transpose(0, 1)),
+    },
+}
 
 
-def detached(m, x):
-    """What reads it without a gradient may be what backward is given."""
-    h = m.norm(x)
-    return m.a(h) * h.detach().abs()
-
-
-def behind_relu(m, x):
-    return m.a(m.norm(x).relu())
-
-
-def behind_tanh_through_a_view(m, x):
-    return m.a(m.norm(x).tanh().flatten(0, 1))
-
-
-def of_the_frames_input(m, x):
-    return m.a(x)
-
-
-def of_a_view_of_the_input(m, x):
-    return m.a(x.transpose(0, 1))
-
-
-@pytest.mark.parametrize(
-    ("body", "tag", "words"),
-    [
-        (read_by_another_linear, "alive", "the linear c reads"),
-        (read_by_an_activation, "alive", "silu reads"),
-        (multiplied_by_what_it_reads, "alive", "mul reads"),
-        (returned, "alive", "returns"),
-        (detached, "alive", "abs reads"),
-        (behind_relu, "alive", "relu, which made"),
-        (behind_tanh_through_a_view, "alive", "tanh, which made"),
-        (of_the_frames_input, "input", "whose caller holds it"),
-        (of_a_view_of_the_input, "input", "whose caller holds it"),
-    ],
-    ids=lambda v: getattr(v, "__name__", ""),
-)
-def test_refuses_what_stays_alive(body, tag, words):
-    refused(tag, body, words=words)
-
-
-def through_two_views(m, x):
-    h = m.norm(x)
-    return m.a(h) + m.b(h.flatten(0, 1)).view(x.shape)
+@cases(ALIVE, 3)
+def test_refuses_what_stays_alive(tag, body):
+    refused("input" if "caller" in tag else "alive", body, words=tag)
 
 
 def in_two_dtypes(m, x):
@@ -455,48 +400,37 @@ def in_two_dtypes(m, x):
     return m.a(h) + low
 
 
-def repeated(m, x):
-    return m.a(m.norm(x)[:, :1].clone().expand(-1, 64, -1))
+OTHERS = {
+    "views": of_normed(lambda m, h: m.a(h) + m.b(h.flatten(0, 1)).view(h.shape)),
+    "dtype": in_two_dtypes,
+    "expanded": of_normed(lambda m, h: m.a(h[:, :1].clone().expand(-1, 64, -1))),
+    "checkpointed": of_normed(lambda m, h: checkpoint(lambda h: m.b(F.gelu(m.a(h))), h, use_reentrant=False)),
+}
 
 
-def checkpointed(m, x):
-    return checkpoint(lambda h: m.b(F.gelu(m.a(h))), m.norm(x), use_reentrant=False)
-
-
-@pytest.mark.parametrize(
-    ("body", "tag"),
-    [(through_two_views, "views"), (in_two_dtypes, "dtype"), (repeated, "expanded"), (checkpointed, "checkpointed")],
-    ids=lambda v: getattr(v, "__name__", ""),
-)
-def test_refuses(body, tag):
-    refused(tag, body)
+@sampled(3, "tag", OTHERS)
+def test_refuses(tag):
+    refused(tag, OTHERS[tag])
 
 
 def test_refuses_a_bias_on_some():
-    def both(m, x):
-        h = m.norm(x)
-        return F.linear(h, m.a.weight, m.a.bias) + F.linear(h, m.b.weight)
-
+    both = of_normed(lambda m, h: F.linear(h, m.a.weight, m.a.bias) + F.linear(h, m.b.weight))
     refused("bias", both, "*")
 
 
+def assert_only(tag, module, config):
+    frames = check(module, hidden(), config)
+    assert frames.tags(NAME) == {tag} and not frames.counts[NAME]
+
+
 def test_refuses_a_single_vector():
-    class Vector(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(DIM, DIM)
-
-        def forward(self, x):
-            return self.a(F.gelu(x.sum((0, 1))))
-
-    assert check(Vector(), hidden(), config("a")).tags(NAME) == {"shape"}
+    assert_only("shape", Body(lambda m, x: m.a(F.gelu(x.sum((0, 1))))), config("a"))
 
 
 def test_refuses_frozen_weights():
     module = Body(gelu)
     module.b.weight.requires_grad_(False)
-    frames = check(module, hidden(), config("b"))
-    assert frames.tags(NAME) == {"frozen"} and not frames.counts[NAME]
+    assert_only("frozen", module, config("b"))
 
 
 @pytest.mark.parametrize("name", ["router", "lm_head", "lora_a", "embed_out", "final_norm"])
@@ -509,8 +443,7 @@ def test_leaves_some_roles_alone(name):
         def forward(self, x):
             return getattr(self, name)(F.gelu(x))
 
-    frames = check(Named(), hidden(), config())
-    assert frames.tags(NAME) == {"role"} and not frames.counts[NAME]
+    assert_only("role", Named(), config())
 
 
 def test_leaves_what_another_pass_took():
@@ -527,17 +460,15 @@ def test_leaves_what_another_pass_took():
 
 
 def test_leaves_float8(monkeypatch):
-    from megacpp_compile.passes import linear
-
     monkeypatch.setattr(linear, "no_float8", lambda device: "")
-    module = Block().bfloat16()
     plan = megacpp_compile.PrecisionPlan({"*.down_proj": "fp8_current", "*": "bf16"}, gate=False)
-    frames = run(module, hidden(torch.bfloat16), Config(strict=True, precision=plan, compress={"names": "*.down_proj"}))
+    both = Config(strict=True, precision=plan, compress={"names": "*.down_proj"})
+    frames = run(Block().bfloat16(), hidden(torch.bfloat16), both)
     assert frames.fired == {"linear": 1} and frames.tags(NAME) == {"taken"}
 
 
 def test_without_the_option():
-    assert run(Body(gelu), hidden()).counts[NAME] == 0
+    assert run_graph(Body(gelu), hidden()).counts[NAME] == 0
 
 
 def test_disabled():
@@ -546,23 +477,19 @@ def test_disabled():
 
 def test_inference(no_kernels):
     module, (x,) = Body(gelu), hidden()
-    torch._dynamo.reset()
-    options = {"strict": True, "compress": {"names": ("a", "b")}}
     with megacpp_compile.record() as report, torch.no_grad():
-        got = torch.compile(module, backend="megacpp", options=options)(x)
+        got = compiled(module, compress={"names": ("a", "b")})(x)
     assert not report.sites and not report.misses
     torch.testing.assert_close(got, module(x))
 
 
-# --- beside other authorities
-
-
-@pytest.mark.parametrize("policy", ["selective", 0.3])
+@sampled(3, "policy", ["selective", 0.3])
 def test_a_policy_that_recomputes_the_input_is_an_error(no_kernels, policy):
     with pytest.raises(TwoPoliciesError, match="compressed_linear of layers.0.mlp.down_proj"):
         trained(Dense(), hidden(), compress={"names": ("*.down_proj",)}, policy=policy)
 
 
+@pytest.mark.end_to_end
 def test_a_policy_of_other_blocks(no_kernels):
     """What it recomputes is attention's; the gradients are those without it."""
     compress = {"names": ("*.mlp.down_proj",)}

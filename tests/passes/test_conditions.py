@@ -89,6 +89,7 @@ KNOWN: dict[tuple[str, str], tuple[dict[str, int], str]] = {}
 CELLS = [(m, c) for m, row in ROWS.items() for c in COLUMNS if not (row.only_bfloat16 and c in ("float32", "autocast"))]
 
 
+@pytest.mark.sampled(5, unit=15)
 @pytest.mark.parametrize(("model", "condition"), CELLS)
 def test_sites(model, condition):
     row, column = ROWS[model], COLUMNS[condition]

@@ -20,6 +20,7 @@ from megacpp_compile.frontend.capture import capture
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.passes import _driver, down_norm_up
 from megacpp_compile.passes._rule import Match
+from tests.capture import Called, _made
 from tests.corpus import jitter_gains
 from tests.corpus.spellings import PlainMLA
 from tests.frames import check, run
@@ -100,6 +101,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHAINS)
 def test_one_site_reads_another(name):
     module = InTurn(*(CHAINS[name]() for _ in range(2 if name == "moe" else 3)))
@@ -289,11 +291,12 @@ def test_a_find_that_writes_is_seen(key):
 def alive(graphs):
     """Those of `graphs` that something keeps: not Dynamo's caches, nor torch's memory of what it has traced last."""
     torch._dynamo.reset()
-    trace(torch.relu, hidden())
+    _made(Called(torch.relu), (hidden(),))  # not a kept graph: a trace
     gc.collect()
     return [graph for graph in graphs if graph() is not None]
 
 
+@pytest.mark.end_to_end
 def test_no_analysis_outlives_its_frame():
     block = PlainMLA()
     frames = run(block, block.example_inputs())
@@ -302,6 +305,7 @@ def test_no_analysis_outlives_its_frame():
     assert not alive([graph])
 
 
+@pytest.mark.end_to_end
 def test_nothing_of_the_backend_s_outlives_its_frame(no_kernels, monkeypatch):
     graphs = []
 

@@ -105,6 +105,7 @@ def trained(call, module, inputs):
     return output, torch.autograd.grad(output.float().sum(), wanted, allow_unused=True)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "dynamic"), [*((name, False) for name in IDIOMS), ("moe", True), ("rope_qk", True)])
 def test_fires_and_is_empty(name, dynamic, no_kernels, monkeypatch):
     monkeypatch.setattr(linear, "no_float8", lambda device: "")

@@ -10,7 +10,9 @@ from megacpp_compile.matchers.delta_rule import rule
 from megacpp_compile.matchers.delta_rule.verdicts import MOST, Structure, Verdict, Verdicts
 from tests.corpus.delta.block import CHUNKED, PlainDelta, Spelling
 from tests.corpus.delta.near_misses import NEAR_DELTA_RULES
-from tests.frames import TOLERANCE, check, largest_error, run, train
+from tests.frames import check, check_graph, run
+
+from .conditions import assert_serves, sampled
 
 NAME = "gated_delta_rule"
 QUICK = CHUNKED["whole_sequence"]  # without a loop
@@ -26,8 +28,9 @@ class Stack(nn.Module):
             x = x + layer(x)
         return x
 
-    def example_inputs(self, length=8):
-        return (torch.randn(2, length, 10, generator=torch.Generator().manual_seed(1)).requires_grad_(),)
+
+def stacked(*layers):
+    return check_graph(Stack(*layers), PlainDelta().example_inputs(8))
 
 
 @pytest.fixture
@@ -46,7 +49,8 @@ def proofs(monkeypatch):
     Verdicts.forget()
 
 
-@pytest.mark.parametrize(("name", "length", "chunk"), [("doubling", 8, 4), ("rows_in_place", 6, 3)])
+@pytest.mark.end_to_end
+@sampled(3, ("name", "length", "chunk"), [("doubling", 8, 4), ("rows_in_place", 6, 3)])
 def test_dynamic(name, length, chunk):
     """Only the length is a symbol: a loop over chunks fixes how many there are, not how far the last is filled; here it
     is full."""
@@ -55,37 +59,31 @@ def test_dynamic(name, length, chunk):
     assert frames.fired.get(NAME) == 1, frames.misses
 
 
+@pytest.mark.end_to_end
 def test_a_second_length():
     module = PlainDelta(CHUNKED["solved_to_an_inverse"])
     frames = run(module, module.example_inputs(6), fullgraph=False)
-    for length in (7, 11):
-        args = module.example_inputs(length)
-        got = train(frames.compiled, module, args)
-        assert largest_error(got, train(module, module, args))[0] <= TOLERANCE[torch.float32]
+    assert_serves(frames, module, module.example_inputs(7), module.example_inputs(11), graphs=None)
     assert [analysis.frame.passes[NAME] for analysis in frames.analyses] == [1] * len(frames.analyses)
     assert len(frames.analyses) > 1
 
 
 def test_layers_that_are_the_same_are_proved_once(proofs):
-    module = Stack(*(PlainDelta(QUICK) for _ in range(3)))
-    assert check(module, module.example_inputs()).counts[NAME] == 3
-    assert len(proofs) == 1
-    assert check(module, module.example_inputs()).counts[NAME] == 3
-    assert len(proofs) == 1, "a graph captured again is the same, too"
+    for _ in range(2):  # a graph captured again is the same, too
+        assert stacked(*(PlainDelta(QUICK) for _ in range(3))).counts[NAME] == 3
+        assert len(proofs) == 1
 
 
-@pytest.mark.parametrize("other", [{"width": 4}, {"groups": 4}, {"strength": 2}], ids=str)
+@sampled(3, "other", [{"width": 4}, {"groups": 4}, {"strength": 2}], ids=str)
 def test_layers_of_other_sizes_or_constants_are_proved_apart(proofs, other):
-    module = Stack(PlainDelta(QUICK), PlainDelta(QUICK, **other))
-    assert check(module, module.example_inputs()).counts[NAME] == 2
+    assert stacked(PlainDelta(QUICK), PlainDelta(QUICK, **other)).counts[NAME] == 2
     assert len(proofs) == 2
 
 
 def test_near_misses_beside_a_delta_rule(proofs):
     """They differ in a constant or an op, and are refused whatever was proved before, each for its own node."""
-    near = Spelling(NEAR_DELTA_RULES[next(iter(NEAR_DELTA_RULES))])
-    module = Stack(PlainDelta(QUICK), PlainDelta(near), PlainDelta(near), PlainDelta(QUICK))
-    frames = check(module, module.example_inputs())
+    near = Spelling(next(iter(NEAR_DELTA_RULES.values())))
+    frames = stacked(PlainDelta(QUICK), PlainDelta(near), PlainDelta(near), PlainDelta(QUICK))
     assert frames.counts[NAME] == 2
     assert len([m for m in frames.misses if m.pass_name == NAME]) == 2
 
@@ -124,7 +122,7 @@ class RatesOfHeads(PlainDelta):
         return (-self.A_log.exp()).expand(*u.shape[:2], -1)
 
 
+@pytest.mark.end_to_end
 def test_gates_repeated_for_symbolic_numbers_of_tokens():
     module = RatesOfHeads()
-    frames = check(module, module.example_inputs(12), dynamic=True)
-    assert frames.fired == {NAME: 1}
+    assert check(module, module.example_inputs(12), dynamic=True).fired == {NAME: 1}

@@ -9,14 +9,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.corpus.spellings import PlainMLA
-from tests.frames import check, run
+from tests.frames import Function, check, run
 
 DIM, WIDTH, KV_HEADS = 32, 8, 2
+pytestmark = pytest.mark.end_to_end  # seconds each: symbols in all dimensions, behind graph breaks
 
 
-def half_turned(x):
+def turned(x, cos, sin):
     a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
 
 
 class Resumed(nn.Module):
@@ -25,8 +26,8 @@ class Resumed(nn.Module):
     def __init__(self, heads=4):
         super().__init__()
         torch.manual_seed(0)
-        self.q, self.o = nn.Linear(DIM, heads * WIDTH), nn.Linear(heads * WIDTH, DIM)
-        self.k, self.v = nn.Linear(DIM, KV_HEADS * WIDTH), nn.Linear(DIM, KV_HEADS * WIDTH)
+        self.q, self.k, self.v = (nn.Linear(DIM, n * WIDTH) for n in (heads, KV_HEADS, KV_HEADS))
+        self.o = nn.Linear(heads * WIDTH, DIM)
         self.repeats, self.width = heads // KV_HEADS, WIDTH
         self.register_buffer("inv_freq", 100.0 ** -(torch.arange(0, WIDTH, 2) / WIDTH))
 
@@ -42,7 +43,7 @@ class Resumed(nn.Module):
 
     def attend(self, x, shape, cos, sin):
         q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.q, self.k, self.v))
-        q, k = (h * cos + half_turned(h) * sin for h in (q, k))
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
         k, v = (h.repeat_interleave(self.repeats, 1) for h in (k, v))
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
@@ -56,17 +57,13 @@ def resumed(module, *args, **kwargs):
 
 
 def test_a_width_that_crosses_a_graph_break():
+    """No graph more for other batches and lengths."""
     frames = resumed(Resumed(), rows())
     assert frames.fired == {"rope_qk": 1} and not frames.misses
-
-
-def test_no_graph_more_for_other_batches_and_lengths():
-    frames = resumed(Resumed(), rows())
-    graphs = len(frames.graphs)
     for batch, length in ((2, 17), (5, 20)):
         x = rows(batch, length)
         torch.testing.assert_close(frames.compiled(x), Resumed()(x))
-    assert len(frames.graphs) == graphs == 2
+    assert len(frames.graphs) == 2
 
 
 def test_latent_attention():
@@ -112,7 +109,7 @@ class Rows(Resumed):
         torch._dynamo.graph_break()
         k, v = (f(x).view(shape).transpose(1, 2) for f in (self.k, self.v))
         q = q.reshape(shape).transpose(1, 2)
-        q, k = (h * cos + half_turned(h) * sin for h in (q, k))
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
         k, v = (h.repeat(1, self.repeats, 1, 1) for h in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
@@ -135,19 +132,15 @@ def test_a_width_that_is_a_batch_too():
 
 
 def test_without_a_rotation_no_width_is_fixed():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, q, k, table):
-            q, k = (h * table * self.weight + h.flip(-1) for h in (q, k))
-            return F.scaled_dot_product_attention(q, k, k)
+    def scaled(q, k, table):
+        q, k = (h * table + h.flip(-1) for h in (q, k))
+        return F.scaled_dot_product_attention(q, k, k)
 
     def args(width, length):
-        return torch.randn(3, 2, length, width), torch.randn(3, 2, length, width), torch.randn(length, width)
+        shape = (3, 2, length, width)
+        return torch.randn(shape, requires_grad=True), torch.randn(shape), torch.randn(length, width)
 
-    frames = check(Scaled(), args(8, 12), dynamic=True)
+    frames = check(Function(scaled), args(8, 12), dynamic=True)
     for width, length in ((16, 12), (8, 17), (6, 5)):
         frames.compiled(*args(width, length))
     assert len(frames.graphs) == 1 and not frames.fired and not frames.misses
@@ -160,10 +153,8 @@ def test_a_length_that_comes_last_is_no_width():
         def forward(self, x, mask):
             shape, (cos, sin) = (*x.shape[:-1], -1, self.width), self.tables(x)
             torch._dynamo.graph_break()
-            q = self.q(x).view(shape).transpose(1, 2)
-            q = q * cos + half_turned(q) * sin
-            k = self.k(x).view(shape).transpose(1, 2).repeat_interleave(self.repeats, 1)
-            k = k * cos + half_turned(k) * sin
+            q = turned(self.q(x).view(shape).transpose(1, 2), cos, sin)
+            k = turned(self.k(x).view(shape).transpose(1, 2).repeat_interleave(self.repeats, 1), cos, sin)
             cached = torch.cat((k, k), 2)[:, :, : mask.shape[-1]]
             return F.scaled_dot_product_attention(q, cached, cached, mask)
 

@@ -14,8 +14,9 @@ from megacpp_compile.config.options import Config
 from tests.corpus import jitter_gains
 from tests.corpus.near_misses import RANK, ROPE, SEQ, inverse_rms
 from tests.corpus.spellings import PlainMLA
-from tests.frames import check, run, train
+from tests.frames import check_graph, run, run_graph, train
 
+from .conditions import op_of, sampled
 from .contract import assert_dynamic, assert_fires
 from .test_down_norm_up import NAME, build, hidden
 
@@ -43,7 +44,7 @@ class Adapted(nn.Module):
 
 
 def latent(m, x):
-    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    h, rest = m.latent_and_rest(x)
     return m.norm(h), rest
 
 
@@ -59,16 +60,10 @@ def adapted(*which, of=Adapted, **options):
     return module, args
 
 
-# --- low-rank paths
-
-
-@pytest.mark.parametrize(
-    ("which", "options"),
-    [
-        (["wide_down"], {}),
-        (["wide_down", "up"], {"paths": 2, "dropout": 0.2}),
-        (["wide_down", "up"], {"dtype": torch.float64, "scale": 2}),
-    ],
+@sampled(
+    3, ("which", "options"),
+    [(["wide_down"], {}), (["wide_down", "up"], {"paths": 2, "dropout": 0.2}),
+     (["wide_down", "up"], {"dtype": torch.float64, "scale": 2})],
     ids=["down", "both, several, with dropout", "in a wider dtype"],
 )
 def test_low_rank_paths(which, options):
@@ -81,7 +76,7 @@ def test_low_rank_paths_all_over_a_block():
     for name, child in list(block.named_children()):
         if isinstance(child, nn.Linear):
             setattr(block, name, Adapted(child))
-    fired = check(block, block.example_inputs()).fired
+    fired = check_graph(block, block.example_inputs()).fired
     assert fired == {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
 
 
@@ -101,7 +96,7 @@ def test_low_rank_path_that_autocast_adds_in_float32():
     eager = train(module, module, args, around)
     frames = run(module, args, around=around)
     assert frames.counts[NAME] == 1 and frames.results["output 1"].dtype == torch.float32
-    (node,) = _ops(frames)
+    node = op_of(frames, NAME)
     assert node.args[-1] == torch.float32
     assert frames.results.keys() == eager.keys() == want.keys()
     for name, got in frames.results.items():
@@ -115,7 +110,7 @@ def test_low_rank_path_keeps_what_it_kept_alone():
     (site,) = _sites(*adapted("wide_down"))
     tokens = 2 * SEQ
     assert site.saved_after == 4 * tokens * (1 + 3) < site.saved_before
-    (node,) = _ops(run(*adapted("up", dropout=0.2)))
+    node = op_of(run(*adapted("up", dropout=0.2)), NAME)
     assert node.args[_KEEP] is True
 
 
@@ -123,67 +118,46 @@ def test_low_rank_path_of_dynamic_numbers():
     assert_dynamic(NAME, adapted("wide_down")[0], hidden, everything=True)
 
 
-class AddedByAlpha(Adapted):
-    def path(self, y, a, b, x):
-        return torch.add(y, b(a(x)), alpha=self.scale)
+def path(make):
+    """An adapter whose path is `make(self, y, a, b, x)`."""
+    return type("Path", (Adapted,), {"path": make})
 
 
-class ScaledInside(Adapted):
-    def path(self, y, a, b, x):
-        return self.scale * ((x @ a.weight.t()) * 3 @ b.weight.t()) + y
+def rows_read_twice(self, y, a, b, x):
+    rows = a(x)
+    return y + b(rows) + rows.square().sum(-1, keepdim=True)
 
 
-class DividedAndSubtracted(Adapted):
-    def path(self, y, a, b, x):
-        return y - b(-a(x) / 3) * (self.scale / 2)
+SPELLED = {
+    "added_by_alpha": path(lambda self, y, a, b, x: torch.add(y, b(a(x)), alpha=self.scale)),
+    "scaled_inside": path(lambda self, y, a, b, x: self.scale * ((x @ a.weight.t()) * 3 @ b.weight.t()) + y),
+    "divided_and_subtracted": path(lambda self, y, a, b, x: y - b(-a(x) / 3) * (self.scale / 2)),
+}
+NO_PATHS = {
+    "not_linear": path(lambda self, y, a, b, x: y + b(a(x).relu()) * self.scale),
+    "gated": path(lambda self, y, a, b, x: y + b(a(x)) * x.mean(-1, keepdim=True)),
+    "rows_read_twice": path(rows_read_twice),
+    "base_read_twice": path(lambda self, y, a, b, x: y + b(a(x)) + y.mean()),
+}
 
 
-class NotLinear(Adapted):
-    def path(self, y, a, b, x):
-        return y + b(a(x).relu()) * self.scale
+@sampled(3, "how", SPELLED)
+def test_low_rank_path_spelled_otherwise(how):
+    assert_fires(NAME, *adapted("wide_down", of=SPELLED[how]))
 
 
-class Gated(Adapted):
-    def path(self, y, a, b, x):
-        return y + b(a(x)) * x.mean(-1, keepdim=True)
-
-
-class RowsReadTwice(Adapted):
-    def path(self, y, a, b, x):
-        rows = a(x)
-        return y + b(rows) + rows.square().sum(-1, keepdim=True)
-
-
-class BaseReadTwice(Adapted):
-    def path(self, y, a, b, x):
-        return y + b(a(x)) + y.mean()
-
-
-@pytest.mark.parametrize("of", [AddedByAlpha, ScaledInside, DividedAndSubtracted])
-def test_low_rank_path_spelled_otherwise(of):
-    assert_fires(NAME, *adapted("wide_down", of=of))
-
-
-@pytest.mark.parametrize("of", [NotLinear, Gated, RowsReadTwice, BaseReadTwice])
-def test_other_paths_are_none(of):
-    frames = check(*adapted("wide_down", of=of))
+@sampled(3, "how", NO_PATHS)
+def test_other_paths_are_none(how):
+    frames = check_graph(*adapted("wide_down", of=NO_PATHS[how]))
     assert not frames.counts[NAME] and frames.tags(NAME) == {"no-path"}
 
 
 def test_paths_of_full_rank_are_none():
-    assert not check(*adapted("wide_down", rank=RANK + ROPE)).counts[NAME]
-
-
-# --- other readers
-
-
-def normed_returned(m, x):
-    h, rest = latent(m, x)
-    return m.up(h), rest, h
+    assert not check_graph(*adapted("wide_down", rank=RANK + ROPE)).counts[NAME]
 
 
 def everything_returned(m, x):
-    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    h, rest = m.latent_and_rest(x)
     normed = m.norm(h)
     return m.up(normed), rest, h, normed
 
@@ -193,21 +167,25 @@ def latent_returned(m, x):
     return m.up(m.norm(h)), h
 
 
-def normed_written_to_cache(m, x):
-    h, rest = latent(m, x)
-    m.cache[:, :SEQ].copy_(h.detach())
-    return m.up(h), rest
-
-
-def normed_appended_to_cache(m, x):
-    h, rest = latent(m, x)
-    return m.up(h), rest, torch.cat((m.cache[:, :3].clone(), h), 1)
-
-
 def latent_written_to_cache(m, x):
     h = m.down(x)
     m.cache[:, :SEQ] = h.detach()
     return m.up(m.norm(h))
+
+
+def write(m, h, x):
+    m.cache[:, :SEQ].copy_(h.detach())
+    return ()
+
+
+def read(more):
+    """The projection and the rest beside what `more(m, normed, x)` makes: several results, or none."""
+
+    def body(m, x):
+        h, rest = latent(m, x)
+        return m.up(h), rest, *more(m, h, x)
+
+    return body
 
 
 def indexer_without_gradients(m, x):
@@ -217,16 +195,6 @@ def indexer_without_gradients(m, x):
     return m.up(h) + best.sum(-1, keepdim=True), rest
 
 
-def indexer_detached(m, x):
-    h, rest = latent(m, x)
-    return m.up(h), rest, m.biased_up(h.detach()).detach()
-
-
-def indexer_trained_apart(m, x):
-    h, rest = latent(m, x)
-    return m.up(h), rest, m.biased_up(h.detach())
-
-
 def router_without_gradients_before(m, x):
     h, rest = latent(m, x)
     with torch.no_grad():
@@ -234,18 +202,23 @@ def router_without_gradients_before(m, x):
     return m.up(h) * gate, rest
 
 
-READ = [
-    (normed_returned, False), (everything_returned, True), (latent_returned, True), (normed_written_to_cache, False),
-    (normed_appended_to_cache, False), (latent_written_to_cache, True), (indexer_without_gradients, False),
-    (indexer_trained_apart, True), (router_without_gradients_before, False),
-]  # fmt: skip
+normed_returned = read(lambda m, h, x: (h,))
+# body -> whether the op keeps the latent: where it is alive anyway, or something else keeps what it can be made from
+READ = {
+    "normed_returned": (normed_returned, False), "everything_returned": (everything_returned, True),
+    "latent_returned": (latent_returned, True), "latent_written_to_cache": (latent_written_to_cache, True),
+    "normed_written_to_cache": (read(write), False),
+    "normed_appended_to_cache": (read(lambda m, h, x: (torch.cat((m.cache[:, :3].clone(), h), 1),)), False),
+    "indexer_without_gradients": (indexer_without_gradients, False),
+    "indexer_trained_apart": (read(lambda m, h, x: (m.biased_up(h.detach()),)), True),
+    "router_without_gradients_before": (router_without_gradients_before, False),
+}
 
 
-@pytest.mark.parametrize(("body", "kept"), READ, ids=lambda p: getattr(p, "__name__", ""))
-def test_read_by_something_else(body, kept):
-    """`kept`: the op keeps the latent where it is alive anyway, or something else keeps what it can be made from."""
-    frames = assert_fires(NAME, *build(body))
-    (node,) = _ops(frames)
+@sampled(3, "reader", READ)
+def test_read_by_something_else(reader):
+    body, kept = READ[reader]
+    node = op_of(assert_fires(NAME, *build(body), dynamo="written" in reader), NAME)
     assert (node.args[_KEEP : _KEEP + 1] == (True,)) == kept
 
 
@@ -262,27 +235,21 @@ def test_read_by_something_else_saved():
     assert site.saved_after == 4 * 2 * SEQ * (1 + RANK)
 
 
-# --- numbers of the model
+def inside(make):
+    """The latent's norm with a number inside: `make(m, unit latent, number, length)` is what the projection reads."""
+
+    def body(m, x, number):
+        h, rest = m.latent_and_rest(x)
+        return m.up(make(m, h * inverse_rms(h), number, x.shape[1])), rest
+
+    return body
 
 
-def scaled_behind(m, x, number):
-    h, rest = latent(m, x)
-    return m.up(h * number), rest
-
-
-def scaled_inside(m, x, number):
-    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
-    return m.up(h * inverse_rms(h) * number * m.gain), rest
-
-
-def divided_inside(m, x, number):
-    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
-    return m.up(h * inverse_rms(h) * m.gain / number), rest
-
-
-def scaled_by_the_length(m, x, _):
-    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
-    return m.up(h * inverse_rms(h) * x.shape[1] ** 0.5 * m.gain), rest
+NUMBERS = {
+    "scaled_behind": inside(lambda m, h, number, _: h * m.gain * number),
+    "scaled_inside": inside(lambda m, h, number, _: h * number * m.gain),
+    "divided_inside": inside(lambda m, h, number, _: h * m.gain / number),
+}
 
 
 class Scaled(nn.Module):
@@ -295,16 +262,14 @@ class Scaled(nn.Module):
         return self.block(x)
 
 
-@pytest.mark.parametrize("body", [scaled_behind, scaled_inside, divided_inside], ids=lambda f: f.__name__)
-def test_scaled_by_a_number_of_the_model(body):
-    assert_dynamic(NAME, Scaled(body), hidden, everything=True)
+@sampled(3, "where", NUMBERS)
+def test_scaled_by_a_number_of_the_model(where):
+    assert_dynamic(NAME, Scaled(NUMBERS[where]), hidden, everything=True)
 
 
 def test_a_number_that_changes_from_call_to_call_stays_one():
-    assert_dynamic(NAME, Scaled(scaled_by_the_length), hidden, count=0, everything=True)
-
-
-# --- blocks without latents
+    by_the_length = inside(lambda m, h, _, length: h * length**0.5 * m.gain)
+    assert_dynamic(NAME, Scaled(by_the_length), hidden, count=0, everything=True)
 
 
 class Blocks(nn.Module):
@@ -374,14 +339,9 @@ ORDINARY = (pre_norm, patches, normed_patches, sandwich, post_norm, norm_of_the_
 
 
 def test_ordinary_blocks_have_no_near_miss():
-    frames = run(jitter_gains(Blocks(ORDINARY)), hidden(SEQ))
+    frames = run_graph(jitter_gains(Blocks(ORDINARY)), hidden(SEQ))
     assert not frames.counts[NAME] and not frames.tags(NAME), frames.misses
 
 
-def _ops(frames):
-    return [n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.down_norm_up.default]
-
-
 def _sites(module, args):
-    frames = run(module, args, Config(strict=True, explain=True))
-    return frames.analyses[0].outcome.sites
+    return run(module, args, Config(strict=True, explain=True)).analyses[0].outcome.sites

@@ -50,6 +50,18 @@ def config(plan=EVERYTHING, **options):
     return Config(strict=True, precision=plan, **options)
 
 
+def trained(module, args, device="cpu", **options):
+    """The report of a step through the backend, whose results and gradients are near eager's."""
+    torch._dynamo.reset()
+    module, args = module.to(device), tuple(a.detach().to(device).requires_grad_() for a in args)
+    with megacpp_compile.record() as report:
+        compiled = torch.compile(module, backend="megacpp", options={**options, "strict": True}, fullgraph=True)
+        got = train(compiled, module, args)
+    error, which = largest_error(got, train(module, module, args))
+    assert error <= FLOAT8, which
+    return report
+
+
 # --- fires
 
 
@@ -160,17 +172,12 @@ def test_saves_payloads(float8):
 
 def test_through_the_backend(float8, no_kernels):
     """Lowered, differentiated by Inductor's partitioner, verified site by site, with bytes kept in place of values."""
-    module, (x,) = MLP(), hidden()
-    torch._dynamo.reset()
-    with megacpp_compile.record() as report:
-        options = {"precision": EVERYTHING, "verify": "each", "strict": True}
-        got = train(torch.compile(module, backend="megacpp", options=options), module, (x,))
+    report = trained(MLP(), hidden(), precision=EVERYTHING, verify="each")
     assert report.counts[NAME] == 3
     assert [(s.pass_name, s.effective) for s in report.sites] == [(NAME, "reference")] * 3
-    error, which = largest_error(got, train(module, module, (x,)))
-    assert error <= FLOAT8, which
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["selective", "full", 0.3])
 def test_composes_with_remat(float8, no_kernels, policy):
     """What is computed again is quantised again, to the same bits."""
@@ -352,15 +359,9 @@ def test_down_projections_of_latent_attention_join(narrow_alone):
 
 def test_joined_through_the_backend(narrow_alone, no_kernels):
     """Lowered and differentiated under a policy, verified, and both linears in the table of precision."""
-    module, (x,) = Pair(bias=(True, True)), hidden()
-    torch._dynamo.reset()
-    with megacpp_compile.record() as report:
-        options = {"precision": GATED, "verify": "each", "strict": True, "policy": "selective"}
-        got = train(torch.compile(module, backend="megacpp", options=options), module, (x,))
+    report = trained(Pair(bias=(True, True)), hidden(), precision=GATED, verify="each", policy="selective")
     assert [(s.pass_name, s.note) for s in report.sites] == [(NAME, "2 linears, one in backward")]
     assert [(r["fqn"], r["effective"]) for r in report.frames[0].precision] == [("one", "fp8_current"), ("two", "fp8_current")]
-    error, which = largest_error(got, train(module, module, (x,)))
-    assert error <= FLOAT8, which
 
 
 # --- by blocks
@@ -408,16 +409,11 @@ return [mul]""")
 
 def test_by_blocks_through_the_backend(float8, no_kernels):
     """Lowered, differentiated by Inductor's partitioner, verified site by site, under a policy, with bytes kept."""
-    module, (x,) = Wide(), wide_input()
-    torch._dynamo.reset()
-    with megacpp_compile.record() as report:
-        options = {"precision": BLOCKS, "verify": "each", "strict": True, "policy": "selective"}
-        got = train(torch.compile(module, backend="megacpp", options=options), module, (x,))
+    (x,) = args = wide_input()
+    report = trained(Wide(), args, precision=BLOCKS, verify="each", policy="selective")
     assert [(s.pass_name, s.op, s.effective) for s in report.sites] == [(NAME, "megacpp::fp8_block_linear", "reference")] * 2
     payload, x_scales, w_scales = x.numel(), 4 * x.numel() // 128, 4 * 2
     assert [s.saved_after for s in report.sites] == [payload + x_scales + w_scales] * 2
-    error, which = largest_error(got, train(module, module, (x,)))
-    assert error <= FLOAT8, which
 
 
 def test_both_recipes_of_one_input(float8):
@@ -448,31 +444,17 @@ def test_on_a_gpu(recipe):
     device = torch.device("cuda")
     if missing := (no_block_scales if recipe == "fp8_block" else no_float8)(device):
         pytest.skip(missing)
-    torch._dynamo.reset()
-    module, (x,) = Wide().to(device), wide_input()
-    x = x.detach().to(device).requires_grad_()
     plan = PrecisionPlan(rules=(("*", recipe),), gate=False)
-    with megacpp_compile.record() as report:
-        compiled = torch.compile(module, backend="megacpp", options={"precision": plan, "strict": True}, fullgraph=True)
-        got = train(compiled, module, (x,))
+    report = trained(Wide(), wide_input(), device, precision=plan)
     assert [(s.pass_name, s.effective) for s in report.sites] == [(NAME, "cuda_scaled_mm")] * 2, report
     assert {row["effective"] for row in report.frames[0].precision} == {recipe}
-    error, which = largest_error(got, train(module, module, (x,)))
-    assert error <= FLOAT8, which
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_joined_on_a_gpu(narrow_alone):
-    torch._dynamo.reset()
-    module, (x,) = Pair(bias=(True, True)).cuda(), hidden()
-    x = x.detach().cuda().requires_grad_()
-    with megacpp_compile.record() as report:
-        compiled = torch.compile(module, backend="megacpp", options={"precision": GATED, "strict": True}, fullgraph=True)
-        got = train(compiled, module, (x,))
+    report = trained(Pair(bias=(True, True)), hidden(), "cuda", precision=GATED)
     assert [(s.effective, s.note) for s in report.sites] == [("cuda_scaled_mm", "2 linears, one in backward")], report
-    error, which = largest_error(got, train(module, module, (x,)))
-    assert error <= FLOAT8, which
 
 
 # --- stays out
@@ -498,8 +480,7 @@ def test_refuses_a_device_without_float8():
 
 def test_a_device_without_float8_gains_nothing():
     """Whatever the gate would predict: it predicts for devices that have float8."""
-    plan = PrecisionPlan(rules=(("*", "fp8_current"),))
-    misses = [m for m in run(MLP(), hidden(), config(plan)).misses if m.pass_name == NAME]
+    misses = [m for m in run(MLP(), hidden(), config(GATED)).misses if m.pass_name == NAME]
     assert len(misses) == 3 and all(m.reason == "cpu has no float8 GEMMs" for m in misses)
 
 
@@ -509,9 +490,8 @@ def test_refuses_float32(float8):
 
 def test_refuses_by_the_gate(float8):
     """Small sides lose, and the report says what was predicted."""
-    plan = PrecisionPlan(rules=(("*", "fp8_current"),))
-    refused("gate", MLP(), hidden(), plan)
-    misses = run(MLP(), hidden(), config(plan)).misses
+    refused("gate", MLP(), hidden(), GATED)
+    misses = run(MLP(), hidden(), config(GATED)).misses
     assert any("predicted gain" in miss.reason for miss in misses)
 
 

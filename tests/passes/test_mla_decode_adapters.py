@@ -9,27 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacpp_compile.decode.absorbed import LowRank, choose_form
-from tests.corpus.decodes import (
-    CACHED,
-    HEADS,
-    LATENT,
-    NOPE,
-    ROPE,
-    VALUE,
-    arguments,
-    build,
-    expanded,
-    joined,
-    length_of_each,
-    one_buffer,
-    one_projection,
-    queries,
-    two_projections,
-)
-from tests.frames import check, largest_error, render, train
+from tests.corpus import decodes
+from tests.corpus.decodes import CACHED, HEADS, LATENT, NOPE, ROPE, VALUE, arguments, build, expanded, one_projection
+from tests.frames import check, check_graph, render, train
 
+from .conditions import assert_serves, sampled
 from .contract import assert_fires, assert_half_precision, assert_refused
-from .test_mla_decode import cache_of_keys
+from .test_mla_decode import attended, cache_of_keys
 
 NAME, RANK = "mla_decode", 2
 
@@ -73,16 +59,16 @@ def changed(change, body, tokens=1, dtype=torch.float32, names=("up", "up_k", "u
     return module.eval().requires_grad_(False), args
 
 
-@pytest.mark.parametrize(("body", "tokens"), [(one_projection, 1), (two_projections, 3), (one_buffer, 2)])
+@sampled(9, ("body", "tokens"), [(one_projection, 1), (decodes.two_projections, 3), (decodes.one_buffer, 2)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_is_the_same_attention_in_float64(change, body, tokens):
-    frames = check(*changed(change, body, tokens, torch.float64), tolerance=1e-12)
+    frames = check_graph(*changed(change, body, tokens, torch.float64), tolerance=1e-12)
     assert frames.counts[NAME] == 1, frames.misses
 
 
-@pytest.mark.parametrize("name", ["up_k", "up_v"])
+@sampled(3, "name", ["up_k", "up_v"])
 def test_of_keys_or_of_values_alone(name):
-    assert_fires(NAME, *changed("both", two_projections, names=(name,)))
+    assert_fires(NAME, *changed("both", decodes.two_projections, names=(name,)))
 
 
 def test_in_half_precision():
@@ -99,7 +85,7 @@ def test_paths_are_counted():
 
 def test_graph():
     """No weight is summed: queries and results go through the narrow paths."""
-    frames = assert_fires(NAME, *changed("lora", length_of_each))
+    frames = assert_fires(NAME, *changed("lora", decodes.length_of_each), dynamo=True)
     ours = render(frames.graph).split("cat_3:")[1].splitlines()[1:]
     expecttest.assert_expected_inline("\n".join(ours), """\
 permute: f32[2, 1, 3, 12] = permute(cat_2, [0, 2, 1, 3])
@@ -140,15 +126,13 @@ return [linear_1]""")
 
 def test_a_bias_of_keys_needs_nothing():
     """It adds the same to all scores of a query."""
-    module, args = changed("bias", two_projections, names=("up_k",))
-    read = render(assert_fires(NAME, module, args).graph)
+    read = render(assert_fires(NAME, *changed("bias", decodes.two_projections, names=("up_k",))).graph)
     assert "up_k_weight" in read and "up_k_bias" not in read
 
 
 def test_numbers_that_are_inputs():
     """Under dynamic=True the scale is one."""
-    module, args = changed("lora", one_projection)
-    frames = check(module, args, dynamic=True)
+    frames = check(*changed("lora", one_projection), dynamic=True)
     assert frames.counts[NAME] == 1, frames.misses
 
 
@@ -156,7 +140,7 @@ def test_numbers_that_are_inputs():
 def test_no_row_is_seen(tokens):
     """Torch's attention is 0 there, whatever the values' bias is."""
     module, args = changed("bias", one_to_a_length, tokens)
-    frames = check(module, args)
+    frames = check_graph(module, args)
     assert frames.counts[NAME] == 1
     empty = (*args[:3], torch.tensor([0]))
     got, want = (train(f, module, empty)["output 0"] for f in (frames.compiled, module))
@@ -165,46 +149,46 @@ def test_no_row_is_seen(tokens):
 
 def one_to_a_length(m, x, latents, ropes, position):
     """All queries see the rows in front of a position."""
-    k, v = expanded(m, latents, ropes)
     seen = (torch.arange(latents.shape[1]) < position).expand(x.shape[1], -1)
-    return joined(F.scaled_dot_product_attention(queries(m, x, torch.arange(x.shape[1])), k, v, attn_mask=seen))
+    return attended(m, x, torch.arange(x.shape[1]), *expanded(m, latents, ropes), attn_mask=seen)
 
 
 def test_one_graph_serves_all_lengths():
-    module, args = changed("both", one_buffer, 2)
+    module, args = changed("both", decodes.one_buffer, 2)
     for cache in args[1:3]:
         torch._dynamo.mark_dynamic(cache, 1)
     frames = check(module, args)
     assert frames.counts[NAME] == 1
-    args = arguments(2, cached=50)
-    assert largest_error(train(frames.compiled, module, args), train(module, module, args))[0] <= 1e-5
+    assert_serves(frames, module, arguments(2, cached=50), graphs=None)
 
 
-def of_other_latents(m, x, latents, ropes, position):
-    """The path beside the projection reads other rows."""
-    up = m.up
-    made = up.base(latents) + up.b(up.a(latents.flip(1)))
-    k_nope, v = made.view(*latents.shape[:2], HEADS, NOPE + VALUE).transpose(1, 2).split([NOPE, VALUE], -1)
-    k = torch.cat((k_nope, ropes.unsqueeze(1).expand(-1, HEADS, -1, -1)), -1)
-    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v))
+def made_of(path):
+    """Keys and values of a projection beside which `path(up, latents)` stands."""
+
+    def body(m, x, latents, ropes, position):
+        made = m.up.base(latents) + m.up.b(path(m.up, latents))
+        k_nope, v = made.view(*latents.shape[:2], HEADS, NOPE + VALUE).transpose(1, 2).split([NOPE, VALUE], -1)
+        k = torch.cat((k_nope, ropes.unsqueeze(1).expand(-1, HEADS, -1, -1)), -1)
+        return attended(m, x, position, k, v)
+
+    return body
 
 
 def a_bias_by_row(m, x, latents, ropes, position):
     k, v = expanded(m, latents, ropes)
-    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v + latents[:, None, :, :VALUE]))
+    return attended(m, x, position, k, v + latents[:, None, :, :VALUE])
 
 
-def an_activation_between(m, x, latents, ropes, position):
-    up = m.up
-    made = up.base(latents) + up.b(F.silu(up.a(latents)))
-    k_nope, v = made.view(*latents.shape[:2], HEADS, NOPE + VALUE).transpose(1, 2).split([NOPE, VALUE], -1)
-    k = torch.cat((k_nope, ropes.unsqueeze(1).expand(-1, HEADS, -1, -1)), -1)
-    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v))
+OTHER_SUMS = {
+    "of_other_latents": made_of(lambda up, latents: up.a(latents.flip(1))),
+    "a_bias_by_row": a_bias_by_row,
+    "an_activation_between": made_of(lambda up, latents: F.silu(up.a(latents))),
+}
 
 
-@pytest.mark.parametrize("body", [of_other_latents, a_bias_by_row, an_activation_between], ids=lambda f: f.__name__)
-def test_what_is_another_sum_stays(body):
-    assert not check(*changed("lora", body)).counts[NAME]
+@sampled(3, "case", OTHER_SUMS)
+def test_what_is_another_sum_stays(case):
+    assert not check_graph(*changed("lora", OTHER_SUMS[case])).counts[NAME]
 
 
 def test_training():

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.corpus.gallery import GALLERY
-from tests.corpus.near_misses import (
-    HEADS,
-    NEAR_MISSES,
-    NOPE,
-    ROPE,
-    attention_with,
-    by_head,
-    joined,
-    latent_attention,
-    turn,
-)
-from tests.corpus.spellings import PlainMLA
-from tests.frames import check, largest_error, render, run, train
+from tests.corpus.near_misses import HEADS, NOPE, ROPE, by_head, joined, latent_attention, turn
+from tests.frames import check, check_graph, render
 
-from .contract import (
-    assert_autocast,
-    assert_autocast_inside,
-    assert_disabled,
-    assert_dynamic,
-    assert_fires,
-    assert_refused_in_a_graph,
-)
-from .latents import ALONE, build
-from .not_rotations import NOT_ROTATIONS
+from .conditions import conditions, sampled, shown
+from .contract import assert_fires, assert_refused
+from .latents import ALONE, build, lengths, one_nope_for_all, plain, rope_first, rotated
 
 NAME = "mla_rope_kv"
-
-
-# --- fires
 
 
 def keys_and_values(m, x, cos, sin):
@@ -48,12 +24,9 @@ def keys_and_values(m, x, cos, sin):
 
 
 def test_graph():
-    module, args = build(keys_and_values)
-    frames = check(module, args, ALONE[NAME])
+    frames = check(*build(keys_and_values), ALONE[NAME])
     assert frames.fired == {NAME: 1}
-    expecttest.assert_expected_inline(
-        render(frames.graph),
-        """\
+    expecttest.assert_expected_inline(render(frames.graph), """\
 linear: f32[2, 5, 34] = linear(x, kv_a_weight)
 split_with_sizes: (f32[2, 5, 26], f32[2, 5, 8]) = split_with_sizes(linear, [26, 8], -1)
 getitem: f32[2, 5, 26] = split_with_sizes[0]
@@ -70,32 +43,19 @@ unsqueeze_4: f32[1, 1, 5, 4] = unsqueeze(unsqueeze_3, 1)
 mla_rope_kv: (f32[2, 3, 5, 24], f32[2, 3, 5, 12]) = megacpp.mla_rope_kv(permute, slice, unsqueeze_2, unsqueeze_4, 16, False, False, False, float32)
 getitem_1: f32[2, 3, 5, 24] = mla_rope_kv[0]
 getitem_2: f32[2, 3, 5, 12] = mla_rope_kv[1]
-return [getitem_1, getitem_2]""",
-    )
+return [getitem_1, getitem_2]""")
 
 
-def rope_first(m, x, cos, sin):
-    def backwards(nope, pe):
-        return torch.cat((pe.expand(*nope.shape[:-1], -1), nope), dim=-1)
-
-    rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, rope, rope, backwards, backwards)
-
-
-def rotated_without_autocast(m, x, cos, sin):
+def rotated_without_autocast(t, cos, sin):
     """The rotations stand in regions of their own, between views outside of them."""
-
-    def rope(pe):
-        with torch.autocast("cpu", enabled=False):
-            return turn(pe, cos, sin)
-
-    return attention_with(m, x, rope, rope)
+    with torch.autocast("cpu", enabled=False):
+        return turn(t, cos, sin)
 
 
 def values_transposed_apart(m, x, cos, sin):
     """V is read in the projection's order and in the heads'."""
-    k_nope, k_pe, v = m.keys(x)
-    return joined(k_nope, turn(k_pe, cos, sin)), v, v.transpose(1, 2).flatten(2)
+    k, v = keys_and_values(m, x, cos, sin)
+    return k, v, v.transpose(1, 2).flatten(2)
 
 
 def values_read_without_gradients(m, x, cos, sin):
@@ -118,116 +78,45 @@ def whole_kv_read_again(m, x, cos, sin):
     return joined(kv[..., :NOPE], turn(k_pe, cos, sin)), kv[..., NOPE:], kv.square().mean()
 
 
-FORMS = [
-    latent_attention, keys_and_values, rope_first, rotated_without_autocast, values_transposed_apart,
-    values_read_without_gradients, nope_lanes_read_again, whole_kv_read_again,
-]  # fmt: skip
+FORMS = {
+    "latent_attention": latent_attention, "keys_and_values": keys_and_values,
+    "rope_first": rotated(q_join=rope_first, k_join=rope_first),
+    "rotated_without_autocast": rotated(rotated_without_autocast, rotated_without_autocast),
+    "values_transposed_apart": values_transposed_apart, "whole_kv_read_again": whole_kv_read_again,
+    "values_read_without_gradients": values_read_without_gradients, "nope_lanes_read_again": nope_lanes_read_again,
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("body", FORMS, ids=lambda f: f.__name__)
-def test_fires(body, dtype):
-    assert_fires(NAME, *build(body, dtype))
+@sampled(5, "dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_fires(form, dtype):
+    assert_fires(NAME, *build(FORMS[form], dtype))
 
 
-def test_alone_and_in_float64():
-    for dtype in (torch.float32, torch.float64):
-        block = PlainMLA(norm="no_upcast", rope_spelling="rotate_half_by_slices").to(dtype)
-        frames = check(block, block.example_inputs(dtype=dtype), ALONE[NAME])
-        assert frames.fired == {NAME: 1}
-
-
-def test_counts_every_layer():
-    frames = check(*GALLERY["tied_language_model"].build())
-    assert frames.counts[NAME] == 2
-
-
-def test_float32_tables_promote_bfloat16_keys_exactly():
-    module, args = GALLERY["concat_promoted_to_float32"].build()
-    want = train(module, module, args)
-    frames = run(module, args, ALONE[NAME])
-    assert frames.fired == {NAME: 1}
-    error, _ = largest_error({"k": frames.results["output 0"]}, {"k": want["output 0"]})
-    assert error == 0.0
-    # Gradients: plain code rounds each product's to bfloat16 before it adds them, the op rounds their sum.
-    assert largest_error(frames.results, want)[0] <= 4e-2
-
-
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@sampled(3, "heads", [1, 2, 4])
 def test_number_of_heads(heads):
-    block = PlainMLA(heads=heads)
-    assert_fires(NAME, block, block.example_inputs())
+    assert_fires(NAME, *plain(heads=heads))
 
 
-# --- stays out
+test_conditions = conditions(
+    NAME, disabled=plain, length=lengths, everything=lengths,
+    autocast=lambda: plain(rope_spelling="complex_view_flatten", table_source="buffer"),
+    autocast_inside=lambda: plain(q_lora=None, table_source="buffer"),
+)  # fmt: skip
 
 
-def test_disabled():
-    block = PlainMLA()
-    assert_disabled(NAME, block, block.example_inputs())
-
-
-@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
-def test_dynamic_shapes(everything):
-    block = PlainMLA()
-    assert_dynamic(NAME, block, lambda length: block.example_inputs(seq=length), everything=everything)
-
-
-def test_autocast_around_the_call():
-    block = PlainMLA(rope_spelling="complex_view_flatten", table_source="buffer")
-    assert_autocast(NAME, block, block.example_inputs())
-
-
-def test_autocast_inside_the_frame():
-    block = PlainMLA(q_lora=None, table_source="buffer")
-    assert_autocast_inside(NAME, block, block.example_inputs())
-
-
-@pytest.mark.parametrize("tag", NOT_ROTATIONS)
-def test_refuses_what_is_no_rotation(tag):
-    def body(m, x, cos, sin):
-        wrong = partial(NOT_ROTATIONS[tag], cos=cos, sin=sin)
-        return attention_with(m, x, lambda q: turn(q, cos, sin)[..., : wrong(q).shape[-1]], wrong)
-
-    assert_refused_in_a_graph(NAME, tag, *build(body))
-
-
-def product_read_elsewhere(m, x, cos, sin):
-    read = []
-
-    def rope(k):
-        a, b = k.chunk(2, dim=-1)
-        read.append(a * cos)
-        return torch.cat((read[0] - b * sin, b * cos + a * sin), dim=-1)
-
-    return attention_with(m, x, partial(turn, cos=cos, sin=sin), rope), read[0]
-
-
-def test_refuses_a_product_that_escapes():
-    assert_refused_in_a_graph(NAME, "escapes", *build(product_read_elsewhere))
-
-
-def half_of_the_rope_key(m, x, cos, sin):
-    def partly(k):
-        moving, still = k.chunk(2, dim=-1)
-        return torch.cat((turn(moving, cos[:, ::2], sin[:, ::2]), still), dim=-1)
-
-    return attention_with(m, x, partial(turn, cos=cos, sin=sin), partly)
+def half_of_the_rope_key(k, cos, sin):
+    moving, still = k.chunk(2, dim=-1)
+    return torch.cat((turn(moving, cos[:, ::2], sin[:, ::2]), still), dim=-1)
 
 
 def test_refuses_a_rope_key_that_rotates_in_part():
-    assert_refused_in_a_graph(NAME, "rotated-middle", *build(half_of_the_rope_key))
-
-
-def nope_key_of_one_head(m, x, cos, sin):
-    rope = partial(turn, cos=cos, sin=sin)
-    first_head = lambda nope, pe: joined(nope[:, :1].expand_as(nope), pe)  # noqa: E731
-    return attention_with(m, x, rope, rope, k_join=first_head)
+    assert_refused(NAME, "rotated-middle", *build(rotated(k=half_of_the_rope_key)))
 
 
 def test_refuses_one_nope_key_for_all_heads():
     # The keys of all heads are alike: nothing is shared among different heads.
-    frames = check(*build(nope_key_of_one_head))
+    frames = check_graph(*build(rotated(k_join=one_nope_for_all)))
     assert not frames.counts[NAME]
     assert "broadcast" in frames.tags("rope_qk")  # and so it is no key of MLA either
 
@@ -273,29 +162,14 @@ def one_head(*sent, dtype=torch.float64):
 
 @pytest.mark.parametrize("sent", ["nothing", "row", "down"])
 def test_one_head_whose_row_other_ranks_send(sent):
-    frames = check(*one_head(sent))
+    frames = check_graph(*one_head(sent))
     assert (frames.counts[NAME], frames.counts["mla_rope_q"]) == (1, 1), frames.misses
 
 
 def test_one_head_whose_row_is_made_of_something_else():
     """A rope key that goes through a norm is no latent attention's."""
-    frames = check(*one_head("row", lambda k: F.rms_norm(k, k.shape[-1:])))
+    frames = check_graph(*one_head("row", lambda k: F.rms_norm(k, k.shape[-1:])))
     assert not frames.counts[NAME] and "own-rope-keys" in frames.tags("mla_rope_q")
-
-
-def scaled_keys(m, x, cos, sin):
-    """As LongCat's, whose parts are scaled each by itself."""
-    rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(
-        m, x, rope, lambda k: rope(k * m.numbers[0]), k_join=lambda nope, pe: joined(nope * m.numbers[1], pe)
-    )
-
-
-@pytest.mark.parametrize("dynamic", [None, True], ids=["numbers", "numbers as inputs"])
-def test_fires_on_scaled_keys(dynamic):
-    module, args = build(scaled_keys)
-    module.numbers = [0.3, 0.5]
-    assert check(module, args, dynamic=dynamic).counts[NAME] == 1
 
 
 def halves(k, cos, sin):
@@ -312,30 +186,20 @@ def complex_numbers(k, cos, sin):
     return torch.view_as_real(torch.view_as_complex(k.unflatten(-1, (-1, 2))) * torch.complex(cos, sin)).flatten(-2)
 
 
-def expanded_first(k, cos, sin):
-    return turn(k.expand(-1, HEADS, -1, -1), cos, sin)
-
-
-@pytest.mark.parametrize("texts", [False, True], ids=["heads", "heads_and_texts"])
-@pytest.mark.parametrize("spelling", [turn, halves, neighbours, complex_numbers, expanded_first])
+@sampled(5, "texts", [False, True], ids=["heads", "heads_and_texts"])
+@pytest.mark.parametrize("spelling", [turn, halves, neighbours, complex_numbers, None], ids=shown)
 def test_refuses_tables_that_differ_by_head(spelling, texts):
     """The row is no longer shared behind the rotation. Queries have a row for every head anyway."""
 
-    def body(m, x, cos, sin):
-        cos, sin = by_head(cos), by_head(sin)
-        if texts:
-            cos, sin = (torch.stack((t, t.flip(1))) for t in (cos, sin))
-        return attention_with(m, x, partial(neighbours, cos=cos, sin=sin), partial(spelling, cos=cos, sin=sin))
+    def body(m, x, *tables):
+        tables = [by_head(t) for t in tables]
+        tables = [torch.stack((t, t.flip(1))) for t in tables] if texts else tables
+        expanded_first = lambda k, *tables: turn(k.expand(-1, HEADS, -1, -1), *tables)  # noqa: E731
+        return rotated(neighbours, spelling or expanded_first)(m, x, *tables)
 
-    frames = check(*build(body))
+    frames = check_graph(*build(body))
     assert "table-rows" in frames.tags(NAME), frames.misses
     assert frames.fired == {"down_norm_up": 1, "mla_rope_q": 1}
-
-
-@pytest.mark.parametrize("name", ["rope_key_of_every_head", "rope_key_unrotated", "absorbed_scores"])
-def test_leaves_keys_alone_that_are_not_shared_or_not_rotated(name):
-    (near_miss,) = (n for n in NEAR_MISSES if n.name == name)
-    assert not check(*near_miss.build()).counts[NAME]
 
 
 def halves_in_one_sum(row, cos, sin):
@@ -343,7 +207,7 @@ def halves_in_one_sum(row, cos, sin):
     return row * torch.cat((cos, cos), -1) + torch.cat((-b, a), -1) * torch.cat((sin, sin), -1)
 
 
-@pytest.mark.parametrize("spelling", [turn, halves_in_one_sum], ids=lambda f: f.__name__)
+@sampled(3, "spelling", [turn, halves_in_one_sum], ids=lambda f: f.__name__)
 def test_a_rotated_row_that_escapes_keeps_its_value(spelling):
     """A cache of rope keys: whether the op is made or not, the row itself is still computed."""
 
@@ -353,18 +217,18 @@ def test_a_rotated_row_that_escapes_keeps_its_value(spelling):
         row = spelling(k_pe, cos, sin)
         return m.attend(joined(q_nope, spelling(q_pe, cos, sin)), joined(k_nope, row), v), row
 
-    frames = check(*build(body))
+    frames = check_graph(*build(body))
     assert frames.counts[NAME] == 1 and not frames.tags("rope_qk"), frames.misses
 
 
 def test_refuses_a_row_of_every_head_that_escapes():
-    def body(m, x, cos, sin):
+    def body(m, x, *tables):
         rows = []
 
-        def rope(k):
+        def rope(k, cos, sin):
             rows.append(halves_in_one_sum(k.expand(-1, 3, -1, -1), cos, sin))
             return rows[-1]
 
-        return attention_with(m, x, partial(turn, cos=cos, sin=sin), rope), rows[0]
+        return rotated(k=rope)(m, x, *tables), rows[0]
 
-    assert_refused_in_a_graph(NAME, "escapes", *build(body))
+    assert_refused(NAME, "escapes", *build(body))

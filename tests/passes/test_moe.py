@@ -8,36 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.frames import check, largest_error, render, run
+from tests.frames import check_graph, largest_error, render, run
 
-from . import experts_at_once, experts_by_rows, experts_decoding
-from .contract import (
-    assert_autocast,
-    assert_autocast_inside,
-    assert_disabled,
-    assert_dynamic,
-    assert_fires,
-    assert_refused,
-    assert_refused_in_a_graph,
-)
-from .experts import (
-    DIM,
-    EXPERTS,
-    HIDDEN,
-    LISTS,
-    NEAR_MISSES,
-    STACKED,
-    STACKED_NEAR_MISSES,
-    TOKENS,
-    Expert,
-    Fused,
-    MoE,
-    Ungated,
-    batched_gemms,
-    sorted_grouped_gemms,
-    stacked_weights,
-    where_index_add,
-)
+from . import contract, experts, experts_at_once, experts_by_rows, experts_decoding
+from .contract import assert_disabled, assert_dynamic, assert_fires, assert_refused
+from .experts import DIM, EXPERTS, TOKENS, Expert, MoE, Ungated, loop, matrix, swiglu, weighted, where_index_add
 from .experts_of_batches import BATCHES, BATCHES_NEAR_MISSES
 
 NAME = "moe"
@@ -53,7 +28,7 @@ def seed():
 
 
 def test_graph():
-    frames = assert_fires(NAME, MoE(where_index_add, experts=2), tokens())
+    frames = assert_fires(NAME, MoE(where_index_add, experts=2), tokens(), dynamo=True)
     expecttest.assert_expected_inline(
         render(frames.graph),
         """\
@@ -69,79 +44,50 @@ return [getitem_2]""",
 
 
 def test_graph_of_stacked_weights():
-    frames = assert_fires(NAME, MoE(stacked_weights, stacked=True), tokens())
+    frames = assert_fires(NAME, MoE(experts.stacked_weights, stacked=True), tokens(), dynamo=True)
     assert "megacpp.moe(x, getitem_1, getitem, [], [gate_up], [down], silu, gate_up, float32)" in render(frames.graph)
-
-
-@pytest.mark.parametrize("body", LISTS + experts_at_once.LISTS, ids=lambda f: f.__name__)
-def test_fires(body):
-    assert_fires(NAME, MoE(body).double(), tokens(torch.float64))
-
-
-@pytest.mark.parametrize("body", experts_by_rows.ROWS, ids=lambda f: f.__name__)
-def test_fires_on_rows_that_are_numbered_otherwise(body):
-    assert_fires(NAME, MoE(body).double(), tokens(torch.float64))
-
-
-@pytest.mark.parametrize("body", experts_by_rows.ONE, ids=lambda f: f.__name__)
-def test_fires_on_one_choice_weighted_behind(body):
-    assert_fires(NAME, MoE(body, choices=1).double(), tokens(torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("tag", "body"),
-    [(tag, body) for tag, bodies in experts_by_rows.NEAR_MISSES.items() for body in bodies],
-    ids=lambda p: p if isinstance(p, str) else p.__name__,
-)
-def test_refuses_other_rows(tag, body):
-    assert_refused_in_a_graph(NAME, tag, MoE(body), tokens())
-
-
-def test_outputs_gathered_for_other_tokens_are_no_layer():
-    frames = check(MoE(experts_by_rows.gathered_from_others), tokens())
-    (analysis,) = frames.analyses
-    assert not analysis.outcome.sites
-
-
-@pytest.mark.parametrize("body", BATCHES + experts_by_rows.BATCHES, ids=lambda f: f.__name__)
-def test_fires_on_batches(body):
-    x = torch.randn(2, 5, DIM, dtype=torch.float64).requires_grad_()
-    assert_fires(NAME, MoE(body).double(), (x,))
-
-
-@pytest.mark.parametrize(
-    ("tag", "body"),
-    [(tag, body) for tag, bodies in BATCHES_NEAR_MISSES.items() for body in bodies],
-    ids=lambda p: p if isinstance(p, str) else p.__name__,
-)
-def test_refuses_batches(tag, body):
-    assert_refused_in_a_graph(NAME, tag, MoE(body), (torch.randn(3, 3, DIM).requires_grad_(),))
-
-
-@pytest.mark.parametrize("body", STACKED + experts_at_once.STACKED, ids=lambda f: f.__name__)
-def test_fires_on_stacked_weights(body):
-    assert_fires(NAME, MoE(body, stacked=True).double(), tokens(torch.float64))
 
 
 def sequences(*shape: int, dtype=torch.float64):
     return (torch.randn(*shape, DIM, dtype=dtype).requires_grad_(),)
 
 
-@pytest.mark.parametrize("body", experts_decoding.ANY + experts_decoding.ONE, ids=lambda f: f.__name__)
-def test_fires_on_one_token(body):
-    assert_fires(NAME, MoE(body, stacked=True).double(), sequences(1, 1))
+# The kind of spelling -> (bodies, what else the layer is made of, shapes of tokens).
+FIRES = {
+    "lists": (experts.LISTS | experts_at_once.LISTS, {}, (TOKENS,)),
+    "rows": (experts_by_rows.ROWS, {}, (TOKENS,)),
+    "one choice": (experts_by_rows.ONE, {"choices": 1}, (TOKENS,)),
+    "batches": (BATCHES | experts_by_rows.BATCHES, {}, (2, 5)),
+    "stacked": (experts.STACKED | experts_at_once.STACKED, {"stacked": True}, (TOKENS,)),
+    "one token": (experts_decoding.ANY | experts_decoding.ONE, {"stacked": True}, (1, 1)),
+}
 
 
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (bodies, *_) in FIRES.items() for name in bodies])
+def test_fires(kind, name):
+    bodies, made, shape = FIRES[kind]
+    assert_fires(NAME, MoE(bodies[name], **made).double(), sequences(*shape))
+
+
+def test_outputs_gathered_for_other_tokens_are_no_layer():
+    frames = check_graph(MoE(experts_by_rows.gathered_from_others), tokens())
+    (analysis,) = frames.analyses
+    assert not analysis.outcome.sites
+
+
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(1, 5), (4, 1)], ids=["one sequence", "one token each"])
-@pytest.mark.parametrize("body", [experts_decoding.einsum_of_chosen, experts_decoding.one_hots_of_all], ids=lambda f: f.__name__)
-def test_fires_on_dimensions_of_one(body, shape):
-    assert_fires(NAME, MoE(body, stacked=True).double(), sequences(*shape))
+@pytest.mark.parametrize("name", ["einsum_of_chosen", "one_hots_of_all"])
+def test_fires_on_dimensions_of_one(name, shape):
+    assert_fires(NAME, MoE(experts_decoding.ANY[name], stacked=True).double(), sequences(*shape))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", [(2, 5), (1, 1)], ids=["tokens", "one token"])
-@pytest.mark.parametrize("body", experts_decoding.ANY, ids=lambda f: f.__name__)
-def test_fires_on_one_choice(body, shape):
-    assert_fires(NAME, MoE(body, stacked=True, choices=1).double(), sequences(*shape))
+@pytest.mark.parametrize("name", experts_decoding.ANY)
+def test_fires_on_one_choice(name, shape):
+    assert_fires(NAME, MoE(experts_decoding.ANY[name], stacked=True, choices=1).double(), sequences(*shape))
 
 
 @pytest.mark.parametrize("count", [TOKENS, 1])
@@ -150,11 +96,28 @@ def test_fires_on_one_choice_in_its_place(count):
     assert_fires(NAME, module, tokens(torch.float64, count))
 
 
-@pytest.mark.parametrize(
-    ("tag", "body"), experts_decoding.NEAR_MISSES.items(), ids=lambda p: p if isinstance(p, str) else p.__name__
-)
-def test_refuses_one_token(tag, body):
-    assert_refused_in_a_graph(NAME, tag, MoE(body, stacked=True), sequences(1, 1, dtype=torch.float32))
+# The same of what is refused, {name: (the tag, body)}.
+REFUSED = {
+    "lists": (experts_at_once.NEAR_MISSES, {}, (TOKENS,)),
+    "rows": (experts_by_rows.NEAR_MISSES, {}, (TOKENS,)),
+    "batches": (BATCHES_NEAR_MISSES, {}, (3, 3)),
+    "stacked": (experts.STACKED_NEAR_MISSES | experts_at_once.STACKED_NEAR_MISSES, {"stacked": True}, (TOKENS,)),
+    "one token": (experts_decoding.NEAR_MISSES, {"stacked": True}, (1, 1)),
+    "experts": (
+        {name: (tag, body) for name, (tag, body, _) in experts.NEAR_MISSES.items()}, {"experts": 2}, (TOKENS,)),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (bodies, *_) in REFUSED.items() for name in bodies])
+def test_refuses(kind, name):
+    if name in ("capacity", "scatter_add_of_a_few") and torch.__version__ < "2.11":
+        pytest.skip("a slice of as many rows as the data says is nothing this torch can trace")
+    bodies, made, shape = REFUSED[kind]
+    tag, body = bodies[name]
+    if kind == "experts":
+        made = {"expert": experts.NEAR_MISSES[name][2], "experts": 3 if tag == "gaps" else 2}
+    assert_refused(NAME, tag, MoE(body, **made), sequences(*shape, dtype=torch.float32))
 
 
 def softcap(h):
@@ -162,12 +125,11 @@ def softcap(h):
 
 
 ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
-    "relu": F.relu,
-    "silu_by_hand": lambda h: h * torch.sigmoid(h),
-    "in_float32": lambda h: F.silu(h.float()).to(h.dtype),
-}
+    "gelu": F.gelu, "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"), "relu": F.relu,
+    "silu_by_hand": lambda h: h * torch.sigmoid(h), "in_float32": lambda h: F.silu(h.float()).to(h.dtype),
+}  # fmt: skip
+
+
 class Joined(Expert):
     """join: what the activated gate and up are together."""
 
@@ -190,11 +152,12 @@ MADE = {
     "softcapped_factors": lambda: Expert(lambda h: softcap(h) * torch.sigmoid(h), of_up=softcap),
     "clamped_factor": lambda: Expert(lambda h: torch.sigmoid(1.7 * h) * h.clamp(max=0.3)),
     "ungated": Ungated,
-    "fused": Fused,
-    "fused_up_first": lambda: Fused(up_first=True),
+    "fused": experts.Fused,
+    "fused_up_first": lambda: experts.Fused(up_first=True),
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("expert", MADE)
 def test_experts(expert):
     dtype = torch.float32 if expert == "in_float32" else torch.float64
@@ -222,8 +185,8 @@ def places_with_a_capacity(m, x, indices, gates):
     kept = F.one_hot(place.clamp(max=size - 1), size) * (place < size)[..., None] * F.one_hot(indices, EXPERTS)[..., None]
     combine = (kept * gates[..., None, None]).sum(1)
     rows = torch.einsum("tec,td->ecd", (combine > 0).to(x.dtype), x)
-    gate, up = torch.bmm(rows, m.gate_up.mT).chunk(2, -1)
-    return torch.einsum("tec,ecd->td", combine, torch.bmm(F.silu(gate) * up, m.down.mT))
+    hidden = swiglu(torch.bmm(rows, m.gate_up.mT))
+    return torch.einsum("tec,ecd->td", combine, torch.bmm(hidden, m.down.mT))
 
 
 def test_rows_in_places_are_told_as_what_they_are():
@@ -233,25 +196,27 @@ def test_rows_in_places_are_told_as_what_they_are():
 
 
 def test_bfloat16():
-    frames = check(MoE(where_index_add).bfloat16(), tokens(torch.bfloat16))
+    frames = check_graph(MoE(where_index_add).bfloat16(), tokens(torch.bfloat16))
     assert frames.counts[NAME] == 1, frames.misses
 
 
-@pytest.mark.parametrize("body", [sorted_grouped_gemms, *experts_at_once.SORTED], ids=lambda f: f.__name__)
-def test_sorted_rows(body):
+SORTED = {"sorted_grouped_gemms": experts.sorted_grouped_gemms, **experts_at_once.SORTED}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", SORTED)
+def test_sorted_rows(name):
     """On CPU torch's own grouped GEMM reads its groups' ends while it is traced for backward: forward alone here."""
-    frames, error = sorted_rows(body)
+    frames, error = sorted_rows(SORTED[name])
     assert frames.counts[NAME] == 1, frames.misses
     assert error < 2e-2
 
 
-@pytest.mark.parametrize(
-    ("tag", "body"),
-    [(tag, body) for tag, bodies in experts_at_once.SORTED_NEAR_MISSES.items() for body in bodies],
-    ids=lambda p: p if isinstance(p, str) else p.__name__,
-)
-def test_refuses_sorted_rows(tag, body):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", experts_at_once.SORTED_NEAR_MISSES)
+def test_refuses_sorted_rows(name):
     """As a whole; experts whose groups are one and the same fuse without the sort and the sum, which stay plain."""
+    tag, body = experts_at_once.SORTED_NEAR_MISSES[name]
     frames, error = sorted_rows(body)
     sites = [site.op for analysis in frames.analyses for site in analysis.outcome.sites]
     assert tag in frames.tags(NAME) and sites == ["megacpp::moe_sorted"] * (tag != "bias")
@@ -280,6 +245,7 @@ class ToOneExpert(MoE):
         return self.body(self, x, torch.tensor([[2, 1]]).expand(x.shape[0], 2), gates)
 
 
+@pytest.mark.end_to_end
 def test_all_to_one_and_empty_experts():
     frames = assert_fires(NAME, ToOneExpert(where_index_add), tokens())
     assert not frames.results["gradient of experts.0.up.weight"].any()
@@ -287,7 +253,7 @@ def test_all_to_one_and_empty_experts():
 
 
 def test_counts_every_layer():
-    layers = nn.Sequential(MoE(where_index_add), MoE(stacked_weights, stacked=True))
+    layers = nn.Sequential(MoE(where_index_add), MoE(experts.stacked_weights, stacked=True))
     assert_fires(NAME, layers, tokens(), 2)
 
 
@@ -298,11 +264,13 @@ def test_disabled():
     assert_disabled(NAME, MoE(where_index_add), tokens())
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
 def test_dynamic_token_counts(everything):
     assert_dynamic(NAME, MoE(where_index_add), lambda n: tokens(count=n), everything=everything)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
 def test_dynamic_lengths_of_sequences_written_through_masks(everything):
     """The result has more dimensions than the op's, of sizes that are symbols."""
@@ -310,11 +278,13 @@ def test_dynamic_lengths_of_sequences_written_through_masks(everything):
     assert_dynamic(NAME, layer, lambda n: (torch.randn(2, n, DIM),), everything=everything)
 
 
+@pytest.mark.end_to_end
 def test_dynamic_token_counts_of_two_layers():
-    layers = nn.Sequential(*(MoE(batched_gemms, stacked=True) for _ in range(2)))
+    layers = nn.Sequential(*(MoE(experts.batched_gemms, stacked=True) for _ in range(2)))
     assert_dynamic(NAME, layers, lambda n: tokens(count=n), 2, everything=True)
 
 
+@pytest.mark.end_to_end
 @torch.no_grad()
 @pytest.mark.parametrize("everything", [False, True], ids=["second length", "everything"])
 def test_sorted_rows_of_two_layers_at_a_second_length(everything):
@@ -325,59 +295,24 @@ def test_sorted_rows_of_two_layers_at_a_second_length(everything):
     for x in inputs:
         error, _ = largest_error({"y": frames.compiled(x)}, {"y": layers(x)})
         assert error < 4e-2
-    assert [len(analysis.outcome.sites) for analysis in frames.analyses] == [2] * (1 if everything else 2), frames.misses
+    sites = [len(analysis.outcome.sites) for analysis in frames.analyses]
+    assert sites == [2] * (1 if everything else 2), frames.misses
 
 
-def test_autocast_around_the_call():
-    assert_autocast(NAME, MoE(one_cast), tokens())
-
-
-def test_autocast_inside_the_frame():
-    assert_autocast_inside(NAME, MoE(one_cast), tokens())
-
-
-def one_cast(m, x, indices, gates):
+def one_cast(m, x, gates, e, token, choice):
     """Autocast's GEMMs are narrower than the sum they are added to."""
-    y = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        token, choice = torch.where(indices == e)
-        y.index_add_(0, token, (m.experts[e](x[token]) * gates[token, choice, None]).to(y.dtype))
-    return y
+    return weighted(m, x, gates, e, token, choice).to(x.dtype)
 
 
-@pytest.mark.parametrize("name", NEAR_MISSES)
-def test_refuses(name):
-    if name == "capacity" and torch.__version__ < "2.11":
-        pytest.skip("a slice of as many rows as the data says is nothing this torch can trace")
-    tag, body, expert = NEAR_MISSES[name]
-    assert_refused(NAME, tag, MoE(body, expert, experts=3 if tag == "gaps" else 2), tokens())
-
-
-@pytest.mark.parametrize(
-    ("tag", "body"),
-    [(tag, body) for tag, bodies in experts_at_once.NEAR_MISSES.items() for body in bodies],
-    ids=lambda p: p if isinstance(p, str) else p.__name__,
-)
-def test_refuses_at_once(tag, body):
-    if body is experts_at_once.scatter_add_of_a_few and torch.__version__ < "2.11":
-        pytest.skip("this torch cannot trace a slice of an unknown length")
-    assert_refused_in_a_graph(NAME, tag, MoE(body), tokens())
-
-
-@pytest.mark.parametrize(
-    ("tag", "body"),
-    [*STACKED_NEAR_MISSES.items(), *experts_at_once.STACKED_NEAR_MISSES.items(),
-     *experts_at_once.STACKED_NEAR_MISSES_OF_BIASES.items()],
-    ids=lambda p: p if isinstance(p, str) else p.__name__,
-)  # fmt: skip
-def test_refuses_of_stacked_weights(tag, body):
-    assert_refused_in_a_graph(NAME, tag, MoE(body, stacked=True), tokens())
+@pytest.mark.parametrize("asserted", [contract.assert_autocast, contract.assert_autocast_inside])
+def test_autocast(asserted):
+    asserted(NAME, MoE(loop(one_cast)), tokens())
 
 
 def in_the_way(m, x, indices, gates):
     hidden = torch.einsum("td,ehd->teh", x, m.gate_up) + m.gate_up.sum((0, 2))
-    hidden = F.softplus(hidden[..., :HIDDEN].clamp(min=1.0)) * hidden[..., HIDDEN:]
-    return torch.einsum("teh,edh,te->td", hidden, m.down, experts_at_once.matrix(indices, gates))
+    hidden = F.softplus(hidden[..., :experts.HIDDEN].clamp(min=1.0)) * hidden[..., experts.HIDDEN:]
+    return torch.einsum("teh,edh,te->td", hidden, m.down, matrix(indices, gates))
 
 
 def test_names_all_that_is_in_the_way():
@@ -387,7 +322,7 @@ def test_names_all_that_is_in_the_way():
 
 
 def test_names_what_an_output_goes_through():
-    frames = run(MoE(NEAR_MISSES["normed_outputs"][1]), tokens())
+    frames = run(MoE(experts.NEAR_MISSES["normed_outputs"][1]), tokens())
     (reason,) = {miss.reason for miss in frames.misses if miss.pass_name == NAME}
     assert "goes through" in reason and "rsqrt" in reason
     assert "internal-error" not in {miss.tag for miss in frames.misses}, frames.misses
@@ -403,18 +338,16 @@ def test_a_projection_of_heads_is_no_near_miss():
     assert not run(MoE(heads_summed), tokens()).misses
 
 
-def groups_projected(m, x, indices, gates):
+def groups_projected(m, x, indices, gates, folded=lambda wide: wide):
     """As DeepSeek-V4's output projection: a weight for each group of channels, as many as there are experts."""
-    wide = torch.cat([x.tanh()] * m.num_experts, -1).reshape(-1, m.num_experts, DIM)
+    wide = folded(torch.cat([x.tanh()] * m.num_experts, -1)).reshape(-1, m.num_experts, DIM)
     grouped = torch.bmm(wide.transpose(0, 1), m.gate_up.transpose(1, 2)).transpose(0, 1)
     return grouped.reshape(len(x), -1)[:, :DIM] * gates[:, :1]
 
 
 def groups_of_folded_tokens_projected(m, x, indices, gates):
     """The same, in groups before the tokens are folded into one dimension."""
-    groups = torch.cat([x.tanh()] * m.num_experts, -1).view(1, -1, m.num_experts, DIM).reshape(-1, m.num_experts, DIM)
-    grouped = torch.bmm(groups.transpose(0, 1), m.gate_up.transpose(1, 2)).transpose(0, 1)
-    return grouped.reshape(len(x), -1)[:, :DIM] * gates[:, :1]
+    return groups_projected(m, x, indices, gates, lambda wide: wide.view(1, -1, m.num_experts, DIM))
 
 
 def heads_up(m, x, indices, gates):
@@ -436,25 +369,21 @@ def test_refuses_experts_that_differ():
 
 def rounded_in_place(m, x, indices, gates):
     """Gates in float32 make the sum one, which is rounded as it is written."""
-    y, wide = torch.zeros_like(x), gates.float()
-    for e, expert in enumerate(m.experts):
-        token, choice = torch.where(indices == e)
-        y[token] += wide[token, choice, None] * expert(x[token])
-    return y
+    return loop(gated, add="+=")(m, x, indices, gates.float())
 
 
-def rounded_twice(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e, expert in enumerate(m.experts):
-        token, choice = torch.where(indices == e)
-        y[token] = (y[token] + gates[token, choice, None] * expert(x[token])).half().to(y.dtype)
+def gated(m, x, gates, e, token, choice):
+    return gates[token, choice, None] * m.experts[e](x[token])
+
+
+def written_in_halves(y, rows, out):
+    y[rows] = (y[rows] + out).half().to(y.dtype)
     return y
 
 
 def test_a_sum_that_is_rounded_as_it_is_written():
-    module, args = MoE(rounded_in_place).bfloat16(), (torch.randn(11, DIM).bfloat16().requires_grad_(),)
-    assert check(module, args).counts["moe"] == 1
-    assert_refused("moe", "no-rows", MoE(rounded_twice), (torch.randn(11, DIM).requires_grad_(),))
+    assert check_graph(MoE(rounded_in_place).bfloat16(), tokens(torch.bfloat16)).counts["moe"] == 1
+    assert_refused("moe", "no-rows", MoE(loop(gated, add=written_in_halves)), tokens())
 
 
 class BiasedProducts(nn.Module):
@@ -475,25 +404,25 @@ class BiasedProducts(nn.Module):
 
 
 def test_biases_that_are_added_by_the_product():
-    assert_fires("moe", BiasedProducts().double(), (torch.randn(11, DIM, dtype=torch.float64).requires_grad_(),))
-    assert_dynamic("moe", BiasedProducts(), lambda n: (torch.randn(n, DIM).requires_grad_(),), everything=True)
+    assert_fires("moe", BiasedProducts().double(), tokens(torch.float64))
+    assert_dynamic("moe", BiasedProducts(), lambda n: tokens(count=n), everything=True)
 
 
 @pytest.mark.parametrize("shape", [(4, 1, DIM), (1, 4, 1, DIM)])
 def test_biases_with_a_dimension_for_rows(shape):
     def with_biases(m, x, indices, gates):
         weights = torch.zeros(len(x), 4, dtype=gates.dtype).scatter(1, indices, gates)
-        gate, up = torch.einsum("td,ehd->eth", x, m.gate_up).chunk(2, -1)
-        out = torch.einsum("eth,edh->etd", F.silu(gate) * up, m.down) + m.bias
+        hidden = swiglu(torch.einsum("td,ehd->eth", x, m.gate_up))
+        out = torch.einsum("eth,edh->etd", hidden, m.down) + m.bias
         return torch.einsum("etd,te->td", out.reshape(4, len(x), DIM), weights)
 
     module = MoE(with_biases, experts=4, stacked=True)
     module.bias = nn.Parameter(torch.randn(shape))
-    frames = check(module.double(), (torch.randn(11, DIM, dtype=torch.float64).requires_grad_(),))
+    frames = check_graph(module.double(), tokens(torch.float64))
     assert frames.counts["moe"] == (len(shape) == 3), frames.misses
 
 
 @pytest.mark.parametrize("kwargs", [{"alpha": 2.0}, {"beta": 0.5}])
 def test_refuses_products_that_are_scaled_in_the_same_op(kwargs):
-    frames = check(BiasedProducts(**kwargs), (torch.randn(11, DIM).requires_grad_(),))
+    frames = check_graph(BiasedProducts(**kwargs), tokens())
     assert not frames.counts["moe"] and frames.tags("moe")

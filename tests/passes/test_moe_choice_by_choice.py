@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.frames import check
+from tests.frames import check_graph
 
 from . import experts, experts_at_once, experts_decoding
 from .contract import assert_dynamic, assert_fires, assert_half_precision, assert_refused
-from .experts import CHOICES, DIM, EXPERTS, HIDDEN, MoE
-from .experts_choice_by_choice import APART, NEAR, ROWS, SUMS, by_matmul, einsums, products_in_place, weighted_rows
+from .experts import CHOICES, DIM, EXPERTS, HIDDEN, MoE, by_name
+from .experts_choice_by_choice import APART, NEAR, ROWS, SUMS, by_sum, einsums, products_in_place, weighted_rows
 
 
 def tokens(count=11):
@@ -22,25 +22,14 @@ def layer(body, **kwargs):
     return MoE(body, stacked=True, **kwargs)
 
 
-@pytest.mark.parametrize("body", SUMS, ids=lambda f: f.__name__)
-def test_a_sum_over_choices_is_one_layer(body):
-    frames = assert_fires("moe", layer(body), tokens())
-    assert not frames.misses
+# Sums over choices are one layer each, and experts of rows whatever becomes of them: also where no gate for each choice
+# multiplies what they make.
+ONE_LAYER = SUMS | ROWS | by_name(experts.batched_with_gates_of_experts, experts_at_once.scaled_at_both_ends)
 
 
-@pytest.mark.parametrize("body", ROWS, ids=lambda f: f.__name__)
-def test_experts_of_rows(body):
-    """Whatever becomes of them."""
-    frames = assert_fires("moe", layer(body), tokens())
-    assert not frames.misses
-
-
-@pytest.mark.parametrize(
-    "body", [experts.batched_with_gates_of_experts, experts_at_once.scaled_at_both_ends], ids=lambda f: f.__name__
-)
-def test_experts_of_rows_under_sums_without_gates(body):
-    """No gate for each choice multiplies what they make."""
-    assert not assert_fires("moe", layer(body), tokens()).misses
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_one_layer(name):
+    assert not assert_fires("moe", layer(ONE_LAYER[name]), tokens()).misses
 
 
 @pytest.mark.parametrize("shape", [(2, 5, DIM), (1, 1, DIM)], ids=str)
@@ -50,17 +39,19 @@ def test_rows_with_a_dimension_behind_their_channels(shape):
         assert_fires("moe", layer(body, choices=1), (torch.randn(shape).requires_grad_(),))
 
 
-@pytest.mark.parametrize("body", APART, ids=lambda f: f.__name__)
-def test_other_sums_are_of_two_layers(body):
-    assert_fires("moe", layer(body), tokens(), count=2)
+@pytest.mark.parametrize("name", APART)
+def test_other_sums_are_of_two_layers(name):
+    assert_fires("moe", layer(APART[name]), tokens(), count=2)
 
 
-@pytest.mark.parametrize(("body", "tag"), NEAR.items(), ids=lambda p: getattr(p, "__name__", p))
-def test_near_misses(body, tag):
+@pytest.mark.parametrize("name", NEAR)
+def test_near_misses(name):
     """What is trained is among the inputs: activations that ask for a gradient do not pass for weights."""
+    tag, body = NEAR[name]
     assert {miss.tag for miss in assert_refused("moe", tag, layer(body), tokens()).misses} <= {tag, "unread"}
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("body", [einsums, weighted_rows], ids=lambda f: f.__name__)
 def test_dynamic_shapes(body):
     assert_dynamic("moe", layer(body), tokens)
@@ -73,7 +64,7 @@ def test_half_precision():
 
 
 def test_inference():
-    frames = check(layer(products_in_place).requires_grad_(False), (torch.randn(11, DIM),))
+    frames = check_graph(layer(products_in_place).requires_grad_(False), (torch.randn(11, DIM),))
     assert frames.counts["moe"] == 1
 
 
@@ -104,8 +95,4 @@ def test_gates_of_their_own_function():
 
 def test_some_of_the_choices():
     """Two of three columns: each is a layer of its own."""
-
-    def body(m, x, indices, gates):
-        return sum(gates[:, k, None] * by_matmul(m, x, indices[:, k]) for k in range(CHOICES))
-
-    assert_fires("moe", layer(body, choices=EXPERTS), tokens(), count=CHOICES)
+    assert_fires("moe", layer(by_sum, choices=EXPERTS), tokens(), count=CHOICES)

@@ -53,12 +53,21 @@ def everyone(x):
     return torch.arange(x.shape[0], device=x.device).view(1, -1).expand(EXPERTS, -1).reshape(-1)
 
 
-def gathered_and_scattered(m, x, scores, numbers=everyone, back=None):
+def scattered(out, index, rows):
+    return out.scatter_add(0, index, rows.to(out.dtype))
+
+
+def gathered_and_scattered(m, x, scores, numbers=everyone, back=None, onto=lambda m, x: m.shared(x), add=scattered):
     index = numbers(x).reshape(-1, 1).expand(-1, DIM)
     rows = torch.gather(x, 0, index) * torch.sigmoid(scores.transpose(0, 1)).reshape(-1, 1)
     index = index if back is None else back(x).reshape(-1, 1).expand(-1, DIM)
+    return add(onto(m, x), index, m.experts(rows))
+
+
+def weighted_by(m, x, scores):
+    """All rows, gathered by their numbers, times `scores` [E, T]."""
     out = m.shared(x)
-    return out.scatter_add(0, index, m.experts(rows).to(out.dtype))
+    return scattered(out, everyone(x)[:, None].expand(-1, DIM), m.experts(x[everyone(x)] * scores.reshape(-1, 1)))
 
 
 def as_transformers(m, x, scores):
@@ -89,9 +98,7 @@ def experts_inside(m, x, scores):
 
 def softmax_of_turned(m, x, scores):
     """Gates that are normalised over experts, which come first."""
-    rows = x[everyone(x)] * scores.t().softmax(0).reshape(-1, 1)
-    out = m.shared(x)
-    return out.scatter_add(0, everyone(x)[:, None].expand(-1, DIM), m.experts(rows).to(out.dtype))
+    return weighted_by(m, x, scores.t().softmax(0))
 
 
 BODIES = [gathered_and_scattered, as_transformers, read_and_added, experts_inside, softmax_of_turned]
@@ -103,6 +110,7 @@ def test_fires(body, choices):
     assert_fires(NAME, Layer(body, choices).double(), (torch.randn(TOKENS, DIM, dtype=torch.float64).requires_grad_(),))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(EXPERTS,), (1,), (2, 5)], ids=["as many tokens as experts", "one token", "batches"])
 @pytest.mark.parametrize("body", [gathered_and_scattered, experts_inside], ids=lambda f: f.__name__)
 def test_fires_on_other_numbers_of_tokens(body, shape):
@@ -114,6 +122,7 @@ def test_dynamic(body):
     assert_dynamic(NAME, Layer(body), lambda n: (torch.randn(n, DIM).requires_grad_(),), everything=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "bfloat16"])
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
 def test_as_exact_as_eager_in_bfloat16(body, dtype):
@@ -130,65 +139,19 @@ def test_as_exact_as_eager_in_bfloat16(body, dtype):
             assert ours <= 1.25 * theirs + 2e-3, (name, ours, theirs)
 
 
-def backwards(x):
-    return everyone(x).flip(0)
+OTHER_ROWS = {
+    "backwards": lambda x: everyone(x).flip(0),
+    # each number E times, one behind the other: rows of other tokens where experts come first
+    "by_token": lambda x: torch.arange(x.shape[0]).repeat_interleave(EXPERTS),
+    "from_one": lambda x: torch.arange(1, x.shape[0] + 1).remainder(x.shape[0]).repeat(EXPERTS),
+    "of_the_first_half": lambda x: torch.arange(x.shape[0] // 2).repeat(2 * EXPERTS),
+}
 
 
-def by_token(x):
-    """Each number E times, one behind the other: rows of other tokens where experts come first."""
-    return torch.arange(x.shape[0]).repeat_interleave(EXPERTS)
-
-
-def from_one(x):
-    return torch.arange(1, x.shape[0] + 1).remainder(x.shape[0]).repeat(EXPERTS)
-
-
-def of_the_first_half(x):
-    return torch.arange(x.shape[0] // 2).repeat(2 * EXPERTS)
-
-
-@pytest.mark.parametrize("back", [False, True], ids=["read", "added"])
-@pytest.mark.parametrize("numbers", [backwards, by_token, from_one, of_the_first_half], ids=lambda f: f.__name__)
-def test_other_rows_stay(numbers, back):
-    body = functools.partial(gathered_and_scattered, **({"back": numbers} if back else {"numbers": numbers}))
-    assert_stays(Layer(body, 2))
-
-
-def scattered_on_more(m, x, scores):
-    """The base has rows that no number names."""
-    index = everyone(x).reshape(-1, 1).expand(-1, DIM)
-    rows = torch.gather(x, 0, index) * torch.sigmoid(scores.transpose(0, 1)).reshape(-1, 1)
-    return torch.cat((m.shared(x), x)).scatter_add(0, index, m.experts(rows))
-
-
-def averaged(m, x, scores):
-    index = everyone(x).reshape(-1, 1).expand(-1, DIM)
-    rows = torch.gather(x, 0, index) * torch.sigmoid(scores.transpose(0, 1)).reshape(-1, 1)
-    return m.shared(x).scatter_reduce(0, index, m.experts(rows), "mean")
-
-
-def overwritten(m, x, scores):
-    index = everyone(x).reshape(-1, 1).expand(-1, DIM)
-    rows = torch.gather(x, 0, index) * torch.sigmoid(scores.transpose(0, 1)).reshape(-1, 1)
-    return m.shared(x).scatter_reduce(0, index, m.experts(rows), "sum", include_self=False)
-
-
-def softmax_over_tokens(m, x, scores):
-    """An expert that no token chose has no number for any."""
-    rows = x[everyone(x)] * scores.t().clamp(min=-50).softmax(1).reshape(-1, 1)
-    return m.shared(x).scatter_add(0, everyone(x)[:, None].expand(-1, DIM), m.experts(rows))
-
-
-def scores_of_all(m, x, scores):
-    """Every expert has a share in every token."""
-    rows = x[everyone(x)] * (m.router(x).sigmoid() + scores.sigmoid()).t().reshape(-1, 1)
-    return m.shared(x).scatter_add(0, everyone(x)[:, None].expand(-1, DIM), m.experts(rows))
-
-
-def scores_not_turned(m, x, scores):
-    """Scores that lie by token multiply rows that lie by expert."""
-    rows = x[everyone(x)] * scores.sigmoid().reshape(-1, 1)
-    return m.shared(x).scatter_add(0, everyone(x)[:, None].expand(-1, DIM), m.experts(rows))
+@pytest.mark.parametrize("end", ["numbers", "back"], ids=["read", "added"])
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_other_rows_stay(name, end):
+    assert_stays(Layer(functools.partial(gathered_and_scattered, **{end: OTHER_ROWS[name]}), 2))
 
 
 def a_row_for_each_channel(m, x, scores):
@@ -198,12 +161,29 @@ def a_row_for_each_channel(m, x, scores):
     return m.shared(x).scatter_add(0, everyone(x)[:, None].expand(-1, DIM), m.experts(rows))
 
 
-OTHERS = [a_row_for_each_channel, scattered_on_more, averaged, overwritten, softmax_over_tokens, scores_of_all, scores_not_turned]
+def reduced(*how, **kwargs):
+    add = lambda out, index, rows: out.scatter_reduce(0, index, rows, *how, **kwargs)  # noqa: E731
+    return functools.partial(gathered_and_scattered, add=add)
 
 
-@pytest.mark.parametrize("body", OTHERS, ids=lambda f: f.__name__)
-def test_other_sums_stay(body):
-    assert_stays(Layer(body, 2))
+OTHER_SUMS = {
+    "a_row_for_each_channel": a_row_for_each_channel,
+    # the base has rows that no number names
+    "scattered_on_more": functools.partial(gathered_and_scattered, onto=lambda m, x: torch.cat((m.shared(x), x))),
+    "averaged": reduced("mean"),
+    "overwritten": reduced("sum", include_self=False),
+    # an expert that no token chose has no number for any
+    "softmax_over_tokens": lambda m, x, scores: weighted_by(m, x, scores.t().clamp(min=-50).softmax(1)),
+    # every expert has a share in every token
+    "scores_of_all": lambda m, x, scores: weighted_by(m, x, (m.router(x).sigmoid() + scores.sigmoid()).t()),
+    # scores that lie by token multiply rows that lie by expert
+    "scores_not_turned": lambda m, x, scores: weighted_by(m, x, scores.sigmoid()),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SUMS)
+def test_other_sums_stay(name):
+    assert_stays(Layer(OTHER_SUMS[name], 2))
 
 
 def assert_stays(module):

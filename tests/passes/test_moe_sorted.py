@@ -45,7 +45,7 @@ def name(body):
 
 
 def test_graph():
-    frames = assert_fires(NAME, Sorted(experts_sorted.two_projections).bfloat16(), given())
+    frames = assert_fires(NAME, Sorted(experts_sorted.two_projections).bfloat16(), given(), dynamo=True)
     expecttest.assert_expected_inline(
         render(frames.graph),
         """\
@@ -56,6 +56,7 @@ return [getitem]""",
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("body", ROWS, ids=name)
 def test_fires(body):
     frames = assert_fires(NAME, Sorted(body).bfloat16(), given(body))
@@ -80,6 +81,7 @@ def test_fires_between_casts():
     close(frames.results, want)
 
 
+@pytest.mark.sampled(3)
 @torch.no_grad()
 @pytest.mark.parametrize("body", ROWS, ids=name)
 def test_fires_in_inference(body):
@@ -103,6 +105,7 @@ def test_fires_under_autocast(dtype):
     close(frames.results, want)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
 @pytest.mark.parametrize("body", ROWS, ids=name)
 def test_fires_at_every_length(body, everything):
@@ -156,12 +159,14 @@ def test_disabled():
 CONDITIONS = {"float32": {}, "bfloat16": {}, "autocast": {}, "dynamic": {"dynamic": True}, "batches": {}}
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("options", [{}, {"scores_first": True}, {"marks": False}, {"shared": False}], ids=str)
 def test_a_whole_layer(options, condition):
     layer_fires("megacpp::moe", options, condition)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_a_layer_that_ends_in_what_no_compiler_looks_into(condition):
     layer_fires(OP, {"opaque": True}, condition)

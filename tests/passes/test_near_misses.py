@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 
-import pytest
-
 from tests.corpus.near_misses import NEAR_MISSES
-from tests.frames import check, run
+from tests.frames import check_graph, run
+
+from .conditions import sampled
 
 
 @functools.cache
@@ -21,9 +21,9 @@ def _key(control):
     return control.args, tuple(sorted(control.keywords.items()))
 
 
-@pytest.mark.parametrize("near_miss", NEAR_MISSES, ids=lambda n: n.name)
+@sampled(5, "near_miss", NEAR_MISSES, ids=lambda n: n.name)
 def test_near_miss(near_miss):
-    frames = check(*near_miss.build())
+    frames = check_graph(*near_miss.build())
     false = {name: frames.counts[name] for name in near_miss.must_not_fire if frames.counts[name]}
     assert not false, f"fired although {near_miss.why}"
     if near_miss.control is not None:

@@ -10,9 +10,10 @@ from torch import nn
 
 from megacpp_compile.config.options import Config
 from tests.corpus import jitter_gains
-from tests.frames import check, render, run
+from tests.frames import check_graph, render, run
 
-from .contract import assert_autocast, assert_dynamic, assert_fires, assert_refused
+from .conditions import conditions, sampled
+from .contract import assert_fires, assert_refused
 
 NAME = "norm_linear"
 ON = Config(strict=True, passes={NAME: True})
@@ -46,9 +47,6 @@ def tokens(seq, dtype=torch.float32):
     return (torch.randn(2, seq, DIM, generator=generator).to(dtype).requires_grad_(),)
 
 
-# --- fires
-
-
 def qkv(m, x):
     h = m.norm(x)
     return x.sum() + m.q(h) * m.k(h) * m.v(h)
@@ -66,11 +64,6 @@ def through_views(m, x):
     return m.q(h).view(2, -1, OUT) + m.k(h.view(2, -1, DIM))
 
 
-def by_heads(m, x):
-    """As code in the manner of JAX keeps them apart."""
-    return torch.einsum("bsd,nhd->bnsh", m.norm(x), m.q.weight.unflatten(0, (4, 5)))
-
-
 def one(m, x):
     """A mixer's input projection, split behind it."""
     a, b = m.q(m.norm(x) * 0.5).chunk(2, -1)
@@ -78,10 +71,8 @@ def one(m, x):
 
 
 def test_graph():
-    frames = assert_fires(NAME, *build(qkv), config=ON)
-    expecttest.assert_expected_inline(
-        render(frames.graph),
-        """\
+    frames = assert_fires(NAME, *build(qkv), config=ON, dynamo=True)
+    expecttest.assert_expected_inline(render(frames.graph), """\
 norm_linear: ((f32[2, 5, 20], f32[2, 5, 20], f32[2, 5, 20]), f32[2, 5, 1]) = megacpp.norm_linear(x, gain, [q_weight, k_weight, v_weight], [], 0.05)
 getitem: (f32[2, 5, 20], f32[2, 5, 20], f32[2, 5, 20]) = norm_linear[0]
 getitem_1: f32[2, 5, 20] = getitem[0]
@@ -91,8 +82,7 @@ sum: f32[] = sum(x)
 mul: f32[2, 5, 20] = mul.Tensor(getitem_1, getitem_2)
 mul_1: f32[2, 5, 20] = mul.Tensor(mul, getitem_3)
 add: f32[2, 5, 20] = add.Tensor(sum, mul_1)
-return [add]""",
-    )
+return [add]""")
 
 
 def one_that_only_chooses(m, x):
@@ -101,24 +91,17 @@ def one_that_only_chooses(m, x):
     return m.q(h) + m.k(h).argmax(-1, keepdim=True)
 
 
-@pytest.mark.parametrize(
-    "body", [by_hand, by_heads, one, one_that_only_chooses, through_views], ids=lambda f: f.__name__
-)
+FORMS = {
+    "by_hand": by_hand, "one": one, "one_that_only_chooses": one_that_only_chooses, "through_views": through_views,
+    # as code in the manner of JAX keeps heads apart
+    "by_heads": lambda m, x: torch.einsum("bsd,nhd->bnsh", m.norm(x), m.q.weight.unflatten(0, (4, 5))),
+}
+
+
+@sampled(3, "form", FORMS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_fires(body, bias):
-    assert_fires(NAME, *build(body, bias=bias), config=ON)
-
-
-def test_bfloat16():
-    frames = check(*build(by_hand, torch.bfloat16), ON)
-    assert frames.counts[NAME] == 1, frames.misses
-
-
-def test_counts_every_site():
-    def twice(m, x):
-        return qkv(m, x + by_hand(m, x)[..., :DIM])
-
-    assert_fires(NAME, *build(twice), 2, config=ON)
+def test_fires(form, bias):
+    assert_fires(NAME, *build(FORMS[form], bias=bias), config=ON)
 
 
 def test_behind_other_passes():
@@ -131,59 +114,31 @@ def test_behind_other_passes():
     assert frames.fired == {"down_norm_up": 1}
 
 
-# --- stays out
+test_conditions = conditions(
+    NAME, config=ON, twice=lambda: (*build(lambda m, x: qkv(m, x + by_hand(m, x)[..., :DIM])), 2),
+    bfloat16=lambda: build(by_hand, torch.bfloat16), autocast=lambda: build(qkv),
+    length=lambda: (build(qkv)[0], tokens), everything=lambda: (build(qkv)[0], tokens),
+)
 
 
 def test_off_by_default():
-    frames = check(*build(qkv))
+    frames = check_graph(*build(qkv))
     assert NAME not in frames.counts and not frames.misses
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
-def test_dynamic_lengths(everything):
-    assert_dynamic(NAME, build(qkv)[0], tokens, everything=everything, config=ON)
+def reads_twice(read):
+    """A projection of what is normed, and what `read(m, h, q(h))` makes of both."""
 
+    def body(m, x):
+        h = m.norm(x)
+        return read(m, h, m.q(h))
 
-def test_autocast():
-    assert_autocast(NAME, *build(qkv), config=ON)
-
-
-def used_by_the_residual(m, x):
-    h = m.norm(x)
-    return h + m.q(h)[..., :DIM]
-
-
-def used_by_a_router(m, x):
-    h = m.norm(x)
-    return m.q(h) * h.softmax(-1).amax(-1, keepdim=True)
+    return body
 
 
 def statistic_used(m, x):
     r = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
     return m.q(x * r * m.gain) * r
-
-
-def layer_norm(m, x):
-    return F.silu(m.q(m.layer_norm(x))) + 1
-
-
-def one_bias(m, x):
-    h = m.norm(x)
-    return m.q(h) + m.biased(h)
-
-
-def another_dtype(m, x):
-    h = m.norm(x)
-    return m.q(h) + F.linear(h.double(), m.k.weight.double())
-
-
-def weight_of_the_normed(m, x):
-    h = m.norm(x)
-    return F.linear(h, m.k.weight * m.q(h).mean())
-
-
-def of_one_vector(m, x):
-    return m.q(m.norm(x[0, 0]))
 
 
 def without_gradient(m, x):
@@ -192,27 +147,23 @@ def without_gradient(m, x):
     return m.q(h)
 
 
-def mean_of_absolutes(m, x):
-    return m.q(x * torch.rsqrt(x.abs().mean(-1, keepdim=True) + EPS))
-
-
 NEAR_MISSES = {
-    "escapes": [used_by_the_residual, used_by_a_router, statistic_used],
-    "layer-norm": [layer_norm],
-    "bias": [one_bias],
-    "dtype": [another_dtype],
-    "feedback": [weight_of_the_normed],
-    "rank": [of_one_vector],
-    "region": [without_gradient],
-    "no-square": [mean_of_absolutes],
+    "used_by_the_residual": ("escapes", reads_twice(lambda m, h, q: h + q[..., :DIM])),
+    "used_by_a_router": ("escapes", reads_twice(lambda m, h, q: q * h.softmax(-1).amax(-1, keepdim=True))),
+    "statistic_used": ("escapes", statistic_used),
+    "layer_norm": ("layer-norm", lambda m, x: F.silu(m.q(m.layer_norm(x))) + 1),
+    "one_bias": ("bias", reads_twice(lambda m, h, q: q + m.biased(h))),
+    "another_dtype": ("dtype", reads_twice(lambda m, h, q: q + F.linear(h.double(), m.k.weight.double()))),
+    "weight_of_the_normed": ("feedback", reads_twice(lambda m, h, q: F.linear(h, m.k.weight * q.mean()))),
+    "of_one_vector": ("rank", lambda m, x: m.q(m.norm(x[0, 0]))),
+    "without_gradient": ("region", without_gradient),
+    "absolutes": ("no-square", lambda m, x: m.q(x * torch.rsqrt(x.abs().mean(-1, keepdim=True) + EPS))),
 }
 
 
-@pytest.mark.parametrize(
-    ("tag", "body"), [(tag, body) for tag, bodies in NEAR_MISSES.items() for body in bodies],
-    ids=lambda p: p if isinstance(p, str) else p.__name__,
-)  # fmt: skip
-def test_refuses(tag, body):
+@sampled(3, "case", NEAR_MISSES)
+def test_refuses(case):
+    tag, body = NEAR_MISSES[case]
     assert_refused(NAME, tag, *build(body), config=ON)
 
 

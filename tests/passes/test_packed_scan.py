@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.corpus.scans import PlainMamba2, chunks, einsums, one_triangle, padded, segment_sums, to_heads
-from tests.frames import passed
+from tests.frames import check_graph
 
-from .contract import assert_fires, assert_refused_in_a_graph
+from .conditions import cases, op_of, sampled
+from .contract import assert_fires, assert_refused
 from .test_packed_conv import multiplied
 
 NAME = "ssd_scan"
@@ -29,13 +29,15 @@ def quadratic(x, dt, A, B, C, D, decay):
     return torch.einsum("blsh,bshp->blhp", scores, x) + D[:, None] * x, x
 
 
-def masked_decays(x, dt, A, B, C, D, state, size, numbers):
-    """The quadratic form, with decays of one document alone."""
-    t = x.shape[1]
-    sums = (A * dt).cumsum(1)
-    same = (numbers[:, :, None] == numbers[:, None])[..., None]
-    decay = torch.exp(sums[:, :, None] - sums[:, None]) * torch.ones(t, t).tril()[None, :, :, None] * same
-    return quadratic(x, dt, A, B, C, D, decay)
+def masked(seen):
+    """The quadratic form, with decays multiplied by what `seen(numbers)` makes of the documents' [b, l, s]."""
+
+    def form(x, dt, A, B, C, D, state, size, numbers):
+        t, sums = x.shape[1], (A * dt).cumsum(1)
+        decay = torch.exp(sums[:, :, None] - sums[:, None]) * torch.ones(t, t).tril()[None, :, :, None]
+        return quadratic(x, dt, A, B, C, D, decay * seen(numbers, x)[..., None])
+
+    return form
 
 
 def masked_exponents(x, dt, A, B, C, D, state, size, cu_seqlens):
@@ -54,11 +56,15 @@ def cut_sums(x, dt, A, B, C, D, state, size, numbers):
     return quadratic(x, dt, A, B, C, D, segment_sums(a.permute(0, 2, 1)).exp().permute(0, 2, 3, 1))
 
 
+def changed(change, *operands):
+    """The chunked form of which `change` makes other logarithms of decays, in both places where they are added up."""
+    return einsums(*operands, lambda a: segment_sums(change(a)), lambda a: change(a).cumsum(-1))
+
+
 def decays_added(x, dt, A, B, C, D, state, size, numbers, fill=NOTHING):
-    """What comes before a document's first token is decayed away, in the chunked form."""
+    """What comes before a document's first token is decayed away."""
     reset = chunks(torch.where(begins_of(numbers), fill, 0.0), size)[:, None]
-    sums_of, cumsum = lambda a: segment_sums(a + reset), lambda a: torch.cumsum(a + reset, -1)
-    return einsums(x, dt, A, B, C, D, state, size, sums_of, cumsum)
+    return changed(lambda a: a + reset, x, dt, A, B, C, D, state, size)
 
 
 def products_added(x, dt, A, B, C, D, state, size, numbers):
@@ -67,17 +73,13 @@ def products_added(x, dt, A, B, C, D, state, size, numbers):
     def reset(a):
         return a + chunks(begins_of(numbers, True).to(dt.dtype) * NOTHING, size)[:, None]
 
-    return einsums(x, dt, A, B, C, D, state, size, lambda a: segment_sums(reset(a)), lambda a: reset(a).cumsum(-1))
+    return changed(reset, x, dt, A, B, C, D, state, size)
 
 
 def kept(x, dt, A, B, C, D, state, size, numbers):
     """A flag of tokens that are of the document before them."""
     same = chunks(numbers == F.pad(numbers[:, :-1], (1, 0), value=-1), size)[:, None]
-
-    def cumsum(a):
-        return torch.where(same, a, NOTHING).cumsum(-1)
-
-    return einsums(x, dt, A, B, C, D, state, size, lambda a: segment_sums(torch.where(same, a, NOTHING)), cumsum)
+    return changed(lambda a: torch.where(same, a, NOTHING), x, dt, A, B, C, D, state, size)
 
 
 def chunks_masked(x, dt, A, B, C, D, state, size, numbers, entering=True):
@@ -105,11 +107,8 @@ def chunks_masked(x, dt, A, B, C, D, state, size, numbers, entering=True):
 
 def positions_filled(x, dt, A, B, C, D, state, size, positions, fill=NOTHING):
     """The logarithms of decays are overwritten where a document begins."""
-
-    def cut(a):
-        return a.masked_fill(chunks(positions == 0, size)[:, None], fill)
-
-    return einsums(x, dt, A, B, C, D, state, size, lambda a: segment_sums(cut(a)), lambda a: cut(a).cumsum(-1))
+    cut = lambda a: a.masked_fill(chunks(positions == 0, size)[:, None], fill)  # noqa: E731
+    return changed(cut, x, dt, A, B, C, D, state, size)
 
 
 class Packed(PlainMamba2):
@@ -179,35 +178,33 @@ def loop_masked(x, dt, A, B, C, D, state, size, numbers):
     return y + D[:, None] * x, state
 
 
-def differences(x, dt, A, B, C, D, state, size, numbers):
+def differences(numbers, x):
     """Differences of numbers that are 0; the numbers are counted in the graph."""
-    t, sums = x.shape[1], (A * dt).cumsum(1)
     numbers = (numbers == 0).cumsum(1)
-    same = ((numbers[:, :, None] - numbers[:, None]) == 0).to(x.dtype)
-    decay = torch.exp(sums[:, :, None] - sums[:, None]) * torch.ones(t, t).tril()[None, :, :, None]
-    return quadratic(x, dt, A, B, C, D, decay * same[..., None])
+    return ((numbers[:, :, None] - numbers[:, None]) == 0).to(x.dtype)
 
 
 FORMS = {
-    "masked_decays": (masked_decays, NUMBERS), "masked_exponents": (masked_exponents, OFFSETS),
-    "cut_sums": (cut_sums, NUMBERS), "decays_added": (decays_added, NUMBERS),
+    "masked_decays": (masked(lambda n, _: n[:, :, None] == n[:, None]), NUMBERS),
+    "masked_exponents": (masked_exponents, OFFSETS), "cut_sums": (cut_sums, NUMBERS),
+    "decays_added": (decays_added, NUMBERS),
     "products_added": (products_added, NUMBERS), "kept": (kept, NUMBERS), "chunks_masked": (chunks_masked, NUMBERS),
-    "positions_filled": (positions_filled, POSITIONS), "differences": (differences, POSITIONS),
+    "positions_filled": (positions_filled, POSITIONS), "differences": (masked(differences), POSITIONS),
     "loop_masked": (loop_masked, NUMBERS), "looped_over_chunks": (looped_over_chunks, [row[:10] for row in NUMBERS]),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@sampled(9, "form", FORMS)
 def test_spellings(form):
     """Outputs and gradients are eager's to 1e-12."""
-    outcome = passed(*packed(*FORMS[form]))
+    outcome = check_graph(*packed(*FORMS[form]))
     assert outcome.counts[NAME] == 1, outcome.misses
 
 
-@pytest.mark.parametrize("form", ["products_added", "kept", "chunks_masked"])
+@sampled(3, "form", ["products_added", "kept", "chunks_masked"])
 def test_states_in_and_out(form):
     """A flag of the first token clears the initial state, as in the model; the final state is the last document's."""
-    outcome = passed(*packed(*FORMS[form], given=True, state=True))
+    outcome = check_graph(*packed(*FORMS[form], given=True, state=True))
     assert outcome.counts[NAME] == 1, outcome.misses
 
 
@@ -215,9 +212,8 @@ def test_compiled():
     """The documents' numbers are the op's operand, nothing of their masks stays behind, and the report says what is taken
     for given."""
     module = Packed(chunks_masked)
-    frames = assert_fires(NAME, module, (*module.example_inputs(), torch.tensor(NUMBERS)))
-    (op,) = (n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.ssd_scan.default)
-    assert op.args[-1].op == "placeholder"
+    frames = assert_fires(NAME, module, (*module.example_inputs(), torch.tensor(NUMBERS)), dynamo=True)
+    assert op_of(frames, NAME).args[-1].op == "placeholder"
     assert "one number are one document" in frames.analyses[0].outcome.sites[0].note
     assert torch.ops.aten.eq.Tensor not in {n.target for n in frames.graph.graph.nodes}
 
@@ -230,32 +226,26 @@ def convolved_before(x, dt, A, B, C, D, state, size, numbers):
 
 
 def test_beside_a_convolution():
-    outcome = passed(*packed(convolved_before))
+    outcome = check_graph(*packed(convolved_before))
     assert outcome.counts["causal_conv1d"] == outcome.counts[NAME] == 1, outcome.misses
 
 
-def window(x, dt, A, B, C, D, state, size, numbers):
-    """Of the same or the next document: no document's end."""
-    t = x.shape[1]
-    sums = (A * dt).cumsum(1)
-    near = ((numbers[:, :, None] == numbers[:, None]) | (numbers[:, :, None] == numbers[:, None] + 1))[..., None]
-    decay = torch.exp(sums[:, :, None] - sums[:, None]) * torch.ones(t, t).tril()[None, :, :, None] * near
-    return quadratic(x, dt, A, B, C, D, decay)
-
-
+# of the same or the next document: no document's end
+window = masked(lambda n, _: (n[:, :, None] == n[:, None]) | (n[:, :, None] == n[:, None] + 1))
 NEAR = {
-    "small, not nothing": (partial(decays_added, fill=-30.0), NUMBERS, "documents"),
-    "filled with a small number": (partial(positions_filled, fill=-30.0), POSITIONS, "documents"),
-    "nothing decayed away": (partial(positions_filled, fill=0.0), POSITIONS, "no-step"),
-    "states enter all rows": (partial(chunks_masked, entering=False), NUMBERS, "documents"),
-    "window": (window, NUMBERS, "documents"),
+    "documents": {
+        "small, not nothing": (partial(decays_added, fill=-30.0), NUMBERS),
+        "filled with a small number": (partial(positions_filled, fill=-30.0), POSITIONS),
+        "states enter all rows": (partial(chunks_masked, entering=False), NUMBERS),
+        "window": (window, NUMBERS),
+    },
+    "no-step": {"nothing decayed away": (partial(positions_filled, fill=0.0), POSITIONS)},
 }
 
 
-@pytest.mark.parametrize("near", NEAR)
-def test_refuses(near):
-    form, integers, tag = NEAR[near]
-    assert_refused_in_a_graph(NAME, tag, *packed(form, integers))
+@cases(NEAR, 3)
+def test_refuses(tag, body):
+    assert_refused(NAME, tag, *packed(*body))
 
 
 def test_a_mask_of_positions_is_no_document():

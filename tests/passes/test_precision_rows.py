@@ -26,6 +26,11 @@ def float8(monkeypatch):
     monkeypatch.setattr(linear, "no_float8", lambda device: "")
 
 
+@pytest.fixture
+def grouped(monkeypatch):
+    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -53,6 +58,18 @@ def x(rows=16):
 def rows(module, args, plan=PLAN, **options):
     frames = run(module, args, Config(precision=plan, **options))
     return {(r["fqn"], r["kind"]): r for a in frames.analyses for r in a.frame.precision}
+
+
+def of_layer(frames):
+    """The row of the layer of experts."""
+    (layer,) = (r for a in frames.analyses for r in a.frame.precision if r["kind"] == "experts" and not r["shape"])
+    return layer
+
+
+def of_lists():
+    """(experts in a list, their tokens)"""
+    x = torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16)
+    return experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16), (x,)
 
 
 def test_every_linear_and_attention_has_a_row(float8):
@@ -100,8 +117,7 @@ def test_a_frame_that_is_left_alone(monkeypatch, stage, error):
 
 def test_routed_experts(float8):
     """One row for the layer; the GEMMs of its experts are no linears of their own any more."""
-    module = experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16)
-    found = rows(module, (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),))
+    found = rows(*of_lists())
     (layer,) = (r for (_, kind), r in found.items() if kind == "experts")
     assert (layer["requested"], layer["effective"], layer["rule"]) == ("fp8_current", "bf16", "role experts")
     assert layer["reason"] == "cpu has no float8 GEMMs"
@@ -110,15 +126,12 @@ def test_routed_experts(float8):
     assert all(r["effective"] == "bf16" and "part of megacpp::moe" in r["reason"] for r in inside)
 
 
-def test_a_rule_for_a_part_of_a_layer_of_experts(monkeypatch):
+@pytest.mark.end_to_end
+def test_a_rule_for_a_part_of_a_layer_of_experts(grouped):
     """What the user says of one GEMM goes for the layer, as all of its GEMMs are in one precision."""
-    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
-    module = experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16)
-    given = (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),)
     for rule, why in (("*.1.down", "*.1.down has bf16 for experts.1.down"), ("*.other", "multiples of")):
-        plan = PrecisionPlan({rule: "bf16"}, gate=False)
-        frames = run(module, given, Config(precision=plan))
-        (layer,) = (r for a in frames.analyses for r in a.frame.precision if r["kind"] == "experts" and not r["shape"])
+        frames = run(*of_lists(), Config(precision=PrecisionPlan({rule: "bf16"}, gate=False)))
+        layer = of_layer(frames)
         assert (layer["requested"], layer["effective"]) == ("fp8_current", "bf16") and why in layer["reason"]
     inside = [r for a in frames.analyses for r in a.frame.precision if r["fqn"].startswith("experts.")]
     assert {r["requested"] for r in inside} == {"fp8_current"}  # a gate within an expert routes nothing
@@ -151,6 +164,7 @@ class Experts(nn.Module):
         return y
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "made, plan, reason",
     [
@@ -164,21 +178,20 @@ class Experts(nn.Module):
     ],
     ids=lambda p: str(p) if isinstance(p, dict) else "",
 )
-def test_routed_experts_in_float8(monkeypatch, made, plan, reason):
-    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
+def test_routed_experts_in_float8(grouped, made, plan, reason):
     module = Experts(**made)
     given = torch.randn(12, DIM, dtype=made.get("dtype", torch.bfloat16))
     frames = run(module, (given,), Config(precision=PrecisionPlan(**plan)))
-    (layer,) = (r for a in frames.analyses for r in a.frame.precision if r["kind"] == "experts" and not r["shape"])
+    layer = of_layer(frames)
     (op,) = (n for n in frames.graph.graph.nodes if "megacpp.moe" in str(n.target))
     assert op.args[9:] == (() if reason else (True, "fp8_current"))
     assert reason in layer["reason"] and bool(reason) == bool(layer["reason"])
     assert layer["effective"] == ({torch.float32: "fp32"}.get(given.dtype, "bf16") if reason else "fp8_current")
 
 
-def test_routed_experts_under_delayed_scaling_have_current_scaling(monkeypatch):
+@pytest.mark.end_to_end
+def test_routed_experts_under_delayed_scaling_have_current_scaling(grouped):
     """And the report says so; where that has no kernel or a rule has a part in another recipe, they stay in bf16."""
-    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
     given, found = torch.randn(12, DIM, dtype=torch.bfloat16), []
     for made, plan in (
         ({}, {"gate": False, "roles": {"experts": "fp8_delayed"}}),
@@ -187,7 +200,7 @@ def test_routed_experts_under_delayed_scaling_have_current_scaling(monkeypatch):
         ({"across": True}, {"gate": False, "roles": {"experts": "fp8_delayed"}}),
     ):
         frames = run(Experts(**made), (given,), Config(precision=PrecisionPlan(**plan)))
-        (layer,) = (r for a in frames.analyses for r in a.frame.precision if r["kind"] == "experts" and not r["shape"])
+        layer = of_layer(frames)
         (op,) = (n for n in frames.graph.graph.nodes if "megacpp.moe" in str(n.target))
         assert layer["requested"] == "fp8_delayed"
         found.append((layer["effective"], op.args[9:], layer["reason"].partition(":")[0]))
@@ -199,13 +212,10 @@ def test_routed_experts_under_delayed_scaling_have_current_scaling(monkeypatch):
     assert found[2][2] == "gate" and found[3][2].startswith("a weight lies [in, out]")
 
 
-def test_a_rule_for_a_part_of_experts_under_delayed_scaling(monkeypatch):
-    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
-    module = experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16)
+@pytest.mark.end_to_end
+def test_a_rule_for_a_part_of_experts_under_delayed_scaling(grouped):
     plan = PrecisionPlan({"*.1.down": "fp8_current", "*": "fp8_delayed"}, gate=False)
-    given = (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),)
-    (layer,) = (r for r in run(module, given, Config(precision=plan)).analyses[0].frame.precision
-                if r["kind"] == "experts" and not r["shape"])  # fmt: skip
+    layer = of_layer(run(*of_lists(), Config(precision=plan)))
     assert layer["effective"] == "bf16" and "*.1.down has fp8_current for experts.1.down" in layer["reason"]
 
 

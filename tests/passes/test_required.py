@@ -73,6 +73,7 @@ def error_of(call):
     return error
 
 
+@pytest.mark.end_to_end
 def test_a_model_in_pieces_is_counted_whole():
     """Regression: each frame by itself had to meet the requirement."""
     model = Model()

@@ -14,29 +14,24 @@ from benchmarks import models
 from benchmarks.subjects import dsa
 from megacpp_compile.config.options import Config
 from megacpp_compile.passes import sparse_mla
+from tests.corpus import sparse_attention as spelled
 from tests.corpus.decodes import expanded, joined
-from tests.corpus.sparse_attention import (
-    HEADS,
-    SPELLINGS,
-    TOKENS,
-    TOPK,
-    Sparse,
-    arguments,
-    as_transformers,
-    build,
-    by_products,
-    lower,
-    one_hot,
-    packed,
-    rows,
-    sdpa_by_bool,
-    written_at_places,
-)
-from tests.frames import check, passed, render
+from tests.corpus.sparse_attention import HEADS, SPELLINGS, TOKENS, TOPK, Sparse, arguments, build, lower, packed, rows
+from tests.frames import check_graph, render
 
-from .contract import assert_autocast, assert_disabled, assert_dynamic, assert_fires, assert_half_precision
+from .conditions import conditions, op_of, sampled, shown
+from .contract import assert_dynamic, assert_fires, assert_half_precision
 
 NAME = "sparse_mla"
+
+
+def attended(q, k, v, mask):
+    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+def scattered(listed, latent, dim=-1, at=None):
+    """Whether a row is listed, [b, t, rows], or named by `at` along `dim`."""
+    return torch.zeros(rows(listed, latent), dtype=torch.bool).scatter(dim, listed if at is None else at, True)
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +40,10 @@ def of_any_length(monkeypatch):
     monkeypatch.setattr(sparse_mla, "LEAST_ROWS", 0)
 
 
-@pytest.mark.parametrize("body", SPELLINGS, ids=lambda f: f.__name__)
+@sampled(9, "body", SPELLINGS, ids=shown)
 def test_is_the_same_attention_in_float64(body):
     """Outputs and the gradient of every weight."""
-    frames = check(*build(body, torch.float64), tolerance=1e-12)
+    frames = check_graph(*build(body, torch.float64), tolerance=1e-12)
     assert frames.counts[NAME] == 1, frames.misses
     assert not frames.again()
     shapes = [tuple(n.meta["val"].shape) for n in frames.graph.graph.nodes if torch.is_tensor(n.meta.get("val"))]
@@ -56,7 +51,7 @@ def test_is_the_same_attention_in_float64(body):
 
 
 def test_graph():
-    frames = assert_fires(NAME, *build(sdpa_by_bool))
+    frames = assert_fires(NAME, *build(spelled.sdpa_by_bool), dynamo=True)
     expecttest.assert_expected_inline(render(frames.graph), """\
 linear: f32[2, 40, 36] = linear(x, q_weight)
 view: f32[2, 40, 3, 12] = view(linear, [2, 40, 3, 12])
@@ -100,7 +95,7 @@ return [linear_2]""")
 
 def test_conditions_that_are_data_are_read_at_the_listed_rows():
     """[b, t, k] of them; no causal mask is the op's where the code has none."""
-    (node,) = (n for n in assert_fires(NAME, *build(packed)).graph.graph.nodes if "sparse_mla" in str(n.target))
+    node = op_of(assert_fires(NAME, *build(packed)), NAME)
     assert node.args[6] is False
     gathered = [n for n in node.graph.nodes if n.target is torch.ops.aten.gather.default]
     assert [tuple(n.meta["val"].shape) for n in gathered] == [(2, TOKENS, TOPK)] * 2
@@ -108,32 +103,30 @@ def test_conditions_that_are_data_are_read_at_the_listed_rows():
 
 def strictly_causal(m, q, latent, rope, listed):
     """A query does not see its own row: the first, which sees none, is left out."""
-    k, v = expanded(m, latent, rope)
-    seen = torch.zeros(rows(listed, latent), dtype=torch.bool).scatter(-1, listed, True) & lower(latent).roll(-1, -1)
+    seen = scattered(listed, latent) & lower(latent).roll(-1, -1)
     seen = seen & (torch.arange(TOKENS) < torch.arange(TOKENS)[:, None])
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]))[:, TOPK + 1 :]
+    return attended(q, *expanded(m, latent, rope), seen[:, None])[:, TOPK + 1 :]
 
 
 def test_rows_up_to_the_one_before():
-    module, args = build(strictly_causal)
-    (node,) = (n for n in assert_fires(NAME, module, (args[0], args[1] - 18 * torch.eye(TOKENS))).graph.graph.nodes
-               if "sparse_mla" in str(n.target))  # fmt: skip
-    assert node.args[6:8] == (True, -1)
+    module, (x, scores) = build(strictly_causal)
+    assert op_of(assert_fires(NAME, module, (x, scores - 18 * torch.eye(TOKENS))), NAME).args[6:8] == (True, -1)
 
 
-@pytest.mark.parametrize("body", [as_transformers, written_at_places], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", [spelled.as_transformers, spelled.written_at_places], ids=shown)
 def test_in_half_precision(body):
     frames = assert_half_precision(NAME, Sparse(body, torch.bfloat16), arguments(dtype=torch.bfloat16, batch=8))
-    (node,) = (n for n in frames.graph.graph.nodes if "sparse_mla" in str(n.target))
-    assert node.args[0].meta["val"].dtype == node.args[1].meta["val"].dtype == torch.bfloat16
+    assert {n.meta["val"].dtype for n in op_of(frames, NAME).args[:2]} == {torch.bfloat16}
 
 
-def test_autocast():
-    """Rows and queries are in the dtype of eager's products."""
-    assert_autocast(NAME, *build(as_transformers))
+# under autocast rows and queries are in the dtype of eager's products
+test_conditions = conditions(
+    NAME, disabled=lambda: (*build(spelled.sdpa_by_bool), "down_norm_up"),
+    autocast=lambda: build(spelled.as_transformers), inference=lambda: build(spelled.as_transformers),
+)
 
 
-@pytest.mark.parametrize(("body", "everything"), [(by_products, True), (packed, False)])
+@pytest.mark.parametrize(("body", "everything"), [(spelled.by_products, True), (packed, False)])
 def test_one_graph_serves_all_lengths(body, everything):
     """Decided by the first length, and right for all; also where the scale is an input, too."""
 
@@ -155,12 +148,6 @@ def test_the_benchmark_s_model():
     assert not frames.misses, "rotations that meet latents are no near miss"
 
 
-def test_inference():
-    module, args = build(as_transformers)
-    module.requires_grad_(False).eval()
-    assert check(module, args).counts[NAME] == 1
-
-
 def test_a_list_made_without_gradients():
     class Chosen(Sparse):
         def forward(self, x, scores):
@@ -169,141 +156,114 @@ def test_a_list_made_without_gradients():
                 listed = scores.masked_fill(~lower(x), float("-inf")).topk(TOPK, sorted=False).indices
             return self.out(self.body(self, q, self.norm(latent), rope, listed))
 
-    assert_fires(NAME, Chosen(sdpa_by_bool), arguments())
+    assert_fires(NAME, Chosen(spelled.sdpa_by_bool), arguments())
 
 
 def test_verified_against_the_plain_code():
-    assert check(*build(as_transformers), Config(strict=True, verify="each")).counts[NAME] == 1
-
-
-def test_disabled():
-    assert_disabled(NAME, *build(sdpa_by_bool), "down_norm_up")
-
-
-# --- what is refused
+    assert check_graph(*build(spelled.as_transformers), Config(strict=True, verify="each")).counts[NAME] == 1
 
 
 def test_short_sequences():
     """All rows take fewer multiply-adds; the reason says from how many on the list does."""
-    module, _ = build(sdpa_by_bool)
-    (miss,) = missed(sdpa_by_bool, 6)
+    module, _ = build(spelled.sdpa_by_bool)
+    (miss,) = missed(spelled.sdpa_by_bool, 6)
     assert miss.tag == "dense-cheaper" and "multiply-adds over listed latents" in miss.reason
     least = int(re.search(r"from (\d+) rows", miss.reason)[1])
     assert 6 < least < TOKENS
-    assert [passed(module, arguments(n)).counts[NAME] for n in (least - 1, least)] == [0, 1]
+    assert [check_graph(module, arguments(n)).counts[NAME] for n in (least - 1, least)] == [0, 1]
 
 
 def test_few_rows_are_left_alone(monkeypatch):
     """Whatever the counts say: 1024 are the least."""
     monkeypatch.setattr(sparse_mla, "LEAST_ROWS", TOKENS + 1)
-    (miss,) = missed(sdpa_by_bool)
+    (miss,) = missed(spelled.sdpa_by_bool)
     assert miss.tag == "dense-cheaper" and f"all rows of {TOKENS}" in miss.reason
     assert f"pays from {TOKENS + 1} rows on" in miss.reason
     monkeypatch.setattr(sparse_mla, "LEAST_ROWS", TOKENS)
-    assert passed(*build(sdpa_by_bool)).counts[NAME] == 1
+    assert check_graph(*build(spelled.sdpa_by_bool)).counts[NAME] == 1
 
 
 def missed(body, tokens=TOKENS):
-    outcome = passed(*build(body, tokens=tokens))
+    outcome = check_graph(*build(body, tokens=tokens))
     assert not outcome.counts[NAME]
     return [miss for miss in outcome.misses if miss.pass_name == NAME]
 
 
-def rows_that_may_repeat(m, q, latent, rope, listed):
-    return written_at_places(m, q, latent, rope, listed // 2)
+def listed_as(mask):
+    """Attention whose mask is what `mask(listed, latent)` makes."""
 
+    def body(m, q, latent, rope, listed):
+        return attended(q, *expanded(m, latent, rope), mask(listed, latent)[:, None])
 
-def rows_of_two_lists(m, q, latent, rope, listed):
-    return one_hot(m, q, latent, rope, torch.cat((listed[..., :2], listed[..., 1:3]), -1))
-
-
-def list_of_fewer_queries(m, q, latent, rope, listed):
-    k, v = expanded(m, latent, rope)
-    seen = torch.zeros(rows(listed, latent), dtype=torch.bool).scatter(-1, listed[:, 1:], True)
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]))
-
-
-def bias_beside_the_list(m, q, latent, rope, listed):
-    k, v = expanded(m, latent, rope)
-    mask = torch.full(rows(listed, latent), float("-inf")).scatter(-1, listed, 0.0) + latent[:, None, :, 0]
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None]))
-
-
-def list_that_is_hidden(m, q, latent, rope, listed):
-    k, v = expanded(m, latent, rope)
-    seen = torch.ones(rows(listed, latent), dtype=torch.bool).scatter(-1, listed, False)
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]))
-
-
-def list_with_a_weight(m, q, latent, rope, listed):
-    """What is not listed counts less, and counts."""
-    k, v = expanded(m, latent, rope)
-    mask = torch.full(rows(listed, latent), -3.0).scatter(-1, listed, 0.0)
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None]))
+    return body
 
 
 def list_for_each_head(m, q, latent, rope, listed):
     k, v = expanded(m, latent, rope)
     listed = (q.detach() @ k.detach().mT).topk(TOPK).indices
-    seen = torch.zeros(q.shape[:3] + (TOKENS,), dtype=torch.bool).scatter(-1, listed, True)
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+    return attended(q, k, v, torch.zeros(q.shape[:3] + (TOKENS,), dtype=torch.bool).scatter(-1, listed, True))
 
 
-def list_and_list(m, q, latent, rope, listed):
-    k, v = expanded(m, latent, rope)
-    seen = torch.zeros(rows(listed, latent), dtype=torch.bool)
-    seen = seen.scatter(-1, listed, True) & seen.scatter(-1, latent[:, None, :, 0].expand(seen.shape).topk(9)[1], True)
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]))
+def list_and_list(listed, latent):
+    return scattered(listed, latent) & scattered(latent[:, None, :, 0].expand(rows(listed, latent)).topk(9)[1], latent)
 
 
 def keys_of_their_own(m, q, latent, rope, listed):
     k, v = expanded(m, latent, rope)
-    seen = torch.zeros(rows(listed, latent), dtype=torch.bool).scatter(-1, listed, True)
-    return joined(F.scaled_dot_product_attention(q, F.rms_norm(k, (k.shape[-1],)), v, attn_mask=seen[:, None]))
+    return attended(q, F.rms_norm(k, (k.shape[-1],)), v, scattered(listed, latent)[:, None])
 
 
-@pytest.mark.parametrize(
-    ("body", "tag", "reason"),
-    [(rows_that_may_repeat, "mask", "names no row twice: take the list from topk"), (rows_of_two_lists, "mask", "twice"),
-     (list_of_fewer_queries, "mask", "has as many sequences and queries as the mask"),
-     (bias_beside_the_list, "mask", "give it as a mask of bool"), (list_that_is_hidden, "mask", "0 at the rows of the"),
-     (list_with_a_weight, "mask", "-3 at the others"), (list_for_each_head, "mask", "each head has a list of its own"),
-     (list_and_list, "mask", "more than one list"), (keys_of_their_own, "latents", "made of one latent a row")],
-    ids=lambda p: getattr(p, "__name__", ""),
-)  # fmt: skip
-def test_refused(body, tag, reason):
+def written(value, others, bias=0.0):
+    """A mask that is `value` at the rows of the list."""
+    return lambda listed, latent: torch.full(rows(listed, latent), others).scatter(-1, listed, value) + bias
+
+
+REFUSED = {
+    "rows_that_may_repeat": (
+        lambda *args: spelled.written_at_places(*args[:4], args[4] // 2), "mask",
+        "names no row twice: take the list from topk",
+    ),
+    "rows_of_two_lists": (
+        lambda *args: spelled.one_hot(*args[:4], torch.cat((args[4][..., :2], args[4][..., 1:3]), -1)), "mask", "twice",
+    ),
+    "list_of_fewer_queries": (
+        listed_as(lambda listed, latent: scattered(listed, latent, at=listed[:, 1:])),
+        "mask", "has as many sequences and queries as the mask",
+    ),
+    "bias_beside_the_list": (
+        listed_as(lambda listed, latent: written(0.0, float("-inf"))(listed, latent) + latent[:, None, :, 0]),
+        "mask", "give it as a mask of bool",
+    ),
+    "list_that_is_hidden": (
+        listed_as(lambda listed, latent: torch.ones(rows(listed, latent), dtype=torch.bool).scatter(-1, listed, False)),
+        "mask", "0 at the rows of the",
+    ),
+    # what is not listed counts less, and counts
+    "list_with_a_weight": (listed_as(written(0.0, -3.0)), "mask", "-3 at the others"),
+    "list_for_each_head": (list_for_each_head, "mask", "each head has a list of its own"),
+    "list_and_list": (listed_as(list_and_list), "mask", "more than one list"),
+    "keys_of_their_own": (keys_of_their_own, "latents", "made of one latent a row"),
+}
+
+
+@sampled(5, "case", REFUSED)
+def test_refused(case):
+    body, tag, reason = REFUSED[case]
     (miss,) = missed(body)
     assert miss.tag == tag and reason in miss.reason, miss.reason
 
 
-def causal(m, q, latent, rope, listed):
-    k, v = expanded(m, latent, rope)
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=lower(latent)))
+OTHERS = {
+    "causal": lambda m, q, latent, rope, listed: attended(q, *expanded(m, latent, rope), lower(latent)),
+    "list_of_some_queries": listed_as(
+        lambda listed, latent: lower(latent).expand(rows(listed, latent)) | scattered(listed, latent, at=listed[:, 1:])
+    ),
+    # scattered along the queries: each row names who sees it
+    "queries_of_a_row": listed_as(lambda listed, latent: scattered(listed, latent, 1, listed.mT) | lower(latent)),
+    "listed_or_causal": listed_as(lambda listed, latent: scattered(listed, latent) | lower(latent)),
+}
 
 
-def list_of_some_queries(m, q, latent, rope, listed):
-    k, v = expanded(m, latent, rope)
-    seen = lower(latent).expand(rows(listed, latent)) | torch.zeros(rows(listed, latent), dtype=torch.bool).scatter(
-        -1, listed[:, 1:], True
-    )
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]))
-
-
-def queries_of_a_row(m, q, latent, rope, listed):
-    """Scattered along the queries: each row names who sees it."""
-    k, v = expanded(m, latent, rope)
-    seen = torch.zeros(rows(listed, latent), dtype=torch.bool).scatter(1, listed.mT, True)
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=(seen | lower(latent))[:, None]))
-
-
-def listed_or_causal(m, q, latent, rope, listed):
-    k, v = expanded(m, latent, rope)
-    seen = torch.zeros(rows(listed, latent), dtype=torch.bool).scatter(-1, listed, True) | lower(latent)
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]))
-
-
-@pytest.mark.parametrize(
-    "body", [causal, list_of_some_queries, queries_of_a_row, listed_or_causal], ids=lambda f: f.__name__
-)
-def test_another_mask_is_no_news(body):
-    assert not missed(body)
+@sampled(3, "case", OTHERS)
+def test_another_mask_is_no_news(case):
+    assert not missed(OTHERS[case])

@@ -14,8 +14,11 @@ import zlib
 import pytest
 
 from tests.corpus import allowed_counts
+from tests.corpus.gallery import GALLERY
 from tests.corpus.spellings import ATTENTIONS, CONCATS, NORMS, ROPES, SPLITS, PlainGQA, PlainMLA
-from tests.frames import check
+from tests.frames import check, check_graph
+
+from .conditions import sampled
 
 LAYOUTS = ("bhsd", "bshd")
 CATS = [name for name in CONCATS if "cat_query" in name or "assign" not in name]
@@ -81,26 +84,32 @@ def _show(options) -> str:
     return "-".join(str(value) for value in options.values())
 
 
-def _assert_found(block, options):
-    frames = check(block, block.example_inputs())
-    counts, expected = frames.counts, block.expected(**options)
+def _assert_found(frames, expected):
+    counts = frames.counts
     wrong = {name: (counts[name], e) for name, e in expected.items() if counts[name] not in allowed_counts(e)}
     assert not wrong, f"(fired, expected): {wrong}; refused {frames.misses}"
 
 
-@pytest.mark.parametrize("options", list(_grid()), ids=_show)
+@sampled(9, "options", [*_grid(), *_sample()], ids=_show)
 def test_latent_attention(options):
-    _assert_found(PlainMLA(**options), options)
+    block = PlainMLA(**options)
+    _assert_found(check_graph(block, block.example_inputs()), block.expected(**options))
 
 
-@pytest.mark.parametrize("options", list(_sample()), ids=_show)
-def test_latent_attention_of_any_make(options):
-    _assert_found(PlainMLA(**options), options)
-
-
-@pytest.mark.parametrize("options", list(_gqa()), ids=_show)
+@sampled(9, "options", list(_gqa()), ids=_show)
 def test_grouped_query_attention(options):
-    _assert_found(PlainGQA(**options), options)
+    block = PlainGQA(**options)
+    _assert_found(check_graph(block, block.example_inputs()), block.expected(**options))
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's rms_norm under autocast
+@sampled(3, "name", GALLERY)
+def test_gallery(name):
+    """Blocks in the manner of well-known code bases: what has to fire does, and nothing else about them changes. One that
+    turns autocast on computes in bfloat16 although its parameters do not show it."""
+    frames = check(*GALLERY[name].build(), tolerance=4e-2 if "autocast" in name else None)
+    _assert_found(frames, GALLERY[name].expected)
+    assert not frames.again()
 
 
 def test_the_grid_holds_every_spelling():

@@ -13,44 +13,24 @@ from torch import nn
 from megacpp_compile.config.options import Config
 from megacpp_compile.matchers.ssd.scan import Scan, find_scans
 from megacpp_compile.passes.ssd_scan import chunk_size
-from tests.corpus.scans import (
-    FORMS,
-    NEAR_SCANS,
-    PlainMamba2,
-    broadcast_products,
-    chunks,
-    einsums,
-    segment_sums,
-    to_heads,
-)
-from tests.frames import Function, check, largest_error, passed, render, run, train
+from tests.corpus import scans
+from tests.corpus.scans import FORMS, NEAR_SCANS, PlainMamba2, chunks, einsums, segment_sums, to_heads
+from tests.frames import Function, check, check_graph, largest_error, render, run, train
 
-from .contract import (
-    assert_autocast,
-    assert_autocast_inside,
-    assert_disabled,
-    assert_dynamic,
-    assert_fires,
-    assert_refused,
-    assert_refused_in_a_graph,
-)
+from .conditions import assert_serves, conditions, op_of, sampled
+from .contract import assert_fires, assert_refused
+from .deltas import scan
 
 NAME = "ssd_scan"
 
 
-def block(form=broadcast_products, length=12, **kwargs):
-    module = PlainMamba2(form, **kwargs)
-    return module, module.example_inputs(length)
-
-
-# --- fires
+def block(form=scans.broadcast_products, length=12, **kwargs):
+    return scan(form, length, **kwargs)
 
 
 def test_graph():
-    frames = assert_fires(NAME, *block(length=10, state=True))
-    expecttest.assert_expected_inline(
-        render(frames.graph),
-        """\
+    frames = assert_fires(NAME, *block(length=10, state=True), dynamo=True)
+    expecttest.assert_expected_inline(render(frames.graph), """\
 linear: f32[2, 10, 36] = linear(u, in_proj_weight)
 split_with_sizes: (f32[2, 10, 12], f32[2, 10, 10], f32[2, 10, 10], f32[2, 10, 4]) = split_with_sizes(linear, [12, 10, 10, 4], -1)
 getitem: f32[2, 10, 12] = split_with_sizes[0]
@@ -72,52 +52,37 @@ flatten: f32[2, 10, 12] = flatten.using_ints(getitem_4, 2, 3)
 getitem_5: f32[2, 4, 3, 5] = ssd_scan[1]
 tanh: f32[2, 10, 12] = tanh(flatten)
 linear_1: f32[2, 10, 10] = linear(tanh, out_proj_weight)
-return [linear_1, getitem_5]""",
-    )
+return [linear_1, getitem_5]""")
 
 
-@pytest.mark.parametrize(
-    ("given", "state"), [(False, False), (True, True)], ids=["y_alone", "states_in_and_out"]
-)
+@sampled(5, "carried", [False, True], ids=["y_alone", "states_in_and_out"])
 @pytest.mark.parametrize("form", FORMS)
-def test_spellings(form, given, state):
-    frames = assert_fires(NAME, *block(FORMS[form], given=given, state=state))
+def test_spellings(form, carried):
+    frames = assert_fires(NAME, *block(FORMS[form], given=carried, state=carried))
     kinds = {n.target for n in frames.graph.graph.nodes}
     assert not kinds & {torch.ops.aten.cumsum.default, torch.ops.aten.einsum.default}, "a part stayed behind"
 
 
-@pytest.mark.parametrize("length", [1, 4, 11])
+@sampled(3, "length", [1, 4, 11])
 def test_lengths(length):
     """Padded or not, in one chunk or in several."""
     assert_fires(NAME, *block(length=length))
 
 
-@pytest.mark.parametrize("sizes", [{"groups": 1}, {"groups": 4}, {"heads": 1, "groups": 1, "p": 1}, {"n": 1}], ids=str)
+@sampled(5, "sizes", [{"groups": 1}, {"groups": 4}, {"heads": 1, "groups": 1, "p": 1}, {"n": 1}], ids=str)
 def test_sizes(sizes):
     assert_fires(NAME, *block(**sizes))
 
 
-def test_one_sequence():
-    module = PlainMamba2(einsums)
-    assert_fires(NAME, module, module.example_inputs(batch=1))
-
-
-def test_equal_sizes_are_told_apart():
-    """Batch, chunks, positions, heads, channels and states all of one size."""
-    module = PlainMamba2(einsums, heads=4, p=4, groups=4, n=4, chunk=4, given=True, state=True)
-    assert_fires(NAME, module, module.example_inputs(length=16, batch=4))
-
-
-def groups_in_turn(x, dt, A, B, C, D, state, size):
+def groups_in_turn(x, dt, A, B, C, *others):
     """Head i reads group i % g: no order the op knows, so it is given B and C of every head."""
-    b, t, h, _ = x.shape
-    B, C = (z.repeat(1, 1, h // z.shape[2], 1) for z in (B, C))
-    return einsums(x, dt, A, B, C, D, state, size)
+    B, C = (z.repeat(1, 1, x.shape[2] // z.shape[2], 1) for z in (B, C))
+    return einsums(x, dt, A, B, C, *others)
 
 
-def one_group_without_its_dimension(x, dt, A, B, C, D, state, size):
+def one_group_without_its_dimension(x, dt, A, B, C, *others):
     B, C = (z[:, :, 0, None].expand(-1, -1, x.shape[2], -1) for z in (B, C))
-    return einsums(x, dt, A, B, C, D, state, size)
+    return einsums(x, dt, A, B, C, *others)
 
 
 def step_into_B(x, dt, A, B, C, D, state, size):
@@ -178,15 +143,10 @@ def chunks_split_off(x, dt, A, B, C, D, state, size):
     return torch.cat(ys, dim=1), state
 
 
-@pytest.mark.parametrize("form", [chunks_in_turn, chunks_split_off], ids=lambda f: f.__name__)
+@sampled(5, "form", [chunks_in_turn, chunks_split_off], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("length", "carried"), [(12, False), (10, True)])
 def test_a_loop_over_chunks_is_one_scan(form, length, carried):
     assert_fires(NAME, *block(form, length, given=carried, state=carried))
-
-
-def test_chunks_that_make_no_whole_stay_apart():
-    """The results are put together in another order."""
-    assert_fires(NAME, *block(partial(chunks_in_turn, order=-1)), count=3)
 
 
 def every_state(x, dt, A, B, C, D, state, size):
@@ -197,7 +157,7 @@ def every_state(x, dt, A, B, C, D, state, size):
 
 
 def test_states_between_chunks_that_are_read():
-    assert check(*block(every_state, 12, state=True)).counts[NAME] >= 2
+    assert check_graph(*block(every_state, 12, state=True)).counts[NAME] >= 2
 
 
 def last_tokens_masked(x, dt, A, B, C, D, state, size):
@@ -208,25 +168,19 @@ def last_tokens_masked(x, dt, A, B, C, D, state, size):
     return y + x.tanh() * dt[..., None], final
 
 
-@pytest.mark.parametrize(
-    "form",
-    [last_tokens_masked, groups_in_turn, one_group_without_its_dimension, step_into_B, step_in_chunks], ids=lambda f: f.__name__
+@sampled(
+    5, "form", [last_tokens_masked, groups_in_turn, one_group_without_its_dimension, step_into_B, step_in_chunks],
+    ids=lambda f: f.__name__,
 )
 def test_other_forms(form):
     assert_fires(NAME, *block(form))
 
 
-def test_two_layers():
-    assert_fires(NAME, nn.Sequential(PlainMamba2(einsums), PlainMamba2()), block()[1], count=2)
-
-
 def test_takes_bfloat16_operands_as_they_are():
     """The casts in front of the scan are the op's affair."""
-    module = PlainMamba2().bfloat16()
-    args = module.example_inputs(dtype=torch.bfloat16)
+    module, args = block(dtype=torch.bfloat16)
     frames = assert_fires(NAME, module, args)
-    (op,) = (n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.ssd_scan.default)
-    assert [op.args[i].meta["val"].dtype for i in (0, 3, 4)] == [torch.bfloat16] * 3
+    assert [op_of(frames, NAME).args[i].meta["val"].dtype for i in (0, 3, 4)] == [torch.bfloat16] * 3
     exact = PlainMamba2()
     exact.load_state_dict(module.state_dict())
     want = train(exact, exact, tuple(a.detach().float().requires_grad_() for a in args))
@@ -236,16 +190,9 @@ def test_takes_bfloat16_operands_as_they_are():
 
 
 def test_float64():
-    module = PlainMamba2(einsums).double()
+    module, args = block(einsums, dtype=torch.float64)
     module.A_log.data = module.A_log.data.float()  # stays in float32, as in the model
-    args = module.example_inputs(dtype=torch.float64)
     assert run(module, args).fired == {NAME: 1}
-
-
-def test_inference():
-    module, args = block(state=True)
-    with torch.no_grad():
-        assert_fires(NAME, module.requires_grad_(False), tuple(a.detach() for a in args))
 
 
 @pytest.mark.parametrize("model", [0, 1, 8, 16, 100, 256, 4096])
@@ -254,54 +201,53 @@ def test_chunk_size_is_one_the_op_takes(model):
     assert chunk_size(model) >= (min(model, 256) or 256)  # 0 is not known
 
 
-# --- modes
-
-
-def test_disabled():
-    assert_disabled(NAME, *block())
-
-
-def test_dynamic_shapes():
+def lengths():
     """What fills up the last chunk is known not to be none. One group here and below: torch takes a third less time."""
     module = PlainMamba2(chunk=16, groups=1)
-    assert_dynamic(NAME, module, module.example_inputs, everything=True)
+    return module, module.example_inputs
 
 
-def test_dynamic_lengths_in_chunks():
-    """The number of chunks is an expression, and what fills up the last one is known to be none."""
-    module = PlainMamba2(groups=1)
-    args = module.example_inputs(length=12)
+test_conditions = conditions(
+    NAME, disabled=block, everything=lengths, autocast=lambda: block(einsums), autocast_inside=block,
+    inference=lambda: block(state=True), one_sequence=lambda: block(einsums, batch=1),
+    # batch, chunks, positions, heads, channels and states all of one size
+    equal_sizes=lambda: block(einsums, 16, batch=4, heads=4, p=4, groups=4, n=4, chunk=4, given=True, state=True),
+    two_layers=lambda: (nn.Sequential(PlainMamba2(einsums), PlainMamba2()), block()[1], 2),
+    # of results that are put together in another order each chunk is one
+    chunks_in_another_order=lambda: (*block(partial(chunks_in_turn, order=-1)), 3),
+)
+
+
+def of_any_length(form, length, **kwargs):
+    module, args = block(form, length, groups=1, **kwargs)
     torch._dynamo.mark_dynamic(args[0], 1)
     frames = check(module, args)
     assert frames.counts[NAME] == 1, frames.misses
+    return frames
 
 
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("form", ["broadcast_products", "matrix_products_heads_first"])
+def test_dynamic_lengths_in_chunks(form):
+    """The number of chunks is an expression, of a loop's one that a guard makes a number; what fills up the last one is
+    known to be none."""
+    of_any_length(FORMS[form], 8 if "first" in form else 12, **{"heads": 2} if "first" in form else {})
+
+
+@pytest.mark.end_to_end
 def test_chunks_of_a_dynamic_length_are_the_models():
     """Tokens over how many chunks there are is no number to torch."""
-    module = PlainMamba2(einsums, chunk=32, heads=2, groups=1)
-    args = module.example_inputs(length=96)
-    torch._dynamo.mark_dynamic(args[0], 1)
-    frames = check(module, args)
-    (op,) = (n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.ssd_scan.default)
+    op = op_of(of_any_length(einsums, 96, chunk=32, heads=2), NAME)
     assert isinstance(op.args[0].meta["val"].shape[1], torch.SymInt) and op.args[7] == 32
 
 
-def test_a_loop_over_chunks_of_a_dynamic_length():
-    """The loop's count is an expression that a guard makes a number."""
-    module = PlainMamba2(FORMS["matrix_products_heads_first"], heads=2, groups=1)
-    args = module.example_inputs(8)
-    torch._dynamo.mark_dynamic(args[0], 1)
-    frames = check(module, args)
-    assert frames.counts[NAME] == 1, frames.misses
-
-
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("form", ["chunks_sliced_off", "chunks_split_off"])
 def test_chunks_of_a_second_length(form):
     """How many there are is a guard, which leaves the length but for the last chunk."""
-    module = PlainMamba2(FORMS[form], heads=2, groups=1)
-    frames = check(module, module.example_inputs(6))
-    args = module.example_inputs(11)
-    assert largest_error(train(frames.compiled, module, args), train(module, module, args))[0] < 1e-5
+    module, args = block(FORMS[form], 6, heads=2, groups=1)
+    frames = check(module, args)
+    assert_serves(frames, module, module.example_inputs(11), graphs=2)
     assert [a.frame.passes[NAME] for a in frames.analyses] == [1, 1], frames.misses
 
 
@@ -314,21 +260,10 @@ def test_compiling_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_autocast_around_the_call():
-    assert_autocast(NAME, *block(einsums))
-
-
-def test_autocast_inside_the_frame():
-    assert_autocast_inside(NAME, *block())
-
-
-# --- stays out
-
-
-@pytest.mark.parametrize("near", NEAR_SCANS)
+@sampled(5, "near", NEAR_SCANS)
 def test_refuses(near):
     form, tag = NEAR_SCANS[near]
-    assert_refused_in_a_graph(NAME, tag, *block(form))
+    assert_refused(NAME, tag, *block(form))
 
 
 def test_refuses_a_decay_of_rows_and_columns():
@@ -343,48 +278,41 @@ def test_refuses_a_decay_of_rows_and_columns():
         return (q @ k.mT * (decays * share)) @ v
 
     gates = (F.logsigmoid(torch.randn(2, 2, 6)).requires_grad_() for _ in range(2))
-    outcome = passed(Function(form), (*(torch.randn(2, 2, 6, 4, requires_grad=True) for _ in range(3)), *gates))
-    assert {miss.tag for miss in outcome.misses} == {"roles"} and not outcome.sites
+    outcome = check_graph(Function(form), (*(torch.randn(2, 2, 6, 4, requires_grad=True) for _ in range(3)), *gates))
+    assert {miss.tag for miss in outcome.misses} == {"roles"} and not outcome.fired
 
 
 def test_refuses_what_is_read_elsewhere():
-    def form(x, dt, A, B, C, D, state, size):
+    def form(*operands):
         seen = []
-        y, _ = einsums(x, dt, A, B, C, D, state, size, cumsum=lambda a: seen.append(a.cumsum(-1)) or seen[0])
+        y, _ = einsums(*operands, cumsum=lambda a: seen.append(a.cumsum(-1)) or seen[0])
         return y, seen[0]
 
-    assert_refused_in_a_graph(NAME, "escapes", *block(form, state=True))
+    assert_refused(NAME, "escapes", *block(form, state=True))
 
 
 def test_refuses_states_under_no_grad():
-    def form(x, dt, A, B, C, D, state, size):
-        def sums(a):
-            with torch.no_grad():
-                return a.cumsum(-1)
+    def sums(a):
+        with torch.no_grad():
+            return a.cumsum(-1)
 
-        return einsums(x, dt, A, B, C, D, state, size, cumsum=sums)
-
-    assert_refused(NAME, "region", *block(form))
+    assert_refused(NAME, "region", *block(partial(einsums, cumsum=sums)))
 
 
 def test_refuses_what_depends_on_a_size():
-    def form(x, dt, A, B, C, D, state, size):
-        return einsums(x, dt, A, B, C, D, state, size, sums_of=lambda a: _band(a, 70))
-
-    def _band(a, width):
+    def band(a, width=70):
         sums = a.cumsum(-1)
         mask = torch.ones(a.shape[-1], a.shape[-1], dtype=torch.bool)
         return (sums[..., None] - sums[..., None, :]).masked_fill(~mask.tril() | mask.tril(-width), -torch.inf)
 
-    module = PlainMamba2(form, heads=2, groups=1, p=2, n=2, chunk=80)
-    assert_refused(NAME, "axes", module, module.example_inputs(length=80, batch=1))
+    form = partial(einsums, sums_of=band)
+    assert_refused(NAME, "axes", *block(form, 80, batch=1, heads=2, groups=1, p=2, n=2, chunk=80))
 
 
 def test_plain_exponentials_are_no_business_of_this_pass():
-    class Softmax(nn.Module):
-        def forward(self, x):
-            e = torch.exp(x - x.amax(-1, keepdim=True))
-            return e / e.sum(-1, keepdim=True)
+    def softmax(x):
+        e = torch.exp(x - x.amax(-1, keepdim=True))
+        return e / e.sum(-1, keepdim=True)
 
-    frames = check(Softmax(), (torch.randn(2, 3, 4, requires_grad=True),))
+    frames = check_graph(Function(softmax), (torch.randn(2, 3, 4, requires_grad=True),))
     assert not frames.misses and not frames.counts[NAME]

@@ -9,26 +9,22 @@ import torch
 from torch import nn
 
 from megacpp_compile.matchers.ssd import constant_rates_proof
-from tests.corpus.retention import (
-    FORMS,
-    PlainRetention,
-    blocks,
-    of_distances,
-    one_triangle,
-    powers_of,
-    split_blocks,
-    stacked_chunks,
-)
-from tests.frames import check, largest_error, train
+from tests.corpus.retention import FORMS, PlainRetention, blocks, of_distances, one_triangle, powers_of, split_blocks
+from tests.frames import check, check_graph
 
-from .contract import assert_autocast, assert_dynamic, assert_fires
+from .conditions import assert_serves, conditions, sampled
+from .contract import assert_dynamic, assert_fires
 
 NAME = "ssd_scan"
 
 
-def block(form, length=12, **kwargs):
-    module = PlainRetention(form, **kwargs)
-    return module, module.example_inputs(length)
+def block(form, length=12, dtype=torch.float32, **kwargs):
+    module = PlainRetention(form, **kwargs).to(dtype)
+    return module, module.example_inputs(length, dtype)
+
+
+def of_any_length(module):
+    return module, module.example_inputs
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -38,14 +34,16 @@ def test_spellings(form):
     assert not kinds & {torch.ops.aten.matmul.default, torch.ops.aten.einsum.default}, "a part stayed behind"
 
 
+def plain(s, d):
+    return torch.exp(-s * d).tril()
+
+
 DISTANCES = {
-    "plain": of_distances(lambda s, d: torch.exp(-s * d).tril()),
+    "plain": of_distances(plain),
     "absolute": of_distances(lambda s, d: torch.exp(-s * d.abs()) * (d >= 0)),
     "clamped": of_distances(lambda s, d: (torch.exp(-s) ** d.clamp(min=0)).tril()),
     "rectified": of_distances(lambda s, d: torch.where(d >= 0, torch.exp(-s * d.float().relu()), 0.0)),
-    "divided": of_distances(
-        lambda s, d: torch.exp(-s * d).tril(), lambda q, k: torch.einsum("bhik,bhjk->bhij", q, k) / 3
-    ),
+    "divided": of_distances(plain, lambda q, k: torch.einsum("bhik,bhjk->bhij", q, k) / 3),
 }
 
 
@@ -60,39 +58,37 @@ def test_tables_of_distances_of_any_length(form):
     assert_dynamic(NAME, PlainRetention(DISTANCES[form]), PlainRetention(None).example_inputs)
 
 
-@pytest.mark.parametrize("form", [blocks, split_blocks, stacked_chunks], ids=lambda f: f.__name__)
-def test_states_in_and_out(form):
-    assert_fires(NAME, *block(form, given=True, state=True))
-
-
-def test_a_last_block_that_is_shorter():
-    assert_fires(NAME, *block(blocks, 10, state=True))
-
-
-@pytest.mark.parametrize("form", [blocks, one_triangle], ids=lambda f: f.__name__)
-def test_rates_that_learn(form):
-    """Their gradients are eager's."""
-    assert_fires(NAME, *block(form, learned=True))
-
-
 def test_long_blocks():
     """Tables tell of their length in numbers, and the trial has to keep it."""
     module, args = block(blocks, 300, chunk=128)
-    assert check(module, args, tolerance=1e-4).counts[NAME] == 1
+    assert check_graph(module, args, tolerance=1e-4).counts[NAME] == 1
 
 
-@pytest.mark.parametrize("form", FORMS)
+@sampled(3, "form", FORMS)
 def test_bfloat16(form):
-    module = PlainRetention(FORMS[form]).bfloat16()
-    assert_fires(NAME, module, module.example_inputs(dtype=torch.bfloat16))
+    assert_fires(NAME, *block(FORMS[form], dtype=torch.bfloat16))
 
 
-def test_two_layers_share_no_more_than_the_slopes():
-    module = nn.Sequential(PlainRetention(blocks), PlainRetention(stacked_chunks))
-    assert_fires(NAME, module, module[0].example_inputs(), count=2)
+@sampled(3, "form", ["split_blocks", "stacked_chunks", "one_triangle"])
+def test_a_second_length(form):
+    module, args = block(FORMS[form], 8)
+    frames = check(module, args)
+    assert_serves(frames, module, module.example_inputs(12), graphs=2)
+    assert [a.frame.passes[NAME] for a in frames.analyses] == [1, 1], frames.misses
 
 
-class Layers(nn.Module):
+class Scaled(PlainRetention):
+    """Scores are multiplied by a float of the module, which `dynamic=True` makes an input, before they decay."""
+
+    def __init__(self, scale=0.7):
+        super().__init__(of_distances(plain, self.scores))
+        self.scale = scale
+
+    def scores(self, q, k):
+        return (q @ k.mT) * self.scale
+
+
+class TwoLayers(nn.Module):
     """Two layers with one pair of tables."""
 
     def __init__(self):
@@ -108,67 +104,32 @@ class Layers(nn.Module):
         return x
 
 
-def test_tables_of_several_layers():
-    module = Layers()
-    assert_fires(NAME, module, module.layers[0].example_inputs(), count=2)
+# everything: a number of the module is among the scores; rates that learn have eager's gradients
+test_conditions = conditions(
+    NAME, inference=lambda: block(blocks, state=True), autocast=lambda: block(split_blocks),
+    length=lambda: of_any_length(PlainRetention(one_triangle)), everything=lambda: of_any_length(Scaled()),
+    **{f"states_{n}": partial(block, FORMS[n], given=True, state=True) for n in FORMS if n != "one_triangle"},
+    **{f"rates_that_learn_{f.__name__}": partial(block, f, learned=True) for f in (blocks, one_triangle)},
+    last_block_is_shorter=lambda: block(blocks, 10, state=True),
+    tables_of_two_layers=lambda: (TwoLayers(), block(None)[1], 2),
+    two_layers=lambda: (nn.Sequential(*(PlainRetention(f) for f in (blocks, FORMS["stacked_chunks"]))), block(None)[1], 2),
+)
 
 
-def test_inference():
-    module, args = block(blocks, state=True)
-    with torch.no_grad():
-        assert_fires(NAME, module.requires_grad_(False), tuple(a.detach() for a in args))
-
-
-@pytest.mark.parametrize("form", [split_blocks, stacked_chunks, one_triangle], ids=lambda f: f.__name__)
-def test_a_second_length(form):
-    module, args = block(form, 8)
-    frames = check(module, args)
-    args = module.example_inputs(12)
-    assert largest_error(train(frames.compiled, module, args), train(module, module, args))[0] < 1e-5
-    assert [a.frame.passes[NAME] for a in frames.analyses] == [1, 1], frames.misses
-
-
-def test_dynamic_shapes():
-    module = PlainRetention(one_triangle)
-    assert_dynamic(NAME, module, module.example_inputs)
-
-
-class Scaled(PlainRetention):
-    """Scores are multiplied by a float of the module, which `dynamic=True` makes an input, before they decay."""
-
-    def __init__(self, scale=0.7):
-        super().__init__(of_distances(lambda s, d: torch.exp(-s * d).tril(), self.scores))
-        self.scale = scale
-
-    def scores(self, q, k):
-        return (q @ k.mT) * self.scale
-
-
-def test_a_number_of_the_module_among_the_scores():
-    module = Scaled()
-    assert_dynamic(NAME, module, module.example_inputs, everything=True)
-
-
+@pytest.mark.end_to_end
 def test_another_number_of_the_module_is_compiled_anew():
     module = Scaled()
     frames = check(module, module.example_inputs(5), dynamic=True)
-    for scale in (0.7, 0.3):
-        module.scale, args = scale, module.example_inputs(9)
-        got, want = train(frames.compiled, module, args), train(module, module, args)
-        error, which = largest_error(got, want)
-        assert error < 1e-5, (scale, which)
+    for module.scale in (0.7, 0.3):
+        assert_serves(frames, module, module.example_inputs(9), graphs=None)
     assert len(frames.graphs) == 2 and frames.counts[NAME] == 2
 
 
 def test_a_number_beside_the_scores_is_no_scale():
     """What is added to scores is none of a linear attention's."""
     module = Scaled()
-    module.form = of_distances(lambda s, d: torch.exp(-s * d).tril(), lambda q, k: q @ k.mT + module.scale)
+    module.form = of_distances(plain, lambda q, k: q @ k.mT + module.scale)
     assert not check(module, module.example_inputs(8), dynamic=True).counts[NAME]
-
-
-def test_autocast_around_the_call():
-    assert_autocast(NAME, *block(split_blocks))
 
 
 NEAR = {
@@ -185,6 +146,8 @@ NEAR = {
 
 
 # Distances that bend elsewhere than at 0, where a trial of few tokens does not get.
+
+
 BENT = {
     "both_ways": lambda s, d: torch.exp(-s * d.abs()),
     "at_most_20": lambda s, d: torch.exp(-s * d.clamp(min=0, max=20)).tril(),
@@ -200,34 +163,29 @@ BENT = {
 
 @pytest.mark.parametrize("near", BENT)
 def test_refuses_distances_that_bend_elsewhere(near):
-    frames = check(*block(of_distances(BENT[near]), 30))
+    frames = check_graph(*block(of_distances(BENT[near]), 30))
     assert not frames.counts[NAME] and "internal-error" not in frames.tags(NAME)
 
 
-@pytest.mark.parametrize("near", NEAR)
+@sampled(3, "near", NEAR)
 def test_refuses(near):
-    assert not check(*block(NEAR[near])).counts[NAME]
+    assert not check_graph(*block(NEAR[near])).counts[NAME]
 
 
 def test_refuses_tables_that_are_given():
     """What a buffer holds is not known when compiling."""
-
-    class Given(PlainRetention):
-        def __init__(self):
-            super().__init__(None)
-            i = torch.arange(12)
-            self.register_buffer("table", torch.exp(-self.slopes[:, None, None] * (i[:, None] - i)).tril())
-            self.form = lambda q, k, v, *_: ((q @ k.mT * self.table) @ v, None)
-
-    module = Given()
-    assert not check(module, module.example_inputs()).counts[NAME]
+    module, args = block(None)
+    i = torch.arange(12)
+    module.register_buffer("table", torch.exp(-module.slopes[:, None, None] * (i[:, None] - i)).tril())
+    module.form = lambda q, k, v, *_: ((q @ k.mT * module.table) @ v, None)
+    assert not check_graph(module, args).counts[NAME]
 
 
 def test_what_goes_wrong_behind_the_first_tokens():
     """A state is lost behind a chunk, which is longer than what is looked at first."""
     module, args = block(split_blocks, 96, chunk=32)
-    assert check(module, args, tolerance=1e-4).counts[NAME] == 1
-    assert not check(*block(partial(split_blocks, kept=0.5), 96, chunk=32), tolerance=1e-4).counts[NAME]
+    assert check_graph(module, args, tolerance=1e-4).counts[NAME] == 1
+    assert not check_graph(*block(partial(split_blocks, kept=0.5), 96, chunk=32), tolerance=1e-4).counts[NAME]
 
 
 def test_readings_that_fail_cost_little(monkeypatch):
@@ -240,7 +198,7 @@ def test_readings_that_fail_cost_little(monkeypatch):
 
     monkeypatch.setattr(constant_rates_proof, "gated_linear_attention", counted)
     module, args = block(blocks, 512, chunk=64)
-    assert check(module, args, tolerance=1e-4).counts[NAME] == 1
+    assert check_graph(module, args, tolerance=1e-4).counts[NAME] == 1
     assert len(sizes) > 6 and sum(n > 512 for n in sizes) == 2
 
 
@@ -278,7 +236,7 @@ class BlocksOfBuffers(PlainRetention):
 
 def test_tables_in_buffers_are_a_near_miss():
     module = BlocksOfBuffers()
-    frames = check(module, module.example_inputs())
+    frames = check_graph(module, module.example_inputs())
     assert not frames.counts[NAME] and frames.tags(NAME) == {"given-decays"}
     module = BlocksOfBuffers(buffers=False)  # what it says to do
     assert_fires(NAME, module, module.example_inputs())
@@ -286,12 +244,12 @@ def test_tables_in_buffers_are_a_near_miss():
 
 def test_a_mask_of_padding_is_no_table():
     module = BlocksOfBuffers(buffers=False, masked=True, late=1)
-    frames = check(module, (*module.example_inputs(), torch.tensor([[1.0] * 12, [0.0] * 4 + [1.0] * 8])))
+    frames = check_graph(module, (*module.example_inputs(), torch.tensor([[1.0] * 12, [0.0] * 4 + [1.0] * 8])))
     assert not frames.counts[NAME] and "given-decays" not in frames.tags(NAME)
 
 
 def test_refuses_powers_that_may_have_no_logarithm():
-    frames = check(*block(powers_of(lambda s: -s)))
+    frames = check_graph(*block(powers_of(lambda s: -s)))
     assert not frames.counts[NAME] and frames.tags(NAME) == {"decay"}
     assert_fires(NAME, *block(powers_of(lambda s: torch.exp(-s))))
 
@@ -303,5 +261,5 @@ def test_refuses_tables_made_without_gradients_of_rates_that_learn():
             decay = torch.exp(-s[:, None, None] * (i[:, None] - i)).tril()
         return (q @ k.mT * decay) @ v, None
 
-    frames = check(*block(form, learned=True))
+    frames = check_graph(*block(form, learned=True))
     assert not frames.counts[NAME] and frames.tags(NAME) == {"region"}

@@ -15,21 +15,18 @@ from torch import nn
 from megacpp_compile.matchers.token_loops.proof import TokenLoop, find_token_loops
 from tests.corpus.delta.block import LINEAR, TOKENS, PlainDelta, Spelling
 from tests.corpus.delta.near_misses import NEAR_DELTA_RULES, NEAR_LINEAR
-from tests.corpus.delta.parts import no_norm, repeated, zeros_for
-from tests.frames import check, passed, run
+from tests.corpus.delta.parts import no_norm
+from tests.frames import check, check_graph, run
 from tests.matchers.graphs import trace
 
-from .contract import (
-    assert_autocast,
-    assert_autocast_inside,
-    assert_disabled,
-    assert_fires,
-    assert_refused,
-    assert_refused_in_a_graph,
-)
+from .conditions import conditions, op_of, sampled, shown
+from .contract import assert_fires, assert_refused
+from .deltas import by_token, delta, fires_dynamic
 
 NAME = "token_loop"
-# What a loop over tokens is; the others are chunks.
+NEAR_RULES = {**NEAR_DELTA_RULES, **NEAR_LINEAR}
+
+
 NEAR = {
     "read_before_the_update": "differs", "decayed_after_the_correction": "differs", "all_forgotten": "differs",
     "corrected_by_the_query": "differs", "weight_on_the_value_alone": "differs", "squashed": "op", "state_normed": "op",
@@ -38,130 +35,75 @@ NEAR = {
 
 
 def block(form=TOKENS["sums_of_products"], length=3, **kwargs):
-    module = PlainDelta(form, **kwargs)
-    return module, module.example_inputs(length)
+    return delta(form, length, **kwargs)
 
 
-def op_of(frames, name="gated_delta_rule"):
-    target = getattr(torch.ops.megacpp, name).default
-    (node,) = (n for n in frames.graph.graph.nodes if n.target is target)
-    return node
-
-
-@pytest.mark.parametrize("name", TOKENS)
+@sampled(5, "name", TOKENS)
 def test_spelling(name):
     assert_fires(NAME, *block(TOKENS[name]))
 
 
 @pytest.mark.parametrize("given", [False, True])
 def test_a_rate_that_no_token_changes_is_a_scan_with_a_step_of_one(given):
-    frames = assert_fires(NAME, *block(LINEAR["rate_by_token"], given=given, state=given))
-    assert op_of(frames, "ssd_scan")
+    assert op_of(assert_fires(NAME, *block(LINEAR["rate_by_token"], given=given, state=given)), "ssd_scan")
 
 
-@pytest.mark.parametrize("given", [False, True])
+@sampled(5, "given", [False, True])
 @pytest.mark.parametrize("name", ["by_token", "by_token_channel_gates"])
 def test_linear_attention(name, given):
-    frames = assert_fires(NAME, *block(LINEAR[name], given=given, state=given))
-    assert op_of(frames, "gated_linear_attention")
+    assert op_of(assert_fires(NAME, *block(LINEAR[name], given=given, state=given)), "gated_linear_attention")
 
 
 @pytest.mark.parametrize("length", [2, 17])
 def test_lengths(length):
-    module, args = block(TOKENS["no_gate"], length)
     with torch.no_grad():
-        frames = assert_fires(NAME, module, args)
-    assert op_of(frames).args[9] == (16 if length <= 16 else 32)
+        frames = assert_fires(NAME, *block(TOKENS["no_gate"], length))
+    assert op_of(frames, "gated_delta_rule").args[9] == (16 if length <= 16 else 32)
 
 
 @pytest.mark.parametrize("name", ["bonus", "read_before_the_update"])
 def test_refuses_what_reads_the_state_before_its_token(name):
     """RWKV-6, for one. What the last token adds is read by nobody, so that the last step lacks it."""
-    near = {**NEAR_DELTA_RULES, **NEAR_LINEAR}[name]
-    assert_refused_in_a_graph(NAME, "before-update", *block(Spelling(near), 4))
+    assert_refused(NAME, "before-update", *block(Spelling(NEAR_RULES[name]), 4))
 
 
-@pytest.mark.parametrize("name", ["sums_of_products", "einsums_channel_gates", "no_gate"])
+@sampled(3, "name", ["sums_of_products", "einsums_channel_gates", "no_gate"])
 def test_states_in_and_out_in_float64(name):
     """Where a state comes from and the dtype are no matter of the spelling: one of each kind of gate."""
-    module = PlainDelta(TOKENS[name], given=True, state=True).double()
-    assert_fires(NAME, module, module.example_inputs(3, dtype=torch.float64))
+    assert_fires(NAME, *block(TOKENS[name], dtype=torch.float64, given=True, state=True))
 
 
 @pytest.mark.parametrize("name", ["sums_of_products", "no_gate"])
 def test_bfloat16(name):
-    module = PlainDelta(TOKENS[name]).bfloat16()
-    frames = run(module, module.example_inputs(3, dtype=torch.bfloat16))
+    frames = run(*block(TOKENS[name], dtype=torch.bfloat16))
     assert frames.counts[NAME] == 1, frames.misses
 
 
-def test_heads_and_keys_that_are_alone():
-    assert_fires(NAME, *block(groups=1, heads=1))
-
-
-def test_one_sequence():
-    module = PlainDelta()
-    module.spelling = TOKENS["einsums"]
-    assert_fires(NAME, module, module.example_inputs(3, batch=1))
-
-
-def test_two_layers():
-    module = nn.Sequential(PlainDelta(TOKENS["sums_of_products"]), PlainDelta(TOKENS["no_gate"]))
-    assert_fires(NAME, module, block()[1], count=2)
-
-
-def test_inference():
-    module, args = block(given=True, state=True)
-    with torch.no_grad():
-        assert_fires(NAME, module.requires_grad_(False), tuple(a.detach() for a in args))
-
-
-def test_disabled():
-    assert_disabled(NAME, *block(TOKENS["no_gate"], 2), "gated_delta_rule")  # a loop of few tokens is also one of chunks
+test_conditions = conditions(
+    NAME, inference=lambda: block(given=True, state=True), autocast=lambda: block(TOKENS["einsums"]),
+    autocast_inside=lambda: block(TOKENS["einsums"]),
+    disabled=lambda: (*block(TOKENS["no_gate"], 2), "gated_delta_rule"),  # a loop of few tokens is also one of chunks
+    one_head=lambda: block(groups=1, heads=1), one_sequence=lambda: block(TOKENS["einsums"], batch=1),
+    two_layers=lambda: (nn.Sequential(PlainDelta(TOKENS["einsums"]), PlainDelta(TOKENS["no_gate"])), block()[1], 2),
+    no_norm=lambda: block(dataclasses.replace(TOKENS["sums_of_products"], norm=no_norm)),
+)
 
 
 def test_dynamic_batches():
     """The number of tokens is a number, as the loop is unrolled; that of sequences is not."""
-    module = PlainDelta(TOKENS["no_gate"])
-    args = module.example_inputs(2, batch=3)
+    module, args = block(TOKENS["no_gate"], 2, batch=3)
     torch._dynamo.mark_dynamic(args[0], 0)
     frames = check(module, args)
     assert frames.counts[NAME] == 1, frames.misses
 
 
-@pytest.mark.parametrize("spelling", [LINEAR["rate_by_token"], TOKENS["einsums_channel_gates"]])
-def test_everything_dynamic(spelling):
-    frames = check(*block(spelling, 2, groups=1), dynamic=True)
-    assert frames.counts[NAME] == 1, frames.misses
-
-
-def test_autocast_around_the_call():
-    assert_autocast(NAME, *block(TOKENS["einsums"]))
-
-
-def test_autocast_inside_the_frame():
-    assert_autocast_inside(NAME, *block(TOKENS["einsums"]))
-
-
-# --- steps
-
-
-def stepwise(step, decays=torch.exp):
-    """A loop around `step(state, q, k, v, decay, beta)`, which takes one token of each."""
-
-    def form(q, k, v, g, beta, state, size, scale, norm):
-        q, k = repeated(norm(q), v.shape[2]) * scale, repeated(norm(k), v.shape[2])
-        state, out = zeros_for(k.transpose(1, 2), v.transpose(1, 2)) if state is None else state, []
-        for i in range(v.shape[1]):
-            o, state = step(state, q[:, i], k[:, i], v[:, i], decays(g[:, i]), beta[:, i])
-            out.append(o)
-        return torch.stack(out, 1), state
-
-    return Spelling(form, norm=no_norm)
+@pytest.mark.parametrize("name", ["rate_by_token", "einsums_channel_gates"])
+def test_everything_dynamic(name):
+    fires_dynamic(NAME, *block({**LINEAR, **TOKENS}[name], 2, groups=1))
 
 
 def update(state, q, k, v, decay, beta):
-    state = decay[..., None, None] * state
+    state = (decay[..., None, None] if decay.dim() == 2 else decay[..., None]) * state  # of heads, or of channels
     new = beta[..., None] * (v - torch.einsum("bhkv,bhk->bhv", state, k))
     state = state + torch.einsum("bhk,bhv->bhkv", k, new)
     return torch.einsum("bhkv,bhk->bhv", state, q), state
@@ -175,28 +117,27 @@ def clamped_within(state, q, k, v, decay, beta):
     return update(state, q, k, v.clamp(-1, 1), decay, beta.sigmoid())
 
 
-@pytest.mark.parametrize("step", [normed_within, clamped_within], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("step", [normed_within, clamped_within], ids=shown)
 def test_what_a_step_does_to_its_operands_stays_in_front_of_the_op(step):
-    assert_fires(NAME, *block(stepwise(step)))
+    assert_fires(NAME, *block(by_token(step)))
 
 
 @pytest.mark.parametrize("given", [False, True])
 def test_a_decay_by_sigmoid_has_a_logarithm(given):
-    assert_fires(NAME, *block(stepwise(update, torch.sigmoid), given=given, state=given))
+    assert_fires(NAME, *block(by_token(update, torch.sigmoid), given=given, state=given))
 
 
-def test_refuses_a_decay_that_may_be_negative():
-    assert_refused(NAME, "decay", *block(stepwise(update, torch.tanh)))
+def from_ones(q, k, v, g, beta, state, *others):
+    """The first state is broadcast."""
+    return by_token(update)(q, k, v, g, beta, torch.ones(k.shape[-1], v.shape[-1]), *others)
 
 
-def test_the_first_state_may_be_broadcast_and_is_refused():
-    def form(q, k, v, g, beta, state, size, scale, norm):
-        return stepwise(update).form(q, k, v, g, beta, torch.ones(k.shape[-1], v.shape[-1]), size, scale, norm)
-
-    assert_refused(NAME, "state", *block(Spelling(form)))
+@pytest.mark.parametrize(("tag", "form"), [("decay", by_token(update, torch.tanh)), ("state", from_ones)], ids=shown)
+def test_refuses_decays_that_may_be_negative_and_states(tag, form):
+    assert_refused(NAME, tag, *block(Spelling(form, norm=no_norm)))
 
 
-@pytest.mark.parametrize("shared", ["gate and beta of all heads", "gate a channel of all heads", "rate a channel"])
+@sampled(3, "shared", ["gate and beta of all heads", "gate a channel of all heads", "rate a channel"])
 def test_operands_that_heads_or_tokens_share(shared):
     """The op has them for each."""
 
@@ -206,53 +147,42 @@ def test_operands_that_heads_or_tokens_share(shared):
             decay = k[:, :1].sigmoid()
         if shared == "rate a channel":
             decay = torch.linspace(-2, -0.1, 4 * k.shape[-1], dtype=k.dtype).view(4, -1).exp()[None]
-        return update_by_channel(state, q, k, v, decay, beta)
+        return update(state, q, k, v, decay, beta)
 
     def form(q, k, v, g, beta, *others):
         if shared == "gate and beta of all heads":
             g, beta = g.mean(2, keepdim=True), beta.mean(2, keepdim=True)
-        return stepwise(step).form(q, k, v, g, beta, *others)
+        return by_token(step)(q, k, v, g, beta, *others)
 
-    assert_fires(NAME, *block(Spelling(form, norm=no_norm)))
-
-
-def update_by_channel(state, q, k, v, decay, beta):
-    state = decay[..., None] * state
-    new = beta[..., None] * (v - torch.einsum("bhkv,bhk->bhv", state, k))
-    state = state + torch.einsum("bhk,bhv->bhkv", k, new)
-    return torch.einsum("bhkv,bhk->bhv", state, q), state
+    assert_fires(NAME, *block(form))
 
 
-# --- stays out
-
-
-@pytest.mark.parametrize("near", NEAR)
+@sampled(5, "near", NEAR)
 def test_refuses(near):
-    form = {**NEAR_DELTA_RULES, **NEAR_LINEAR}[near]
-    assert_refused_in_a_graph(NAME, NEAR[near], *block(Spelling(form), given=True, state=True))
+    assert_refused(NAME, NEAR[near], *block(Spelling(NEAR_RULES[near]), given=True, state=True))
 
 
-@pytest.mark.parametrize("near", ["no_weight", "state_decays_twice", "upper_instead"])
+@sampled(3, "near", ["no_weight", "state_decays_twice", "upper_instead"])
 def test_chunks_that_are_no_delta_rule_are_none_of_its_business(near):
-    form = {**NEAR_DELTA_RULES, **NEAR_LINEAR}[near]
-    outcome = passed(*block(Spelling(form), 8))
-    assert not outcome.counts[NAME] and NAME not in {miss.pass_name for miss in outcome.misses}
+    outcome = check_graph(*block(Spelling(NEAR_RULES[near]), 8))
+    assert not outcome.counts[NAME] and not outcome.tags(NAME)
 
 
-@pytest.mark.parametrize(
-    ("tag", "read"), [("escapes", lambda states: states[1].tanh()), ("carried", lambda states: sum(s.tanh() for s in states))]
-)
-def test_refuses_states_that_are_read(tag, read):
-    def form(q, k, v, g, beta, state, size, scale, norm):
+READ = {"escapes": lambda states: states[1].tanh(), "carried": lambda states: sum(s.tanh() for s in states)}
+
+
+@pytest.mark.parametrize("tag", READ)
+def test_refuses_states_that_are_read(tag):
+    def form(*operands):
         states = []
 
-        def step(state, *operands):
-            o, state = update(state, *operands)
+        def step(*token):
+            o, state = update(*token)
             states.append(state)
             return o, state
 
-        o, final = stepwise(step).form(q, k, v, g, beta, state, size, scale, norm)
-        return o, final + read(states[:-1])
+        o, final = by_token(step)(*operands)
+        return o, final + READ[tag](states[:-1])
 
     assert_refused(NAME, tag, *block(Spelling(form), state=True))
 
@@ -265,7 +195,7 @@ def test_refuses_a_step_under_no_grad():
         state = state + torch.einsum("bhk,bhv->bhkv", k, new - beta[..., None] * torch.einsum("bhkv,bhk->bhv", state, k))
         return torch.einsum("bhkv,bhk->bhv", state, q), state
 
-    assert_refused(NAME, "region", *block(stepwise(step)))
+    assert_refused(NAME, "region", *block(by_token(step)))
 
 
 def test_a_recurrent_network_is_none_of_its_business():
@@ -281,7 +211,7 @@ def test_a_recurrent_network_is_none_of_its_business():
                 out.append(state)
             return torch.stack(out, 1)
 
-    frames = check(Recurrent(), (torch.randn(2, 5, 4, requires_grad=True),))
+    frames = check_graph(Recurrent(), (torch.randn(2, 5, 4, requires_grad=True),))
     assert not frames.counts[NAME] and not frames.misses
 
 
@@ -356,15 +286,10 @@ class Chunks(nn.Module):
         return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("kind", [Streams, Roles, Gated])
-def test_neither_are_positions_that_are_no_tokens(kind):
-    frames = check(kind(), (torch.randn(2, 5, 6, requires_grad=True),))
-    assert not frames.counts[NAME] and not frames.tags(NAME), frames.misses
-
-
-@pytest.mark.parametrize("chunks", [2, 3])
-def test_a_state_that_goes_from_chunk_to_chunk_is_none_of_its_business(chunks):
-    frames = check(Chunks(), (torch.randn(2, 4 * chunks, 6, requires_grad=True),))
+@pytest.mark.parametrize(("kind", "length"), [(Streams, 5), (Roles, 5), (Gated, 5), (Chunks, 8), (Chunks, 12)], ids=shown)
+def test_neither_are_positions_that_are_no_tokens(kind, length):
+    """Nor chunks."""
+    frames = check_graph(kind(), (torch.randn(2, length, 6, requires_grad=True),))
     assert not frames.counts[NAME] and not frames.tags(NAME), frames.misses
 
 
@@ -384,8 +309,3 @@ def test_finding_is_linear_in_the_tokens():
 
     three, six, twelve = calls(3), calls(6), calls(12)
     assert twelve - six <= 2.1 * (six - three)
-
-
-def test_the_norm_of_queries_may_be_any():
-    spelling = dataclasses.replace(TOKENS["sums_of_products"], norm=no_norm)
-    assert_fires(NAME, *block(spelling))

@@ -9,40 +9,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.corpus.delta.block import LINEAR, PlainDelta, Spelling
+from tests.corpus.delta.block import LINEAR, Spelling
 from tests.corpus.delta.parts import no_norm, repeated, zeros_for
-from tests.corpus.scans import PlainMamba2, to_heads
-from tests.corpus.scans_by_token import (
-    NEAR_SCANS_BY_TOKEN,
-    SCANS_BY_TOKEN,
-    WEIGHED,
-    by_state,
-    einsums_within,
-    weighted_inputs,
-)
-from tests.frames import check, passed, run
+from tests.corpus.scans import to_heads
+from tests.corpus.scans_by_token import NEAR_SCANS_BY_TOKEN, SCANS_BY_TOKEN, WEIGHED, by_state, einsums_within
+from tests.frames import check_graph, run
 
-from .contract import assert_autocast, assert_disabled, assert_fires, assert_refused, assert_refused_in_a_graph
+from . import conditions
+from .conditions import sampled
+from .contract import assert_fires, assert_refused
+from .deltas import by_token, delta, fires_dynamic, linear, scan
 
 NAME = "token_loop"
 
 
 def block(form=by_state, length=3, **kwargs):
-    module = PlainMamba2(form, **kwargs)
-    return module, module.example_inputs(length)
-
-
-def linear(form, length=3, gate="head", **kwargs):
-    module = PlainDelta(form if isinstance(form, Spelling) else Spelling(form, gate, no_norm, False), **kwargs)
-    return module, module.example_inputs(length)
+    return scan(form, length, **kwargs)
 
 
 def op_of(frames, name="ssd_scan"):
-    (node,) = (n for n in frames.graph.graph.nodes if n.target is getattr(torch.ops.megacpp, name).default)
-    return node
+    return conditions.op_of(frames, name)
 
 
-@pytest.mark.parametrize("given", [False, True])
+@sampled(9, "given", [False, True])
 @pytest.mark.parametrize("form", SCANS_BY_TOKEN)
 def test_scan(form, given):
     frames = assert_fires(NAME, *block(SCANS_BY_TOKEN[form], given=given, state=given))
@@ -65,38 +54,24 @@ def test_lengths(length):
         assert op_of(assert_fires(NAME, *block(length=length))).args[7] == (16 if length <= 16 else 32)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{"groups": 1}, {"groups": 4}, {"heads": 1, "groups": 1}, {"heads": 3, "p": 3, "groups": 3, "n": 3}],
-    ids=str,
-)
+SIZES = [{"groups": 1}, {"groups": 4}, {"heads": 1, "groups": 1}, {"heads": 3, "p": 3, "groups": 3, "n": 3}]
+
+
+@sampled(5, "sizes", SIZES, ids=str)
 @pytest.mark.parametrize("form", [by_state, einsums_within])
 def test_sizes(form, sizes):
     """With batch and length of one of them, too."""
-    module = PlainMamba2(form, given=True, state=True, **sizes)
-    assert_fires(NAME, module, module.example_inputs(3, batch=3))
+    assert_fires(NAME, *block(form, batch=3, given=True, state=True, **sizes))
 
 
-def test_one_sequence():
-    module = PlainMamba2(weighted_inputs)
-    assert_fires(NAME, module, module.example_inputs(3, batch=1))
-
-
-def test_float64():
-    def form(x, dt, A, B, C, D, state, size):
-        return by_state(x, dt, A.double(), B, C, D, state, size)
-
-    module = PlainMamba2(form, given=True, state=True).double()
-    assert_fires(NAME, module, tuple(a.detach().double().requires_grad_() for a in module.example_inputs(5)))
+def with_rates(form, dtype):
+    """The rates are made in float32."""
+    return lambda x, dt, A, *others: form(x, dt, A.to(dtype), *others)
 
 
 @pytest.mark.parametrize("form", [by_state, einsums_within])
 def test_bfloat16(form):
-    def cast(x, dt, A, B, C, D, state, size):
-        return form(x, dt, A.to(x.dtype), B, C, D, state, size)
-
-    module = PlainMamba2(cast).bfloat16()
-    frames = check(module, module.example_inputs(3, dtype=torch.bfloat16))
+    frames = check_graph(*block(with_rates(form, torch.bfloat16), dtype=torch.bfloat16))
     assert frames.counts[NAME] == 1, frames.misses
 
 
@@ -107,41 +82,42 @@ def test_recurrence_in_float32():
         y, state = by_state(x.float(), dt.float(), A, B.float(), C.float(), D.float(), state, size)
         return y.to(x.dtype), state
 
-    module = PlainMamba2(cast, state=True).bfloat16()
-    frames = check(module, module.example_inputs(3, dtype=torch.bfloat16))
+    frames = check_graph(*block(cast, dtype=torch.bfloat16, state=True))
     assert frames.counts[NAME] == 1, frames.misses
     assert op_of(frames).args[0].meta["val"].dtype == torch.bfloat16
 
 
-def test_inference():
-    module, args = block(given=True, state=True)
-    with torch.no_grad():
-        assert_fires(NAME, module.requires_grad_(False), tuple(a.detach() for a in args))
+def in_float64():
+    module, args = block(with_rates(by_state, torch.float64), 5, given=True, state=True)
+    return module.double(), tuple(a.detach().double().requires_grad_() for a in args)
 
 
-def test_disabled():
-    assert_disabled(NAME, *block(), "ssd_scan")
+def products_read_elsewhere(x, dt, A, B, *others):
+    y, final = by_state(x, dt, A, B, *others)
+    return y, final + torch.einsum("blh,blhp,blhn->blhpn", dt, x, to_heads(B, x.shape[2])).sum(1)
+
+
+test_conditions = conditions.conditions(
+    NAME, disabled=lambda: (*block(), "ssd_scan"), inference=lambda: block(given=True, state=True),
+    autocast=lambda: block(SCANS_BY_TOKEN["weighted_inputs"]), float64=in_float64,
+    one_sequence=lambda: block(SCANS_BY_TOKEN["weighted_inputs"], batch=1),
+    read_elsewhere=lambda: block(products_read_elsewhere, state=True),
+)
 
 
 @pytest.mark.parametrize("form", [by_state, einsums_within])
 def test_everything_dynamic(form):
-    """The number of tokens is a number, as the loop is unrolled."""
-    frames = check(*block(form), dynamic=True)
-    assert frames.counts[NAME] == 1, frames.misses
+    fires_dynamic(NAME, *block(form))
 
 
-def test_autocast_around_the_call():
-    assert_autocast(NAME, *block(weighted_inputs))
-
-
-@pytest.mark.parametrize("given", [False, True])
+@sampled(3, "given", [False, True])
 @pytest.mark.parametrize("name", ["products_in_front", "products_in_front_channel_gates"])
 def test_linear_attention_whose_products_are_made_in_front(name, given):
     frames = assert_fires(NAME, *linear(LINEAR[name], given=given, state=given))
     assert op_of(frames, "gated_linear_attention")
 
 
-@pytest.mark.parametrize("weigh", WEIGHED)
+@sampled(3, "weigh", WEIGHED)
 def test_other_weights_than_the_step_are_linear_attention(weigh):
     frames = assert_fires(NAME, *block(partial(by_state, weigh=WEIGHED[weigh]), state=True))
     assert op_of(frames, "gated_linear_attention")
@@ -166,8 +142,7 @@ def test_linear_attention_with_a_weight_of_each_token(gate):
 
 
 def test_weights_in_bfloat16_are_multiplied_in_float32():
-    module = PlainDelta(Spelling(weighted, "head", no_norm, False)).bfloat16()
-    frames = run(module, module.example_inputs(3, dtype=torch.bfloat16))
+    frames = run(*linear(weighted, dtype=torch.bfloat16))
     assert op_of(frames, "gated_linear_attention").args[2].meta["val"].dtype == torch.float32
 
 
@@ -187,21 +162,14 @@ def test_groups_of_linear_attention_stay_groups():
     assert op_of(frames, "gated_linear_attention").args[1].meta["val"].shape[2] == 2
 
 
-# --- what a step makes of its output, and of its operands
-
-
 def stepwise(update, read=lambda o, q, v: o):
     """A loop around `update(state, k, v, decay)`; `read` makes more of what the query reads."""
 
-    def form(q, k, v, g, beta, state, size, scale, norm):
-        q, k = repeated(norm(q), v.shape[2]), repeated(norm(k), v.shape[2])
-        state, out = zeros_for(k.transpose(1, 2), v.transpose(1, 2)) if state is None else state, []
-        for i in range(v.shape[1]):
-            state = update(state, k[:, i, :, :, None], v[:, i, :, None], g[:, i, :, None, None].exp())
-            out.append(read((q[:, i, :, None] @ state)[:, :, 0], q[:, i], v[:, i]))
-        return torch.stack(out, 1), state
+    def step(state, q, k, v, decay, beta):
+        state = update(state, k[..., None], v[:, :, None], decay[..., None, None])
+        return read((q[:, :, None] @ state)[:, :, 0], q, v), state
 
-    return form
+    return by_token(step)
 
 
 def gated_sum(state, k, v, decay):
@@ -217,7 +185,7 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("given", [False, True])
+@sampled(5, "given", [False, True])
 @pytest.mark.parametrize("read", READ)
 def test_what_a_step_makes_of_its_output_stays_behind_the_op(read, given):
     frames = assert_fires(NAME, *linear(stepwise(gated_sum, READ[read]), given=given, state=given))
@@ -225,37 +193,29 @@ def test_what_a_step_makes_of_its_output_stays_behind_the_op(read, given):
 
 
 def test_a_scan_with_a_skip_of_channels():
-    def form(x, dt, A, B, C, D, state, size):
-        y, final = einsums_within(x, dt, A, B, C, D, state, size, skip=lambda D, x: (D[:, None] * x).tanh())
-        return y, final
-
-    assert op_of(assert_fires(NAME, *block(form, given=True, state=True))).args[5] is None
+    skipped = partial(einsums_within, skip=lambda D, x: (D[:, None] * x).tanh())
+    assert op_of(assert_fires(NAME, *block(skipped, given=True, state=True))).args[5] is None
 
 
 def test_a_delta_rule_whose_output_is_normed_within_a_step():
-    def form(q, k, v, g, beta, state, size, scale, norm):
-        q, k = repeated(norm(q), v.shape[2]), repeated(norm(k), v.shape[2])
-        state, out = zeros_for(k.transpose(1, 2), v.transpose(1, 2)) if state is None else state, []
-        for i in range(v.shape[1]):
-            new = beta[:, i, :, None] * (v[:, i] - torch.einsum("bhkv,bhk->bhv", state, k[:, i]))
-            state = state + torch.einsum("bhk,bhv->bhkv", k[:, i], new)
-            out.append(F.layer_norm(torch.einsum("bhkv,bhk->bhv", state, q[:, i]), (v.shape[-1],)))
-        return torch.stack(out, 1), state
+    def step(state, q, k, v, decay, beta):
+        new = beta[..., None] * (v - torch.einsum("bhkv,bhk->bhv", state, k))
+        state = state + torch.einsum("bhk,bhv->bhkv", k, new)
+        return F.layer_norm(torch.einsum("bhkv,bhk->bhv", state, q), (v.shape[-1],)), state
 
-    module = PlainDelta(Spelling(form, None, no_norm), given=True, state=True)
-    assert op_of(assert_fires(NAME, module, module.example_inputs(3)), "gated_delta_rule")
+    block = delta(Spelling(by_token(step), None, no_norm), given=True, state=True)
+    assert op_of(assert_fires(NAME, *block), "gated_delta_rule")
 
 
 def test_keys_that_are_what_a_decay_leaves():
     """HGRN2 (arXiv:2404.07904): keys 1 - f beside decays f, made within a step."""
 
-    def form(q, k, v, g, beta, state, size, scale, norm):
-        q, f = repeated(q, v.shape[2]), torch.sigmoid(repeated(k, v.shape[2]))
-        state, out = zeros_for(f.transpose(1, 2), v.transpose(1, 2)) if state is None else state, []
-        for i in range(v.shape[1]):
-            state = f[:, i, :, :, None] * state + (1 - f[:, i, :, :, None]) * v[:, i, :, None]
-            out.append((q[:, i, :, None] @ state)[:, :, 0])
-        return torch.stack(out, 1), state
+    def form(q, k, *others):
+        def step(state, q, f, v, decay, beta):
+            state = f[..., None] * state + (1 - f[..., None]) * v[:, :, None]
+            return (q[:, :, None] @ state)[:, :, 0], state
+
+        return by_token(step)(q, torch.sigmoid(k), *others)
 
     frames = assert_fires(NAME, *linear(form, gate=None, given=True, state=True))
     assert op_of(frames, "gated_linear_attention")
@@ -263,16 +223,13 @@ def test_keys_that_are_what_a_decay_leaves():
 
 @pytest.mark.parametrize("rate", [0.9, 1.25])
 def test_a_number_as_the_rate(rate):
-    def form(*operands):
-        return stepwise(lambda state, k, v, decay: rate * state + k * v)(*operands)
-
-    module = PlainDelta(Spelling(form, "head", no_norm, False), given=True, state=True).double()
-    args = module.example_inputs(4, dtype=torch.float64)
-    assert op_of(assert_fires(NAME, module, args)).args[2].meta["val"].dtype == torch.float64
+    form = stepwise(lambda state, k, v, decay: rate * state + k * v)
+    frames = assert_fires(NAME, *linear(form, 4, torch.float64, given=True, state=True))
+    assert op_of(frames).args[2].meta["val"].dtype == torch.float64
 
 
-@pytest.mark.parametrize(
-    ("tag", "step", "read"),
+@sampled(
+    3, ("tag", "step", "read"),
     [
         ("differs", lambda state, k, v, decay: -0.9 * state + k * v, READ["gate"]),
         ("differs", lambda state, k, v, decay: decay * state + state * (k * v), READ["skip"]),
@@ -281,42 +238,33 @@ def test_a_number_as_the_rate(rate):
     ids=["negative_rate", "multiplied", "squashed"],
 )
 def test_what_a_step_makes_of_its_output_excuses_nothing(tag, step, read):
-    assert_refused_in_a_graph(NAME, tag, *linear(stepwise(step, read), given=True, state=True))
+    assert_refused(NAME, tag, *linear(stepwise(step, read), given=True, state=True))
 
 
 def test_an_output_that_the_state_reaches_twice_is_refused():
     """What is read by the query is not all that is read of the state."""
 
-    def form(q, k, v, g, beta, state, size, scale, norm):
-        q, k, out = repeated(norm(q), v.shape[2]), repeated(norm(k), v.shape[2]), []
-        for i in range(v.shape[1]):
-            state = gated_sum(state, k[:, i, :, :, None], v[:, i, :, None], g[:, i, :, None, None].exp())
-            out.append((q[:, i, :, None] @ state)[:, :, 0] * state.square().sum(-2))
-        return torch.stack(out, 1), state
+    def step(state, q, k, v, decay, beta):
+        state = gated_sum(state, k[..., None], v[:, :, None], decay[..., None, None])
+        return (q[:, :, None] @ state)[:, :, 0] * state.square().sum(-2), state
 
-    frames = check(*linear(form, given=True, state=True))
+    frames = check_graph(*linear(by_token(step), given=True, state=True))
     assert not frames.counts[NAME] and frames.tags(NAME)
 
 
-# --- stays out
-
-
-@pytest.mark.parametrize("near", NEAR_SCANS_BY_TOKEN)
+@sampled(5, "near", NEAR_SCANS_BY_TOKEN)
 def test_refuses(near):
     form, tag = NEAR_SCANS_BY_TOKEN[near]
     if tag is not None:
-        return assert_refused_in_a_graph(NAME, tag, *block(form, state=True))
-    outcome = passed(*block(form, state=True))
+        return assert_refused(NAME, tag, *block(form, state=True))
+    outcome = check_graph(*block(form, state=True))
     assert not outcome.counts[NAME] and NAME not in {miss.pass_name for miss in outcome.misses}
 
 
 def test_tokens_read_late_are_operands_as_they_are():
     """x of the token before is a tensor like any other."""
-
-    def form(x, dt, A, B, C, D, state, size):
-        return by_state(x.roll(1, 1), dt, A, B, C, D, state, size)
-
-    assert op_of(assert_fires(NAME, *block(form))).args[0].target is torch.ops.aten.roll.default
+    frames = assert_fires(NAME, *block(lambda x, *others: by_state(x.roll(1, 1), *others)))
+    assert op_of(frames).args[0].target is torch.ops.aten.roll.default
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -352,14 +300,6 @@ def test_a_detached_step_of_decays_has_no_gradient():
     assert op_of(assert_fires(NAME, *block(form, state=True)), "gated_linear_attention")
 
 
-def test_an_intermediate_in_front_may_be_read_elsewhere():
-    def form(x, dt, A, B, C, D, state, size):
-        y, final = by_state(x, dt, A, B, C, D, state, size)
-        return y, final + torch.einsum("blh,blhp,blhn->blhpn", dt, x, to_heads(B, x.shape[2])).sum(1)
-
-    assert_fires(NAME, *block(form, state=True))
-
-
 def test_linear_attention_read_before_its_update_is_named():
     def before(q, k, v, g, beta, state, size, scale, norm):
         q, k = repeated(norm(q), v.shape[2]), repeated(norm(k), v.shape[2])
@@ -369,4 +309,4 @@ def test_linear_attention_read_before_its_update_is_named():
             state = state * decays[:, i] + added[:, i]
         return torch.stack(out, 1), state
 
-    assert_refused_in_a_graph(NAME, "differs", *linear(before, given=True, state=True))
+    assert_refused(NAME, "differs", *linear(before, given=True, state=True))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.corpus.heads import WORDS, build
-from tests.frames import check, run
+from tests.frames import check_graph, run
 
 NAME = "linear_cross_entropy"
 
@@ -16,23 +16,18 @@ def log_probabilities(m, x):
     return m.proj(x).flatten(0, 1).log_softmax(-1)
 
 
-def flat_offsets(m, x, labels):
-    words = labels.flatten()
-    return -log_probabilities(m, x).view(-1)[torch.arange(words.shape[0]) * WORDS + words].mean()
+def tags_of(body, through=check_graph):
+    return [m.tag for m in through(*build(body, ignored=False)).misses if m.pass_name == NAME]
 
 
-def taken(m, x, labels):
-    words = labels.flatten()
-    return -torch.take(log_probabilities(m, x), torch.arange(words.shape[0]) * WORDS + words).mean()
+def of_words(make):
+    """Minus the mean of what `make(log-probabilities, rows, words)` chooses."""
 
+    def body(m, x, labels):
+        words = labels.flatten()
+        return -make(log_probabilities(m, x), torch.arange(words.shape[0]), words).mean()
 
-def rows_by_range(m, x, labels):
-    words = labels.flatten()
-    return -log_probabilities(m, x)[range(words.shape[0]), words].mean()
-
-
-def einsum_of_one_hot(m, x, labels):
-    return -torch.einsum("nv,nv->n", log_probabilities(m, x), F.one_hot(labels.flatten(), WORDS).float()).mean()
+    return body
 
 
 def rows_set_to_zero(m, x, labels):
@@ -46,10 +41,6 @@ def log_of_a_sum(m, x, labels):
     return -(probabilities + 1e-9).log().gather(-1, labels.flatten()[:, None]).mean()
 
 
-def selected_by_mask(m, x, labels):
-    return -log_probabilities(m, x).masked_select(F.one_hot(labels.flatten(), WORDS).bool()).mean()
-
-
 def weighed_by_rows_of_words(m, x, labels):
     """Labels of the words that the hidden state is made of, too."""
     words = labels.flatten()
@@ -57,40 +48,23 @@ def weighed_by_rows_of_words(m, x, labels):
     return -torch.einsum("nv,nv->", log_probabilities(m, x), F.one_hot(words, WORDS).to(x.dtype)) / words.numel()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        flat_offsets, taken, rows_by_range, einsum_of_one_hot, rows_set_to_zero, log_of_a_sum, selected_by_mask,
-        weighed_by_rows_of_words,
-    ],  # fmt: skip
-    ids=lambda f: f.__name__,
-)
-def test_is_told(body):
-    frames = check(*build(body, ignored=False))
+TOLD = {
+    "flat_offsets": of_words(lambda logp, rows, words: logp.view(-1)[rows * WORDS + words]),
+    "taken": of_words(lambda logp, rows, words: torch.take(logp, rows * WORDS + words)),
+    "rows_by_range": of_words(lambda logp, rows, words: logp[range(words.shape[0]), words]),
+    "einsum_of_one_hot": of_words(
+        lambda logp, rows, words: torch.einsum("nv,nv->n", logp, F.one_hot(words, WORDS).float())
+    ),
+    "selected_by_mask": of_words(lambda logp, rows, words: logp.masked_select(F.one_hot(words, WORDS).bool())),
+    "rows_set_to_zero": rows_set_to_zero, "log_of_a_sum": log_of_a_sum,
+    "weighed_by_rows_of_words": weighed_by_rows_of_words,
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_is_told(case):
+    frames = check_graph(*build(TOLD[case], ignored=False))
     assert frames.counts[NAME] == 0 and [m.tag for m in frames.misses if m.pass_name == NAME] == ["unread"]
-
-
-def of_all_words(m, x, labels):
-    """What a sampler returns: no loss."""
-    return log_probabilities(m, x)
-
-
-def greatest(m, x, labels):
-    return log_probabilities(m, x).max(-1)
-
-
-def of_other_lanes(m, x, labels):
-    """Over rows, not over words."""
-    return m.proj(x).flatten(0, 1).log_softmax(0).sum()
-
-
-def of_no_linear(m, x, labels):
-    return x.sin().log_softmax(-1).sum()
-
-
-def attended(m, x, labels):
-    """A softmax whose logarithm nobody takes."""
-    return (m.proj(x).softmax(-1) @ m.proj.weight).square().mean()
 
 
 def entropy(m, x, labels):
@@ -112,13 +86,22 @@ def entropy_beside_a_loss(m, x, labels):
     return words - 0.1 * (p * (p + 1e-9).log()).sum(-1).mean()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [of_all_words, greatest, of_other_lanes, of_no_linear, attended, entropy, divergence, entropy_beside_a_loss],
-    ids=lambda f: f.__name__,
-)
-def test_is_no_loss(body):
-    assert not run(*build(body, ignored=False)).tags(NAME)
+NO_LOSS = {
+    # what a sampler returns
+    "of_all_words": lambda m, x, labels: log_probabilities(m, x),
+    "greatest": lambda m, x, labels: tuple(log_probabilities(m, x).max(-1)),
+    # over rows, not over words
+    "of_other_lanes": lambda m, x, labels: m.proj(x).flatten(0, 1).log_softmax(0).sum(),
+    "of_no_linear": lambda m, x, labels: x.sin().log_softmax(-1).sum(),
+    # a softmax whose logarithm nobody takes
+    "attended": lambda m, x, labels: (m.proj(x).softmax(-1) @ m.proj.weight).square().mean(),
+    "entropy": entropy, "divergence": divergence, "entropy_beside_a_loss": entropy_beside_a_loss,
+}
+
+
+@pytest.mark.parametrize("case", NO_LOSS)
+def test_is_no_loss(case):
+    assert not tags_of(NO_LOSS[case])
 
 
 def test_a_loss_that_is_known_has_one_reason():
@@ -130,23 +113,26 @@ def test_a_loss_that_is_known_has_one_reason():
     def limited(m, x, labels):
         return F.nll_loss(m.proj(x).flatten(0, 1).clamp(-5, 5).log_softmax(-1), labels.flatten())
 
-    assert run(*build(known, ignored=False)).counts[NAME] == 1
-    assert [m.tag for m in run(*build(limited, ignored=False)).misses if m.pass_name == NAME] == ["between"]
+    assert check_graph(*build(known, ignored=False)).counts[NAME] == 1
+    assert tags_of(limited) == ["between"]
 
 
-def rows_of_a_mask_and_others(m, x, labels):
-    """Of so many rows as the mask has, which is known at run time only."""
-    rows, words = x[labels > 2], labels[labels > 2]
-    return F.cross_entropy(m.proj(rows) + rows @ m.proj.weight.detach().mT.sin(), words)
+def of_masked_rows(make):
+    """Of so many rows as the mask has, which is known at run time only; `make(m, rows)` makes their logits."""
+
+    def body(m, x, labels):
+        return F.cross_entropy(make(m, x[labels > 2]), labels[labels > 2])
+
+    return body
 
 
-def rows_of_a_mask_times_others(m, x, labels):
-    rows, words = x[labels > 2], labels[labels > 2]
-    return F.cross_entropy(m.proj(rows) * rows[:, :1], words)
+MASKED = {
+    "and_others": of_masked_rows(lambda m, rows: m.proj(rows) + rows @ m.proj.weight.detach().mT.sin()),
+    "times_others": of_masked_rows(lambda m, rows: m.proj(rows) * rows[:, :1]),
+}
 
 
-@pytest.mark.parametrize("body", [rows_of_a_mask_and_others, rows_of_a_mask_times_others], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", MASKED)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_how_many_rows_a_mask_has_is_not_asked(body):
-    frames = run(*build(body, ignored=False))
-    assert {m.tag for m in frames.misses if m.pass_name == NAME} == {"between"}, frames.misses
+def test_how_many_rows_a_mask_has_is_not_asked(case):
+    assert set(tags_of(MASKED[case], run)) == {"between"}

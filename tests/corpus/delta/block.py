@@ -129,8 +129,7 @@ class PlainDelta(nn.Module):
         if self.wide:
             q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
             beta = None if beta is None else beta.to(v.dtype)
-        o, final = self.spelling.form(
-            q, k, v, self.gates(u), beta, state, self.chunk, width**-0.5, self.spelling.norm)
+        o, final = self.spelling.form(q, k, v, self.gates(u), beta, state, self.chunk, width**-0.5, self.spelling.norm)
         o = self.out_proj(o.reshape(b, t, -1).to(u.dtype).tanh())
         return (o, final) if self.state else o
 

@@ -6,16 +6,12 @@ from __future__ import annotations
 import torch
 
 from .block import Spelling
-from .parts import no_norm, repeated
-
-
-def _heads(q, k, v, scale, norm):
-    return repeated(norm(q), v.shape[2]) * scale, repeated(norm(k), v.shape[2])
+from .parts import heads_of, no_norm
 
 
 def delta_from_the_number(q, k, v, g, beta, state, size, scale, norm):
     """Every step is the same code."""
-    q, k = _heads(q, k, v, scale, norm)
+    q, k = heads_of(q, k, v, scale, norm)
     state, out = 0, []
     for i in range(v.shape[1]):
         state = state * g[:, i].exp()[..., None, None]
@@ -28,7 +24,7 @@ def delta_from_the_number(q, k, v, g, beta, state, size, scale, norm):
 
 def delta_from_none(q, k, v, g, beta, state, size, scale, norm):
     """The first step corrects nothing, and reads no gate."""
-    q, k = _heads(q, k, v, scale, norm)
+    q, k = heads_of(q, k, v, scale, norm)
     state, out = None, []
     for i in range(v.shape[1]):
         new = v[:, i]
@@ -42,7 +38,7 @@ def delta_from_none(q, k, v, g, beta, state, size, scale, norm):
 
 
 def linear_from_none(q, k, v, g, beta, state, size, scale, norm):
-    q, k = _heads(q, k, v, scale, norm)
+    q, k = heads_of(q, k, v, scale, norm)
     state, out = None, torch.zeros_like(v)
     for i in range(v.shape[1]):
         added = k[:, i, ..., None] @ v[:, i, :, None]
@@ -52,7 +48,7 @@ def linear_from_none(q, k, v, g, beta, state, size, scale, norm):
 
 
 def linear_from_zeros_like_it(q, k, v, g, beta, state, size, scale, norm):
-    q, k = _heads(q, k, v, scale, norm)
+    q, k = heads_of(q, k, v, scale, norm)
     decays, state, out = g.exp(), None, []
     for i in range(v.shape[1]):
         added = torch.einsum("bhk,bhv->bhkv", k[:, i], v[:, i])
@@ -64,7 +60,7 @@ def linear_from_zeros_like_it(q, k, v, g, beta, state, size, scale, norm):
 
 def linear_from_the_first_product(q, k, v, g, beta, state, size, scale, norm):
     """Products of all tokens in front, of which the first is the state; the loop begins at the second."""
-    q, k = _heads(q, k, v, scale, norm)
+    q, k = heads_of(q, k, v, scale, norm)
     added, decays = k[..., None] * v[..., None, :], g.exp().reshape(*g.shape[:2], v.shape[2], -1, 1)
     states = [added[:, 0]]
     for i in range(1, v.shape[1]):
@@ -74,7 +70,7 @@ def linear_from_the_first_product(q, k, v, g, beta, state, size, scale, norm):
 
 def rate_from_the_number(q, k, v, g, beta, state, size, scale, norm):
     """RetNet's, as its recurrent form is tested against the parallel one."""
-    q, k = _heads(q, k, v, scale, norm)
+    q, k = heads_of(q, k, v, scale, norm)
     rates, state, out = g.exp()[:, None, None], 0, []
     for i in range(v.shape[1]):
         state = rates * state + k[:, i, ..., None] * v[:, i, :, None]
@@ -84,7 +80,7 @@ def rate_from_the_number(q, k, v, g, beta, state, size, scale, norm):
 
 def gates_within_the_steps(q, k, v, g, beta, state, size, scale, norm):
     """Decays and weights are a step's own, and the first has no decay."""
-    q, k = _heads(q, k, v, scale, norm)
+    q, k = heads_of(q, k, v, scale, norm)
     state, out = None, []
     for i in range(v.shape[1]):
         new = v[:, i]
@@ -114,7 +110,7 @@ def other_first_step(first, read=lambda o: o):
     """A linear attention whose first state is `first(k v^T of a token, its decay)`, of which `read` is collected."""
 
     def form(q, k, v, g, beta, state, size, scale, norm):
-        q, k = _heads(q, k, v, scale, norm)
+        q, k = heads_of(q, k, v, scale, norm)
         added, decays = k[..., None] * v[..., None, :], g.exp()[..., None, None]
         state, out = None, []
         for i in range(v.shape[1]):

@@ -25,11 +25,6 @@ def first_order(lower):
     return torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device) - lower
 
 
-def second_order(lower):
-    """I - L + L^2: enough for chunks of three tokens."""
-    return first_order(lower) + lower @ lower
-
-
 def one_doubling_less(lower):
     """(I - L)(I + L^2)...: enough for half of a chunk."""
     unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
@@ -43,15 +38,6 @@ def one_doubling_less(lower):
 def in_chunks_of(own, form):
     """`form` with chunks of `own` tokens, whatever it is asked for."""
     return lambda q, k, v, g, beta, state, size, scale, norm: form(q, k, v, g, beta, state, own, scale, norm)
-
-
-def other_sign(lower):
-    """(I - L)^-1."""
-    return by_doubling(-lower)
-
-
-def upper_instead(lower):
-    return by_solving(lower).mT
 
 
 def with_its_diagonal(lower):
@@ -124,46 +110,35 @@ def known(state, k):
     return (state * k[..., None]).sum(-2)
 
 
+def corrected(by, then=lambda state: state):
+    """A step that writes `by(state, q, k, v, weight)` after its decay, and `then` something becomes of the state."""
+
+    def step(state, q, k, v, decay, weight):
+        state = state * decay
+        state = then(state + k[..., None] * by(state, q, k, v, weight)[..., None, :])
+        return known(state, q), state
+
+    return by_token_with(step)
+
+
+def by_rule(state, q, k, v, weight):
+    return (v - known(state, k)) * weight
+
+
 def read_before_the_update(state, q, k, v, decay, weight):
     state = state * decay
-    return known(state, q), state + k[..., None] * ((v - known(state, k)) * weight)[..., None, :]
+    return known(state, q), state + k[..., None] * by_rule(state, q, k, v, weight)[..., None, :]
 
 
 def decayed_after_the_correction(state, q, k, v, decay, weight):
     """The correction is of what the state held before it forgot."""
-    state = state * decay + k[..., None] * ((v - known(state, k)) * weight)[..., None, :]
+    state = state * decay + k[..., None] * by_rule(state, q, k, v, weight)[..., None, :]
     return known(state, q), state
 
 
 def all_forgotten(state, q, k, v, decay, weight):
     """The decay takes what is written, too."""
-    state = (state + k[..., None] * ((v - known(state * decay, k)) * weight)[..., None, :]) * decay
-    return known(state, q), state
-
-
-def corrected_by_the_query(state, q, k, v, decay, weight):
-    state = state * decay
-    state = state + k[..., None] * ((v - known(state, q)) * weight)[..., None, :]
-    return known(state, q), state
-
-
-def weight_on_the_value_alone(state, q, k, v, decay, weight):
-    state = state * decay
-    state = state + k[..., None] * (v * weight - known(state, k))[..., None, :]
-    return known(state, q), state
-
-
-def squashed(state, q, k, v, decay, weight):
-    """TTT's kin: what is predicted goes through a nonlinearity."""
-    state = state * decay
-    state = state + k[..., None] * ((v - known(state, k).tanh()) * weight)[..., None, :]
-    return known(state, q), state
-
-
-def state_normed(state, q, k, v, decay, weight):
-    state = state * decay
-    state = state + k[..., None] * ((v - known(state, k)) * weight)[..., None, :]
-    state = state / (1 + state.square().sum((-1, -2), keepdim=True)).sqrt()
+    state = (state + k[..., None] * by_rule(state * decay, q, k, v, weight)[..., None, :]) * decay
     return known(state, q), state
 
 
@@ -218,10 +193,6 @@ def all_solved_at_once(values=lambda i, chunks: i, changed=lambda state: state):
     return near
 
 
-# The first chunk has the values of the last. As many chunks as blocks of one: their numbers tell nothing.
-values_of_another_chunk = all_solved_at_once(values=lambda i, chunks: chunks - 1 - i)
-
-
 def band(q, k, v, g, beta, state, size, scale, norm):
     """Decays, but nothing further away than two tokens is seen."""
     q, k = expanded(norm(q), v.shape[2]), expanded(norm(k), v.shape[2])
@@ -235,36 +206,34 @@ def band(q, k, v, g, beta, state, size, scale, norm):
 NEAR_DELTA_RULES = {
     "not_all_rows": partial(padded_into_zeros, inverse=not_all_rows),
     "first_order": partial(inverse_in_halves, inverse=first_order),
-    "second_order": partial(padded_into_zeros, inverse=second_order),
+    # I - L + L^2: enough for chunks of three tokens
+    "second_order": partial(padded_into_zeros, inverse=lambda lower: first_order(lower) + lower @ lower),
     "one_doubling_less": in_chunks_of(8, partial(padded_into_zeros, inverse=one_doubling_less)),
-    "other_sign": partial(chunk_after_chunk, inverse=other_sign),
-    "upper_instead": partial(inverse_in_halves, inverse=upper_instead),
+    "other_sign": partial(chunk_after_chunk, inverse=lambda lower: by_doubling(-lower)),
+    "upper_instead": partial(inverse_in_halves, inverse=lambda lower: by_solving(lower).mT),
     "with_its_diagonal": partial(padded_into_zeros, inverse=with_its_diagonal),
     **{fault: chunk_after_chunk_with(fault) for fault in FAULTS},
-    "values_of_another_chunk": values_of_another_chunk,
+    # The first chunk has the values of the last. As many chunks as blocks of one: their numbers tell nothing.
+    "values_of_another_chunk": all_solved_at_once(values=lambda i, chunks: chunks - 1 - i),
     "state_clamped": all_solved_at_once(changed=lambda state: state.clamp(-0.2, 0.2)),
     "state_gated_by_itself": all_solved_at_once(
-        changed=lambda s: (s / 2) * F.gelu(2 * s / (s.norm(dim=-1, keepdim=True) + 1e-6), approximate="tanh")
-    ),
+        changed=lambda s: (s / 2) * F.gelu(2 * s / (s.norm(dim=-1, keepdim=True) + 1e-6), approximate="tanh")),
     "state_squashed": all_solved_at_once(changed=torch.tanh),
     "state_of_unit_rows": all_solved_at_once(changed=lambda state: F.normalize(state, dim=-1)),
     "state_within_a_norm": all_solved_at_once(
-        changed=lambda state: state / state.norm(dim=(-2, -1), keepdim=True).clamp(min=1)
-    ),
+        changed=lambda state: state / state.norm(dim=(-2, -1), keepdim=True).clamp(min=1)),
     "state_of_unit_mean": all_solved_at_once(
-        changed=lambda state: state * torch.rsqrt(state.square().mean((-2, -1), keepdim=True) + 1e-6)
-    ),
+        changed=lambda state: state * torch.rsqrt(state.square().mean((-2, -1), keepdim=True) + 1e-6)),
     "read_before_the_update": by_token_with(read_before_the_update),
     "decayed_after_the_correction": by_token_with(decayed_after_the_correction),
     "all_forgotten": by_token_with(all_forgotten),
-    "corrected_by_the_query": by_token_with(corrected_by_the_query),
-    "weight_on_the_value_alone": by_token_with(weight_on_the_value_alone),
-    "squashed": by_token_with(squashed),
-    "state_normed": by_token_with(state_normed),
-}
+    "corrected_by_the_query": corrected(lambda state, q, k, v, weight: (v - known(state, q)) * weight),
+    "weight_on_the_value_alone": corrected(lambda state, q, k, v, weight: v * weight - known(state, k)),
+    # TTT's kin: what is predicted goes through a nonlinearity
+    "squashed": corrected(lambda state, q, k, v, weight: (v - known(state, k).tanh()) * weight),
+    "state_normed": corrected(by_rule, lambda state: state / (1 + state.square().sum((-1, -2), keepdim=True)).sqrt()),
+}  # fmt: skip
 NEAR_LINEAR = {
-    "bonus": by_token_with(bonus),
-    "gate_of_each_value": gate_of_each_value,
-    "values_a_token_late": values_a_token_late,
+    "bonus": by_token_with(bonus), "gate_of_each_value": gate_of_each_value, "values_a_token_late": values_a_token_late,
     "band": band,
-}
+}  # fmt: skip

@@ -7,16 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from .block import Spelling
-from .parts import no_norm, repeated
-
-
-def _heads(q, k, v, scale, norm):
-    return repeated(norm(q), v.shape[2]) * scale, repeated(norm(k), v.shape[2])
+from .parts import heads_of, no_norm
 
 
 def divided(q, k, v, g, beta, state, size, scale, norm):
     """Linear attention with a feature map (arXiv:2006.16236)."""
-    q, k = (F.elu(x) + 1 for x in _heads(q, k, v, scale, norm))
+    q, k = (F.elu(x) + 1 for x in heads_of(q, k, v, scale, norm))
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
     total, out = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1]), []
     for i in range(v.shape[1]):
@@ -29,7 +25,7 @@ def divided(q, k, v, g, beta, state, size, scale, norm):
 
 def divided_from_none(q, k, v, g, beta, state, size, scale, norm):
     """With a decay of both, from the number 0."""
-    q, k = (F.softplus(x) for x in _heads(q, k, v, scale, norm))
+    q, k = (F.softplus(x) for x in heads_of(q, k, v, scale, norm))
     decays, state, total, out = g.exp(), 0, 0, []
     for i in range(v.shape[1]):
         state = decays[:, i, :, None, None] * state + k[:, i, ..., None] * v[:, i, ..., None, :]
@@ -41,7 +37,7 @@ def divided_from_none(q, k, v, g, beta, state, size, scale, norm):
 
 def running_maximum(q, k, v, g, beta, state, size, scale, norm):
     """mLSTM (arXiv:2405.04517): gates are exponentials, kept in range by their running maximum."""
-    q, k = _heads(q, k, v, scale, norm)
+    q, k = heads_of(q, k, v, scale, norm)
     b, t, h, width = v.shape
     state, total, most = v.new_zeros(b, h, k.shape[-1], width), v.new_zeros(b, h, k.shape[-1]), v.new_zeros(b, h)
     inward, out = torch.log(g.exp() + 0.5), []
@@ -59,7 +55,7 @@ def with_mean_keys(mix):
     """Keys that are a running mean, made by `mix` of that before, a token's key and the state."""
 
     def form(q, k, v, g, beta, state, size, scale, norm):
-        q, k = _heads(q, k, v, scale, norm)
+        q, k = heads_of(q, k, v, scale, norm)
         state, mean, out = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1]), torch.zeros_like(k[:, 0]), []
         for i in range(v.shape[1]):
             mean = mix(mean, k[:, i], state)

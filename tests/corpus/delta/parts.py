@@ -136,6 +136,11 @@ def repeated(x, heads):
     return x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
+def heads_of(q, k, v, scale, norm):
+    """Queries and keys normed, for all value heads, and queries scaled."""
+    return repeated(norm(q), v.shape[2]) * scale, repeated(norm(k), v.shape[2])
+
+
 def expanded(x, heads):
     """[b, t, hk, K] for all value heads, as a view that is then flattened."""
     b, t, hk, size = x.shape
