@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+SETTINGS = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
+
 
 @pytest.fixture
 def fresh():
-    """Nothing traced or counted before."""
+    """Nothing traced or counted before; and what Dynamo is told is afterwards what it was."""
     torch._dynamo.reset()
     counters.clear()
+    before = [getattr(torch._dynamo.config, name) for name in SETTINGS]
+    yield
+    assert [getattr(torch._dynamo.config, name) for name in SETTINGS] == before

@@ -5,15 +5,23 @@ from __future__ import annotations
 
 import torch
 
-from tests.frontend.loops_that_do_more import add
+from tests.frontend.loops_over_hits import add, named, over
 
 
-def among_distinct_choices(m, x, indices, gates):
-    y, active = torch.zeros_like(x), indices.unique()
-    for e in range(m.num_experts):
-        if e in active:
-            add(m, y, x, indices, gates, e)
-    return y
+def among(active_of, number=lambda m, e: e):
+    """A loop over all experts that adds for those whose number is among `active_of(indices)`."""
+
+    def body(m, x, indices, gates):
+        y, active = torch.zeros_like(x), active_of(indices)
+        for e in range(m.num_experts):
+            if number(m, e) in active:
+                add(m, y, x, indices, gates, e)
+        return y
+
+    return body
+
+
+among_distinct_choices = among(lambda indices: indices.unique())
 
 
 def not_among_distinct_choices(m, x, indices, gates):
@@ -57,43 +65,13 @@ def choice_by_choice(m, x, indices, gates):
     return y
 
 
-def counted_distinct_choices(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    active, _ = torch.unique(indices, return_counts=True)
-    for e in active:
-        add(m, y, x, indices, gates, e)
-    return y
-
-
-FUSE = (among_distinct_choices, not_among_distinct_choices, among_choices, not_idle, choice_by_choice,
-        counted_distinct_choices)  # fmt: skip
+FUSE = (*named({
+    "among_distinct_choices": among_distinct_choices,
+    "counted_distinct_choices": over(lambda m, indices: torch.unique(indices, return_counts=True)[0]),
+}), not_among_distinct_choices, among_choices, not_idle, choice_by_choice)  # fmt: skip
 
 
 # --- what stays as it is
-
-
-def among_a_few_tokens(m, x, indices, gates):
-    y, active = torch.zeros_like(x), indices[:2].unique()
-    for e in range(m.num_experts):
-        if e in active:
-            add(m, y, x, indices, gates, e)
-    return y
-
-
-def among_first_choices(m, x, indices, gates):
-    y, active = torch.zeros_like(x), indices[:, 0].unique()
-    for e in range(m.num_experts):
-        if e in active:
-            add(m, y, x, indices, gates, e)
-    return y
-
-
-def another_among_choices(m, x, indices, gates):
-    y, active = torch.zeros_like(x), indices.unique()
-    for e in range(m.num_experts):
-        if m.num_experts - 1 - e in active:
-            add(m, y, x, indices, gates, e)
-    return y
 
 
 def only_if_not_among(m, x, indices, gates):
@@ -102,34 +80,6 @@ def only_if_not_among(m, x, indices, gates):
     for e in range(m.num_experts):
         if e not in active:
             y = y + m.experts[e](x)
-    return y
-
-
-def by_how_often(m, x, indices, gates):
-    """An expert whose number is how often some expert was chosen."""
-    y = torch.zeros_like(x)
-    _, counts = torch.unique(indices, return_counts=True)
-    for e in counts:
-        add(m, y, x, indices, gates, e % m.num_experts)
-    return y
-
-
-def among_how_often(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    _, counts = torch.unique(indices, return_counts=True)
-    for e in range(m.num_experts):
-        if e in counts:
-            add(m, y, x, indices, gates, e)
-    return y
-
-
-def among_places(m, x, indices, gates):
-    """Where each choice is among the distinct ones, which are other numbers where an expert has no tokens."""
-    y = torch.zeros_like(x)
-    _, places = torch.unique(indices, return_inverse=True)
-    for e in range(m.num_experts):
-        if e in places:
-            add(m, y, x, indices, gates, e)
     return y
 
 
@@ -143,5 +93,13 @@ def answers_with_it(m, x, indices, gates):
     return y * (1 + idle)
 
 
-STAY = (among_a_few_tokens, among_first_choices, another_among_choices, only_if_not_among, by_how_often,
-        among_how_often, among_places, answers_with_it)  # fmt: skip
+STAY = (*named({
+    "among_a_few_tokens": among(lambda indices: indices[:2].unique()),
+    "among_first_choices": among(lambda indices: indices[:, 0].unique()),
+    "another_among_choices": among(lambda indices: indices.unique(), lambda m, e: m.num_experts - 1 - e),
+    # an expert whose number is how often some expert was chosen
+    "by_how_often": over(lambda m, i: torch.unique(i, return_counts=True)[1], lambda m, e: e % m.num_experts),
+    "among_how_often": among(lambda indices: torch.unique(indices, return_counts=True)[1]),
+    # where each choice is among the distinct ones, which are other numbers where an expert has no tokens
+    "among_places": among(lambda indices: torch.unique(indices, return_inverse=True)[1]),
+}), only_if_not_among, answers_with_it)  # fmt: skip

@@ -16,6 +16,34 @@ def choices_by_expert(m, indices):
     return F.one_hot(indices, num_classes=m.num_experts).permute(2, 1, 0)
 
 
+def add(m, y, x, indices, gates, e):
+    token, choice = torch.where(indices == e)
+    y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+
+
+def hit(m, indices):
+    return hits(choices_by_expert(m, indices)).flatten()
+
+
+def named(bodies):
+    """The functions of a table, each by its name there."""
+    for name, body in bodies.items():
+        body.__name__ = name
+    return tuple(bodies.values())
+
+
+def over(listed, number=lambda m, e: e):
+    """A loop over a list that runs the expert with the `number` of each entry."""
+
+    def body(m, x, indices, gates):
+        y = torch.zeros_like(x)
+        for e in listed(m, indices):
+            add(m, y, x, indices, gates, number(m, e))
+        return y
+
+    return body
+
+
 # --- lists of the experts that have tokens
 
 
@@ -67,12 +95,7 @@ def by_any(m, x, indices, gates):
     return y
 
 
-def by_distinct_choices(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e in torch.unique(indices):
-        token, choice = torch.where(indices == e)
-        y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
-    return y
+by_distinct_choices = over(lambda m, indices: torch.unique(indices))
 
 
 def by_distinct_choices_of_all(m, x, indices, gates):
@@ -133,11 +156,9 @@ def by_sum(m, x, indices, gates):
 def by_item(m, x, indices, gates):
     y = torch.zeros_like(x)
     for e in range(m.num_experts):
-        mask = indices == e
-        if mask.sum().item() == 0:
+        if (indices == e).sum().item() == 0:
             continue
-        token, choice = torch.where(mask)
-        y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+        add(m, y, x, indices, gates, e)
     return y
 
 
@@ -227,6 +248,6 @@ def written_in_either_way(m, x, indices, gates):
 
 EITHER_WAY = (zeros_otherwise, zeros_to_all_otherwise, written_in_either_way)
 STACKED = (as_eager_experts, with_idle_experts, without_gradients_inside, in_other_places)
-LOOPS = (as_mixtral, as_eager_experts, by_number, by_any, by_distinct_choices, by_distinct_choices_of_all,
-         as_deepseek, skipping_idle_experts, by_length, by_numel, by_sum,
-         by_item, with_idle_experts, without_gradients_inside, in_other_places)  # fmt: skip
+LOOPS = (as_mixtral, as_eager_experts, by_number, by_any, *named({"by_distinct_choices": by_distinct_choices}),
+         by_distinct_choices_of_all, as_deepseek, skipping_idle_experts, by_length, by_numel, by_sum, by_item,
+         with_idle_experts, without_gradients_inside, in_other_places)  # fmt: skip

@@ -6,9 +6,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tests.frontend.loops_over_hits import named
+
 
 def counted(m, indices):
     return torch.bincount(indices.flatten(), minlength=m.num_experts)
+
+
+def ends_of(indices):
+    """No more than to the last expert chosen."""
+    return indices.view(-1).bincount().cpu().numpy().cumsum(0)
 
 
 # --- with a branch on how many slots an expert has
@@ -41,8 +48,8 @@ def adds_parts_by_items(m, x, indices, gates):
 
 
 def adds_parts_between_ends(m, x, indices, gates):
-    """As the first DeepSeek MoE publishes its inference: an array of ends, no longer than to the last expert chosen."""
-    return _adds_parts(m, x, indices, gates, indices.view(-1).bincount().cpu().numpy().cumsum(0))
+    """As the first DeepSeek MoE publishes its inference."""
+    return _adds_parts(m, x, indices, gates, ends_of(indices))
 
 
 def _adds_parts(m, x, indices, gates, ends, each=lambda y: y):
@@ -153,7 +160,6 @@ BRANCHES = [
     joins_parts_that_have_rows,
 ]  # fmt: skip
 NO_BRANCHES = [splits, splits_by_numbers_of_each, splits_what_gates_multiply]
-STACKED = (splits_what_gates_multiply,)
 
 
 # --- what is none
@@ -172,32 +178,11 @@ def _joined(m, x, indices, gates, counts, ids=None, experts=None, combine=torch.
     return (out.view(-1, m.choices, x.shape[-1]) * gates[..., None]).sum(1)
 
 
-def counts_of_other_choices(m, x, indices, gates):
-    other = indices.flip(0)[:1].expand_as(indices).flatten()
-    return _joined(m, x, indices, gates, torch.bincount(other, minlength=m.num_experts))
-
-
-def sorted_by_other_choices(m, x, indices, gates):
-    return _joined(m, x, indices, gates, counted(m, indices), ids=indices.flip(0) + 0)
-
-
-def counts_outputs(m, x, indices, gates):
-    return _joined(m, x, indices, gates, counted(m, indices), combine=lambda outs: torch.cat(outs) / len(outs))
-
-
 def counts_outputs_of_a_comprehension(m, x, indices, gates):
     parts = x[indices.flatten().argsort() // m.choices].split(counted(m, indices).tolist())
     outs = [m.experts[e](rows) for e, rows in enumerate(parts) if rows.shape[0] > 0]
     out = torch.cat(outs)[indices.flatten().argsort().argsort()] / len(outs)
     return (out.view(-1, m.choices, x.shape[-1]) * gates[..., None]).sum(1)
-
-
-def splits_by_numbers_of_others(m, x, indices, gates):
-    return _by_numbers_of_each(m, x, indices, gates, indices.flip(0)[:1].expand_as(indices))
-
-
-def joins_backwards(m, x, indices, gates):
-    return _joined(m, x, indices, gates, counted(m, indices), combine=lambda outs: torch.cat(outs[::-1]))
 
 
 def joins_some(m, x, indices, gates):
@@ -233,24 +218,6 @@ def moves_without_tokens(m, x, indices, gates):
     return y
 
 
-# --- what asks how long counts are that end with the last expert chosen
-
-
-def counts_their_entries(m, x, indices, gates):
-    ends = indices.view(-1).bincount().cpu().numpy().cumsum(0)
-    return _adds_parts(m, x, indices, gates, ends) * len(ends)
-
-
-def reads_the_last_count(m, x, indices, gates):
-    counts = indices.view(-1).bincount()
-    return _adds_parts(m, x, indices, gates, counts.cpu().numpy().cumsum(0)) * counts[-1]
-
-
-def adds_in_every_iteration(m, x, indices, gates):
-    ends = indices.view(-1).bincount().cpu().numpy().cumsum(0)
-    return _adds_parts(m, x, indices, gates, ends, each=lambda y: y + 0.5)
-
-
 def numbers_iterations(m, x, indices, gates):
     n = 0
 
@@ -259,11 +226,34 @@ def numbers_iterations(m, x, indices, gates):
         n += 1
         return y
 
-    return _adds_parts(m, x, indices, gates, indices.view(-1).bincount().cpu().numpy().cumsum(0), each) * n
+    return _adds_parts(m, x, indices, gates, ends_of(indices), each) * n
 
 
-OTHERS = [
-    counts_of_other_choices, sorted_by_other_choices, counts_outputs, joins_backwards, joins_some, an_expert_behind,
-    moves_without_tokens, counts_outputs_of_a_comprehension, splits_by_numbers_of_others, counts_their_entries, reads_the_last_count, adds_in_every_iteration, numbers_iterations,
-]  # fmt: skip
-CUT_BY_OTHERS = (counts_of_other_choices, sorted_by_other_choices, splits_by_numbers_of_others)
+def of_others(indices):
+    """Other choices than the tokens made."""
+    return indices.flip(0)[:1].expand_as(indices)
+
+
+CUT_BY_OTHERS = named({
+    "counts_of_other_choices": lambda m, x, i, gates: _joined(m, x, i, gates, counted(m, of_others(i))),
+    "sorted_by_other_choices": lambda m, x, i, gates: _joined(m, x, i, gates, counted(m, i), ids=i.flip(0) + 0),
+    "splits_by_numbers_of_others": lambda m, x, i, gates: _by_numbers_of_each(m, x, i, gates, of_others(i)),
+})  # fmt: skip
+JOINED_OTHERWISE = named({
+    "counts_outputs": lambda m, x, i, gates: _joined(
+        m, x, i, gates, counted(m, i), combine=lambda outs: torch.cat(outs) / len(outs)
+    ),
+    "joins_backwards": lambda m, x, i, gates: _joined(
+        m, x, i, gates, counted(m, i), combine=lambda outs: torch.cat(outs[::-1])
+    ),
+})  # fmt: skip
+# What asks how long counts are that end with the last expert chosen.
+OF_THE_LENGTH = named({
+    "counts_their_entries": lambda m, x, i, gates: _adds_parts(m, x, i, gates, ends := ends_of(i)) * len(ends),
+    "reads_the_last_count": lambda m, x, i, gates: _adds_parts(
+        m, x, i, gates, (counts := i.view(-1).bincount()).cpu().numpy().cumsum(0)
+    ) * counts[-1],
+    "adds_in_every_iteration": lambda m, x, i, gates: _adds_parts(m, x, i, gates, ends_of(i), lambda y: y + 0.5),
+})  # fmt: skip
+OTHERS = [*CUT_BY_OTHERS, *JOINED_OTHERWISE, joins_some, an_expert_behind, moves_without_tokens,
+          counts_outputs_of_a_comprehension, *OF_THE_LENGTH, numbers_iterations]  # fmt: skip

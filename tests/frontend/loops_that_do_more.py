@@ -9,12 +9,19 @@ import random
 import torch
 import torch.nn.functional as F
 
-from tests.frontend.loops_over_hits import choices_by_expert, hits
+from tests.frontend.loops_over_hits import add, choices_by_expert, hit, hits, named, over
 
-
-def add(m, y, x, indices, gates, e):
-    token, choice = torch.where(indices == e)
-    y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+OF_OTHER_LISTS = named({
+    "most_tokens_first": over(lambda m, indices: (found := hit(m, indices))[torch.argsort(-found)]),
+    "some_only": over(lambda m, indices: hit(m, indices)[:2]),
+    "hit_by_first_choices": over(lambda m, indices: hit(m, indices[:, :1])),
+    "hit_by_other_tokens": over(lambda m, indices: hit(m, indices[:2])),
+    "distinct_choices_of_a_few": over(lambda m, indices: torch.unique(indices[:2])),
+    "distinct_first_choices": over(lambda m, indices: torch.unique(indices[:, 0])),
+    # not places among scores: there may be more of them than experts
+    "distinct_numbers": over(lambda m, indices: torch.unique(indices + indices)),
+    "runs_another_expert": over(hit, lambda m, e: m.num_experts - 1 - e),
+})  # fmt: skip
 
 
 def counts_iterations(m, x, indices, gates):
@@ -75,35 +82,6 @@ def adds_to_all_tokens(m, x, indices, gates):
     return y
 
 
-def most_tokens_first(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    hit = hits(choices_by_expert(m, indices)).flatten()
-    for e in hit[torch.argsort(-hit)]:
-        add(m, y, x, indices, gates, e)
-    return y
-
-
-def some_only(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e in hits(choices_by_expert(m, indices)).flatten()[:2]:
-        add(m, y, x, indices, gates, e)
-    return y
-
-
-def hit_by_first_choices(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e in hits(choices_by_expert(m, indices[:, :1])).flatten():
-        add(m, y, x, indices, gates, e)
-    return y
-
-
-def hit_by_other_tokens(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e in hits(choices_by_expert(m, indices[:2])).flatten():
-        add(m, y, x, indices, gates, e)
-    return y
-
-
 def stops_early(m, x, indices, gates):
     y = torch.zeros_like(x)
     for e in range(m.num_experts):
@@ -123,8 +101,7 @@ def stops_after_one(m, x, indices, gates):
 
 
 def drops_the_few(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    counts = torch.bincount(indices.flatten(), minlength=m.num_experts)
+    y, counts = torch.zeros_like(x), torch.bincount(indices.flatten(), minlength=m.num_experts)
     for e in range(m.num_experts):
         if counts[e] < 5:
             continue
@@ -137,13 +114,6 @@ def skips_by_another_expert(m, x, indices, gates):
     for e in range(m.num_experts):
         if (indices == m.num_experts - 1 - e).any():
             add(m, y, x, indices, gates, e)
-    return y
-
-
-def runs_another_expert(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e in hits(choices_by_expert(m, indices)).flatten():
-        add(m, y, x, indices, gates, m.num_experts - 1 - e)
     return y
 
 
@@ -241,8 +211,7 @@ def numbers_the_hits(m, x, indices, gates):
 
 
 def by_a_generator(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    numbers = iter([float(i) for i in range(1, 9)])
+    y, numbers = torch.zeros_like(x), iter([float(i) for i in range(1, 9)])
     for e in hits(choices_by_expert(m, indices)).flatten():
         add(m, y, x, indices, gates, e)
         next(numbers)
@@ -250,13 +219,12 @@ def by_a_generator(m, x, indices, gates):
 
 
 def in_a_generator(m, x, indices, gates):
-    y = torch.zeros_like(x)
+    y, n = torch.zeros_like(x), 0
 
     def found():
         for e in hits(choices_by_expert(m, indices)).flatten():
             yield e + 0
 
-    n = 0
     for e in found():
         add(m, y, x, indices, gates, e)
         n += 1
@@ -265,10 +233,10 @@ def in_a_generator(m, x, indices, gates):
 
 def shifts_the_list(m, x, indices, gates):
     """The entries are views of the list."""
-    y, hit = torch.zeros_like(x), hits(choices_by_expert(m, indices)).flatten()
-    for e in hit:
+    y, entries = torch.zeros_like(x), hits(choices_by_expert(m, indices)).flatten()
+    for e in entries:
         add(m, y, x, indices, gates, e)
-        hit += 1
+        entries += 1
     return y
 
 
@@ -304,32 +272,9 @@ def tries(m, x, indices, gates):
     return y * n
 
 
-def distinct_choices_of_a_few(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e in torch.unique(indices[:2]):
-        add(m, y, x, indices, gates, e)
-    return y
-
-
-def distinct_first_choices(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e in torch.unique(indices[:, 0]):
-        add(m, y, x, indices, gates, e)
-    return y
-
-
-def distinct_numbers(m, x, indices, gates):
-    """Not places among scores: there may be more of them than experts."""
-    y = torch.zeros_like(x)
-    for e in torch.unique(indices + indices):
-        add(m, y, x, indices, gates, e)
-    return y
-
-
 def beyond_the_weights(m, x, indices, gates):
     """Choices are any numbers: the list may name an expert that is not there, at which eager fails as well."""
-    y = torch.zeros_like(x)
-    indices = indices.clone() // 1
+    y, indices = torch.zeros_like(x), indices.clone() // 1
     for e in hits(F.one_hot(indices, m.num_experts + 1).permute(2, 1, 0)):
         token, choice = torch.where(indices == e)
         y.index_add_(0, token, (x[token] @ m.router.weight[e].T) * gates[token, choice, None])
@@ -348,8 +293,8 @@ def swallows_errors(m, x, indices, gates):
     return y
 
 
-OTHERS = (beyond_the_weights, swallows_errors, distinct_choices_of_a_few, distinct_first_choices, distinct_numbers, counts_iterations, adds_to_the_sum, appends, counts_in_a_module, counts_in_a_tensor, counts_in_a_new_tensor,
-          adds_to_all_tokens, most_tokens_first, some_only, hit_by_first_choices, hit_by_other_tokens, stops_early,
-          stops_after_one, drops_the_few, skips_by_another_expert, runs_another_expert, or_else, otherwise_a_name, leaves_otherwise, only_if_none,
-          with_dropout, reads_the_last, reads_the_last_rows, keeps_an_output, numbers_the_hits, by_a_generator,
-          in_a_generator, shifts_the_list, draws_a_number, by_a_closure, tries)  # fmt: skip
+OTHERS = (beyond_the_weights, swallows_errors, counts_iterations, adds_to_the_sum, appends, counts_in_a_module,
+          counts_in_a_tensor, counts_in_a_new_tensor, adds_to_all_tokens, *OF_OTHER_LISTS, stops_early, stops_after_one,
+          drops_the_few, skips_by_another_expert, or_else, otherwise_a_name, leaves_otherwise,
+          only_if_none, with_dropout, reads_the_last, reads_the_last_rows, keeps_an_output, numbers_the_hits,
+          by_a_generator, in_a_generator, shifts_the_list, draws_a_number, by_a_closure, tries)  # fmt: skip

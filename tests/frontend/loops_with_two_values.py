@@ -6,19 +6,26 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tests.frontend.loops_over_hits import named
+
 
 def _tokens_of(indices, e):
     return torch.where(indices == e)
 
 
-def conditional_output(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e, expert in enumerate(m.experts):
-        token, choice = _tokens_of(indices, e)
-        n, rows = token.numel(), x[token]
-        out = expert(rows) if n else rows
-        y.index_add_(0, token, out * gates[token, choice, None])
-    return y
+def conditional(asked):
+    """A loop in which rows are an expert's output where `asked` of their number."""
+
+    def body(m, x, indices, gates):
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(m.experts):
+            token, choice = _tokens_of(indices, e)
+            n, rows = token.numel(), x[token]
+            out = expert(rows) if asked(n) else rows
+            y.index_add_(0, token, out * gates[token, choice, None])
+        return y
+
+    return body
 
 
 def conditional_argument(m, x, indices, gates):
@@ -94,32 +101,11 @@ def parts_of_a_split(m, x, indices, gates):
     return _summed(outs, order, gates)
 
 
-FUSE = [conditional_output, conditional_argument, output_in_a_name, output_over_the_rows, by_counts,
-        parts_between_ends, parts_of_a_split]  # fmt: skip
+FUSE = [*named({"conditional_output": conditional(lambda n: n)}), conditional_argument, output_in_a_name,
+        output_over_the_rows, by_counts, parts_between_ends, parts_of_a_split]  # fmt: skip
 
 
 # --- what is another value
-
-
-def more_than_one(m, x, indices, gates):
-    """An expert with one token returns it."""
-    y = torch.zeros_like(x)
-    for e, expert in enumerate(m.experts):
-        token, choice = _tokens_of(indices, e)
-        n, rows = token.numel(), x[token]
-        out = expert(rows) if n > 1 else rows
-        y.index_add_(0, token, out * gates[token, choice, None])
-    return y
-
-
-def not_three(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e, expert in enumerate(m.experts):
-        token, choice = _tokens_of(indices, e)
-        n, rows = token.numel(), x[token]
-        out = expert(rows) if n != 3 else rows
-        y.index_add_(0, token, out * gates[token, choice, None])
-    return y
 
 
 def by_counts_of_the_next(m, x, indices, gates):
@@ -183,4 +169,7 @@ def one_name_or_the_other(m, x, indices, gates):
     return y
 
 
-OTHER = [more_than_one, not_three, by_counts_of_the_next, every_token, padded, remembered, one_name_or_the_other]
+OTHER = [*named({
+    "more_than_one": conditional(lambda n: n > 1),  # an expert with one token returns it
+    "not_three": conditional(lambda n: n != 3),
+}), by_counts_of_the_next, every_token, padded, remembered, one_name_or_the_other]  # fmt: skip

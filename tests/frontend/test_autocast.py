@@ -58,95 +58,84 @@ class Bottleneck(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A bottleneck, an attention block and a weight; what runs in which region is the subclass's."""
+    """A bottleneck, an attention block and a weight; `run(self, x)` says what runs in which region."""
 
-    around = staticmethod(autocast)  # what the caller has switched on
-
-    def __init__(self):
+    def __init__(self, run):
         super().__init__()
         torch.manual_seed(3)
         size: dict[str, Any] = {"heads": 2, "q_lora": 14, "kv_lora": 10, "nope": 6, "rope": 4, "v": 5}
         self.first, self.second = Bottleneck(out=DIM), PlainMLA(DIM, **size, table_source="buffer")
         self.weight = nn.Parameter(torch.randn(DIM, DIM) * DIM**-0.5)
+        self.run = run
         jitter_gains(self)
 
-
-class SecondOff(Blocks):
     def forward(self, x):
-        y = self.first(x)
-        with off():
-            z = self.second(y.float())
-        return y, z
+        return self.run(self, x)
 
 
-class SecondOn(Blocks):
-    around = contextlib.nullcontext
+def second_off(m, x):
+    y = m.first(x)
+    with off():
+        z = m.second(y.float())
+    return y, z
 
-    def forward(self, x):
-        y = self.first(x)
+
+def second_on(m, x):
+    y = m.first(x)
+    with autocast():
+        z = m.second(y)
+    return y, z
+
+
+def float16(m, x):
+    with autocast(torch.float16):
+        return m.second(m.first(x))
+
+
+def nested(m, x):
+    with off():
+        y = m.first(x)
+        a = y @ m.weight
         with autocast():
-            z = self.second(y)
-        return y, z
+            b = m.second(y) @ m.weight
+        c = y @ m.weight
+    return a, b, c, x @ m.weight
 
 
-class Float16(Blocks):
-    around = contextlib.nullcontext
-
-    def forward(self, x):
-        with autocast(torch.float16):
-            return self.second(self.first(x))
-
-
-class Nested(Blocks):
-    def forward(self, x):
-        with off():
-            y = self.first(x)
-            a = y @ self.weight
-            with autocast():
-                b = self.second(y) @ self.weight
-            c = y @ self.weight
-        return a, b, c, x @ self.weight
-
-
-class GradModes(Blocks):
+def grad_modes(m, x):
     """Regions of either kind within the other."""
-
-    def forward(self, x):
+    with torch.no_grad():
+        y = x @ m.weight
+        with off():
+            a = m.first(x)
+    with off():
         with torch.no_grad():
-            y = x @ self.weight
-            with off():
-                a = self.first(x)
+            b = x @ m.weight
+        c = m.second(x + b)
+    return a, b, c, y
+
+
+def in_checkpoint(m, x):
+    def body(x):
+        y = m.first(x)
         with off():
-            with torch.no_grad():
-                b = x @ self.weight
-            c = self.second(x + b)
-        return a, b, c, y
+            return y + m.second(y.float())
+
+    return checkpoint(body, x, use_reentrant=False)
 
 
-class InCheckpoint(Blocks):
-    def body(self, x):
-        y = self.first(x)
-        with off():
-            return y + self.second(y.float())
-
-    def forward(self, x):
-        return checkpoint(self.body, x, use_reentrant=False)
+def around_checkpoint(m, x):
+    y = m.first(x)
+    with off():
+        z = checkpoint(m.second, y.float(), use_reentrant=False)
+    return y + z
 
 
-class AroundCheckpoint(Blocks):
-    def forward(self, x):
-        y = self.first(x)
-        with off():
-            z = checkpoint(self.second, y.float(), use_reentrant=False)
-        return y + z
-
-
-class CacheSwitches(Blocks):
-    def forward(self, x):
-        with autocast(cache_enabled=True):
-            y = self.first(self.first(x))
-        with autocast(cache_enabled=False):
-            return self.second(y)
+def cache_switches(m, x):
+    with autocast(cache_enabled=True):
+        y = m.first(m.first(x))
+    with autocast(cache_enabled=False):
+        return m.second(y)
 
 
 class Product(torch.autograd.Function):
@@ -163,30 +152,33 @@ class Product(torch.autograd.Function):
         return grad.float() @ w.float(), w * grad.float().mean()
 
 
-class FunctionsInRegions(Blocks):
+def functions_in_regions(m, x):
     """Their results are first used behind the region's end: each must stay in its own."""
-
-    def forward(self, x):
-        y = self.first(x)
-        with off():
-            a = Product.apply(y.float(), self.weight)
-        b = Product.apply(x, self.weight)
-        return self.second(a + b), a, b
+    y = m.first(x)
+    with off():
+        a = Product.apply(y.float(), m.weight)
+    b = Product.apply(x, m.weight)
+    return m.second(a + b), a, b
 
 
-KINDS = (
-    SecondOff, SecondOn, Float16, Nested, GradModes, InCheckpoint, AroundCheckpoint, CacheSwitches, FunctionsInRegions,
-)  # fmt: skip
+KINDS = (second_off, second_on, float16, nested, grad_modes, in_checkpoint, around_checkpoint, cache_switches,
+         functions_in_regions)  # fmt: skip
+
+
+def around(kind):
+    """What the caller has switched on."""
+    return contextlib.nullcontext if kind in (second_on, float16) else autocast
 
 
 def expected(kind):
     """What fires: `second` runs once in each."""
-    return PER_BLOCK | {"down_norm_up": PER_BLOCK["down_norm_up"] + (2 if kind is CacheSwitches else 1)}
+    return PER_BLOCK | {"down_norm_up": PER_BLOCK["down_norm_up"] + (2 if kind is cache_switches else 1)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_region(kind):
-    frames = check(kind(), (hidden().requires_grad_(),), around=kind.around, tolerance=BF16)
+    frames = check(Blocks(kind), (hidden().requires_grad_(),), around=around(kind), tolerance=BF16)
     assert frames.fired == expected(kind), frames.misses
     assert not frames.again()
 
@@ -196,26 +188,22 @@ def weighed(q, k, v):
     return v * (q * k).sum(-1, keepdim=True)
 
 
-class Inside(Blocks):
+def inside(m, x):
     """A region that is off within one that is on, one of another dtype, and a product before and behind them."""
-
-    def __init__(self):
-        super().__init__()
-        self.second.attend = weighed
-
-    def forward(self, x):
-        with autocast():
-            y = (x @ self.weight) @ self.weight
-            with off():
-                z = self.first(y.float())
-        with autocast(torch.float16):
-            u = self.second(z)
-        return y, z, u, u.float() @ self.weight
+    with autocast():
+        y = (x @ m.weight) @ m.weight
+        with off():
+            z = m.first(y.float())
+    with autocast(torch.float16):
+        u = m.second(z)
+    return y, z, u, u.float() @ m.weight
 
 
+@pytest.mark.exhaustive
 def test_as_exact_as_inductor():
     """Through Inductor's kernels: no further from eager than the plain graph is there."""
-    model, x = Inside(), hidden().requires_grad_()
+    model, x = Blocks(inside), hidden().requires_grad_()
+    model.second.attend = weighed
     torch._dynamo.reset()
     eager, plain, fused = (copy.deepcopy(model) for _ in range(3))
     want = train(eager, eager, (x,))
@@ -223,7 +211,7 @@ def test_as_exact_as_inductor():
     torch._dynamo.reset()
     with record() as report:
         ours = train(torch.compile(fused, backend="megacpp", fullgraph=True), fused, (x,))
-    assert {name: count for name, count in report.counts.items() if count} == expected(Inside)
+    assert {name: count for name, count in report.counts.items() if count} == expected(inside)
     assert [frame.captured for frame in report.frames] == [True]
     # float16 is eight times as fine as bfloat16: what only its region computes is held to its own bound.
     in_float16 = {name for name in want if name in ("output 2", "output 3") or name.startswith("gradient of second.")}
@@ -243,6 +231,7 @@ class Logits(nn.Module):
         return self.model(input_ids=ids, use_cache=False).logits
 
 
+@pytest.mark.end_to_end
 def test_transformers_deepseek_v3():
     """Its rotary embedding switches autocast off around the tables."""
     transformers = pytest.importorskip("transformers")
@@ -318,25 +307,22 @@ class MaskUnderVmap(nn.Module):
         return self.block(x), mask
 
 
-def test_a_vmap_is_cast_as_its_region_says():
-    frames = check(MaskUnderVmap(contextlib.nullcontext), (hidden(),), around=autocast, tolerance=BF16)
-    assert frames.fired == PER_BLOCK
-    assert frames.results["output 1"].dtype == torch.float32
-
-
-def test_a_vmap_that_switches_is_carried_as_it_is():
-    frames = check(MaskUnderVmap(autocast), (hidden(),), around=autocast, tolerance=BF16)
-    assert frames.fired == PER_BLOCK
-    assert frames.results["output 1"].dtype == torch.bfloat16
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(("inside", "dtype"), [(contextlib.nullcontext, torch.float32), (autocast, torch.bfloat16)])
+def test_a_vmap_is_cast_as_its_region_says_or_it_itself(inside, dtype):
+    """One that switches is carried as it is."""
+    frames = check(MaskUnderVmap(inside), (hidden(),), around=autocast, tolerance=BF16)
+    assert frames.fired == PER_BLOCK and frames.results["output 1"].dtype == dtype
 
 
 # --- what watches the rewrites
 
 
-@pytest.mark.parametrize("kind", [SecondOn, Nested])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", [second_on, nested], ids=lambda kind: kind.__name__)
 def test_verification_replays_a_site_in_its_region(kind):
-    """`Nested` has one that is off, too."""
-    frames = run(kind(), (hidden(),), Config(verify="each", strict=True), around=kind.around)
+    """`nested` has one that is off, too."""
+    frames = run(Blocks(kind), (hidden(),), Config(verify="each", strict=True), around=around(kind))
     assert frames.fired == expected(kind)
 
 

@@ -46,78 +46,60 @@ def in_place_backward():
         pytest.skip(f"torch {torch.__version__}: Dynamo alone computes a wrong gradient for a backward that writes in place")
 
 
-class Wrapped(nn.Module):
-    def __init__(self, block):
+class Around(nn.Module):
+    """`body(self, x, *tables)` around a block and a linear."""
+
+    def __init__(self, body, block=None, dim=40):
         super().__init__()
-        self.block = block
-        self.into = nn.Linear(40, 40)
+        self.body, self.block, self.into = body, block, nn.Linear(dim, dim)
 
     def forward(self, x, *tables):
-        return Tripled.apply(self.block(Tripled.apply(self.into(x)), *tables)) + 1
+        return self.body(self, x, *tables)
 
 
-class ChangedAfterTheCall(nn.Module):
+def wrapped(m, x, *tables):
+    return Tripled.apply(m.block(Tripled.apply(m.into(x)), *tables)) + 1
+
+
+def changed_after_the_call(m, x, *tables):
     """What the function reads and what it returns are both written to before either is used again."""
-
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-        self.into = nn.Linear(40, 40)
-
-    def forward(self, x, *tables):
-        y = self.into(x)
-        z = Tripled.apply(y)
-        y.add_(1)
-        z.mul_(2)
-        return self.block(z, *tables) + y
+    y = m.into(x)
+    z = Tripled.apply(y)
+    y.add_(1)
+    z.mul_(2)
+    return m.block(z, *tables) + y
 
 
-class OnlyFunctions(nn.Module):
-    """Nothing to fuse: looking at the frame must leave Dynamo's own graph as it was."""
-
-    def __init__(self):
-        super().__init__()
-        self.into = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return Tripled.apply(torch.relu(Tripled.apply(self.into(x))) * 2) + 1
-
-
-class InPlaceUnderCheckpoint(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def body(self, x, *tables):
-        y = self.block(x, *tables)
-        y = y * 1.0
-        y[..., 0].mul_(2)
-        return y
-
-    def forward(self, x, *tables):
-        return checkpoint(self.body, x, *tables, use_reentrant=False)
-
-
-def test_custom_functions_keep_their_backward_around_fused_ops(in_place_backward):
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("body", [wrapped, changed_after_the_call], ids=lambda f: f.__name__)
+def test_custom_functions_keep_their_backward_around_fused_ops(in_place_backward, body):
     block = PlainMLA()
-    frames = check(Wrapped(block), block.example_inputs())
+    frames = check(Around(body, block), block.example_inputs())
     assert frames.counts["down_norm_up"] == 2 and frames.counts["mla_rope_kv"] == 1
 
 
-def test_custom_functions_read_values_as_they_are_at_the_call(in_place_backward):
-    block = PlainMLA()
-    frames = check(ChangedAfterTheCall(block), block.example_inputs())
-    assert frames.counts["down_norm_up"] == 2
-
-
 def test_frames_nothing_fires_in_are_left_as_they_came(in_place_backward):
-    frames = check(OnlyFunctions(), (torch.randn(4, 8),))
+    """Looking at the frame must leave Dynamo's own graph as it was."""
+
+    def only_functions(m, x):
+        return Tripled.apply(torch.relu(Tripled.apply(m.into(x))) * 2) + 1
+
+    frames = check(Around(only_functions, dim=8), (torch.randn(4, 8),))
     assert not any(frames.counts.values())
 
 
 def test_in_place_ops_in_checkpointed_blocks_survive():
+    def body(block, x, *tables):
+        y = block(x, *tables)
+        y = y * 1.0
+        y[..., 0].mul_(2)
+        return y
+
+    def in_place(m, *args):
+        return checkpoint(body, m.block, *args, use_reentrant=False)
+
     block = PlainMLA()
-    frames = check(InPlaceUnderCheckpoint(block), block.example_inputs())
+    frames = check(Around(in_place, block, dim=1), block.example_inputs())
     assert frames.counts["down_norm_up"] == 2
 
 

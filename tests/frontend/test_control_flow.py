@@ -20,10 +20,20 @@ def loop(xs, y, z):
     return last
 
 
-def test_names_that_are_live():
-    instructions = cleaned_instructions(loop.__code__)
+def live_at_head(function):
+    instructions = cleaned_instructions(function.__code__)
     (head,) = [i for i in instructions if i.opname == "FOR_ITER"]
-    assert live_names(instructions, head) == {"y", "z", "last"}, "not x and w, which are set before they are read"
+    return live_names(instructions, head)
+
+
+def branches(function):
+    """The instructions of `function`, and the branches among them."""
+    instructions = cleaned_instructions(function.__code__)
+    return instructions, [i for i in instructions if "JUMP" in i.opname and "_IF_" in i.opname]
+
+
+def test_names_that_are_live():
+    assert live_at_head(loop) == {"y", "z", "last"}, "not x and w, which are set before they are read"
 
 
 def within(xs, scope, z):
@@ -37,9 +47,7 @@ def within(xs, scope, z):
 
 def test_a_name_that_a_with_sets_is_not_live_before_it():
     """Where no error is swallowed it is set whenever it is read."""
-    instructions = cleaned_instructions(within.__code__)
-    (head,) = [i for i in instructions if i.opname == "FOR_ITER"]
-    assert live_names(instructions, head) == {"scope", "z"}
+    assert live_at_head(within) == {"scope", "z"}
 
 
 def one_way_or_the_other(xs, y):
@@ -64,8 +72,8 @@ def at_times(xs, y):
 
 def test_an_else_is_no_way_to_skip():
     for loop_, joins in ((one_way_or_the_other, [None]), (at_times, ["LOAD_FAST", "LOAD_FAST"])):
-        instructions = cleaned_instructions(loop_.__code__)
-        ways = [skipped(instructions, i) for i in instructions if "JUMP" in i.opname and "_IF_" in i.opname]
+        instructions, found = branches(loop_)
+        ways = [skipped(instructions, i) for i in found]
         assert [way and way[0].opname[:9] for way in ways] == joins
 
 
@@ -81,14 +89,13 @@ def on_or_out(xs, y):
 def test_where_ways_meet_that_both_do_something():
     heads = {one_way_or_the_other: ["LOAD_FAST"], loop: ["FOR_ITER"], on_or_out: [None]}
     for loop_, joins in heads.items():
-        instructions = cleaned_instructions(loop_.__code__)
-        found = [meeting(instructions, i) for i in instructions if "JUMP" in i.opname and "_IF_" in i.opname]
-        assert [join and join.opname[:9] for join in found] == joins
+        instructions, found = branches(loop_)
+        met = [meeting(instructions, i) for i in found]
+        assert [join and join.opname[:9] for join in met] == joins
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="names of 3.11's jumps")
 def test_where_ways_meet():
-    instructions = cleaned_instructions(loop.__code__)
-    (jump,) = [i for i in instructions if "_IF_" in i.opname]
+    instructions, (jump,) = branches(loop)
     join, by_jump = skipped(instructions, jump)
     assert join.opname == "FOR_ITER" and by_jump == ("IF_TRUE" in jump.opname)

@@ -17,16 +17,10 @@ def floor(a, b):
     return torch.utils._sympy.functions.FloorDiv(a, b)
 
 
-@pytest.mark.parametrize(
-    ("expr", "want"),
-    [
-        (floor(4 * s**2, s), 4 * s),
-        (floor(64 * s, floor(4 * s**2, s)), 16),
-        (floor(s * t + s, t + 1), s),
-        (1 + floor(6 * s * t, floor(2 * s**2, s)), 1 + 3 * t),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("expr", "want"), [
+    (floor(4 * s**2, s), 4 * s), (floor(64 * s, floor(4 * s**2, s)), 16), (floor(s * t + s, t + 1), s),
+    (1 + floor(6 * s * t, floor(2 * s**2, s)), 1 + 3 * t),
+], ids=str)  # fmt: skip
 def test_divisions_without_a_rest(expr, want):
     assert divided(expr) == want
 

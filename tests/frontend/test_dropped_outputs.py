@@ -88,6 +88,7 @@ def test_by_blocks(no_kernels):
     assert isinstance(out.logits, DroppedOutput)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 def test_evaluation_has_them(no_kernels, around):
     model, args = Model(), arguments()
@@ -109,11 +110,10 @@ def test_other_names_stay(no_kernels):
     assert isinstance(out.logits, torch.Tensor) and isinstance(out.loss, torch.Tensor)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [lambda t: t.argmax(-1), lambda t: t.shape, lambda t: t[0], lambda t: t + 1, lambda t: 1 - t, lambda t: -t, len,
-     list, bool, torch.argmax, lambda t: F.softmax(t, -1), lambda t: torch.ones(3) * t],
-)  # fmt: skip
+@pytest.mark.parametrize("use", [
+    lambda t: t.argmax(-1), lambda t: t.shape, lambda t: t[0], lambda t: t + 1, lambda t: 1 - t, lambda t: -t, len,
+    list, bool, torch.argmax, lambda t: F.softmax(t, -1), lambda t: torch.ones(3) * t,
+])  # fmt: skip
 def test_any_use_is_an_error(use):
     with pytest.raises(DroppedOutputError, match="'logits' is read.*drop_outputs"):
         use(DroppedOutput("logits"))

@@ -60,7 +60,7 @@ def steps(model, run, x):
     return found
 
 
-def both(mesh, no_kernels, **how):
+def both(mesh, **how):
     torch._dynamo.reset()
     torch.manual_seed(1)
     x, model = torch.randn(6, DIM), Routed(mesh, **how)
@@ -74,12 +74,12 @@ def both(mesh, no_kernels, **how):
 
 
 def test_a_map_and_a_counter(mesh, no_kernels):
-    report = both(mesh, no_kernels)
+    report = both(mesh)
     assert [f.reason for f in report.frames] == [""] and report.counts["down_norm_up"] == 1
 
 
 def test_a_counter_that_is_read_behind_the_write(mesh, no_kernels):
-    report = both(mesh, no_kernels, read=lambda counts: counts.to_local().mean())
+    report = both(mesh, read=lambda counts: counts.to_local().mean())
     assert ["`add_` writes to a DTensor" in f.reason for f in report.frames] == [True]
 
 

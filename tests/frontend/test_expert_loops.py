@@ -11,26 +11,10 @@ from torch._dynamo.utils import counters
 
 import megacpp_compile
 from tests.frames import largest_error, train
-from tests.frontend.loops_over_hits import (
-    EITHER_WAY,
-    LOOPS,
-    STACKED,
-    as_deepseek,
-    as_eager_experts,
-    as_mixtral,
-    by_distinct_choices,
-    zeros_otherwise,
-)
-from tests.frontend.loops_over_sorted_slots import (
-    BRANCHES,
-    CUT_BY_OTHERS,
-    NO_BRANCHES,
-    adds_counted_parts,
-    adds_parts_between_ends,
-    joins_parts,
-    splits_what_gates_multiply,
-)
-from tests.frontend.loops_over_sorted_slots import OTHERS as OTHER_PARTS
+from tests.frontend import loops_by_membership as membership
+from tests.frontend import loops_over_hits as hits
+from tests.frontend import loops_over_sorted_slots as parts
+from tests.frontend import loops_with_two_values as two_values
 from tests.frontend.loops_that_do_more import (
     OTHERS,
     counts_in_a_tensor,
@@ -38,19 +22,9 @@ from tests.frontend.loops_that_do_more import (
     numbers_the_hits,
     some_zeros_otherwise,
 )
-from tests.passes.experts import DIM, MoE, Ungated, skipping_idle_experts, where_index_add
+from tests.passes.experts import DIM, Expert, MoE, Ungated, skipping_idle_experts, where_index_add
 
-pytestmark = pytest.mark.usefixtures("eager_backend")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    settings = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
-    before = [getattr(torch._dynamo.config, name) for name in settings]
-    yield
-    assert [getattr(torch._dynamo.config, name) for name in settings] == before
+pytestmark = pytest.mark.usefixtures("fresh", "eager_backend")
 
 
 def trained(call, module, args):
@@ -81,49 +55,51 @@ def tokens(n=11):
     return torch.randn(n, DIM).requires_grad_()
 
 
-@pytest.mark.parametrize("body", [*LOOPS, *BRANCHES], ids=lambda body: body.__name__)
+@pytest.mark.sampled(9, unit=10)
+@pytest.mark.parametrize("body", [*hits.LOOPS, *parts.BRANCHES], ids=lambda body: body.__name__)
 def test_loops_that_depend_on_data_fuse(body):
     """Gated experts are in `Model` (below)."""
-    fuses(compiled(MoE(body, Ungated, stacked=body in STACKED), tokens()))
+    fuses(compiled(MoE(body, Ungated, stacked=body in hits.STACKED), tokens()))
 
 
 # What Dynamo says where it may not break the graph.
 BREAKS = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)
 
 
-@pytest.mark.parametrize("body", NO_BRANCHES, ids=lambda body: body.__name__)
+@pytest.mark.end_to_end
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("body", parts.NO_BRANCHES, ids=lambda body: body.__name__)
 @pytest.mark.parametrize("kwargs", [{}, {"dynamic": True}], ids=["static", "dynamic"])
 def test_sizes_that_are_read_as_numbers(body, kwargs):
     """By default, as in eager every expert runs, if on no rows."""
-    module = MoE(body, Ungated, experts=4, stacked=body is splits_what_gates_multiply)
+    module = MoE(body, Ungated, experts=4, stacked=body is parts.splits_what_gates_multiply)
     report = compiled(module, tokens(), tokens(6), loops="auto", **kwargs)
     assert report.counts["moe"] >= 1 and not counters["graph_break"] and not report.misses
 
 
-@pytest.mark.parametrize("body", OTHER_PARTS, ids=lambda body: body.__name__)
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("body", parts.OTHERS, ids=lambda body: body.__name__)
 def test_what_else_depends_on_parts_of_sorted_slots(body):
     """Of four experts two have no slots; where others' counts cut the slots, all have the same."""
     module = MoE(body, Ungated, experts=4)
-    x = torch.ones(5, DIM).requires_grad_() if body in CUT_BY_OTHERS else tokens(1)
+    x = torch.ones(5, DIM).requires_grad_() if body in parts.CUT_BY_OTHERS else tokens(1)
     report = compiled(module, x)
     assert not report.counts["moe"] and any(m.pass_name == "moe" for m in report.misses)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("body", OTHERS, ids=lambda body: body.__name__)
 def test_what_an_expert_without_tokens_would_change_breaks_the_graph(body):
     with pytest.raises(BREAKS):
         torch.compile(MoE(body, Ungated, experts=2), backend="megacpp", fullgraph=True)(tokens(5))
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (counts_iterations, "sets `n`, which is read later"),
-        (counts_in_a_tensor, "more than their sum is used later"),
-        (numbers_the_hits, "handed on by `yield`, as `enumerate` does"),
-    ],
-    ids=lambda p: getattr(p, "__name__", None),
-)
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("body", "reason"), [
+    (counts_iterations, "sets `n`, which is read later"), (counts_in_a_tensor, "more than their sum is used later"),
+    (numbers_the_hits, "handed on by `yield`, as `enumerate` does"),
+], ids=lambda p: getattr(p, "__name__", None))  # fmt: skip
 def test_what_is_not_taken_computes_as_before_and_says_why(body, reason):
     report = compiled(MoE(body, Ungated, experts=4), tokens(1))  # of two choices: two experts have no token
     assert not report.counts["moe"] and any(f.graph_break for f in report.frames)
@@ -134,13 +110,14 @@ def test_what_is_not_taken_computes_as_before_and_says_why(body, reason):
 class ThreeLayers(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        bodies = (as_mixtral, by_distinct_choices, counts_iterations)
+        bodies = (hits.as_mixtral, hits.by_distinct_choices, counts_iterations)
         self.first, self.second, self.third = (MoE(body, Ungated, experts=2) for body in bodies)
 
     def forward(self, x):
         return self.third(self.second(self.first(x)))
 
 
+@pytest.mark.end_to_end
 def test_a_loop_that_is_refused_leaves_those_before_it_alone():
     """The graph breaks at its layer, and the layers before are one frame as they would be without it."""
     report = compiled(ThreeLayers(), tokens())
@@ -160,7 +137,9 @@ def all_to_one(m):
     return m
 
 
-@pytest.mark.parametrize("body", [as_mixtral, as_deepseek], ids=lambda b: b.__name__)
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("body", [hits.as_mixtral, hits.as_deepseek], ids=lambda b: b.__name__)
 def test_experts_without_tokens(body):
     """Two of four experts have none; then there are no tokens at all, and one, and sizes become symbols."""
     module = all_to_one(MoE(body, Ungated, experts=4))
@@ -176,7 +155,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, layers=2):
         super().__init__()
-        self.layers = torch.nn.ModuleList(MoE((as_mixtral, as_deepseek)[i % 2]) for i in range(layers))
+        self.layers = torch.nn.ModuleList(MoE((hits.as_mixtral, hits.as_deepseek)[i % 2]) for i in range(layers))
 
     def forward(self, x):
         for layer in self.layers:
@@ -184,7 +163,11 @@ class Model(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("body", [adds_counted_parts, adds_parts_between_ends, joins_parts], ids=lambda b: b.__name__)
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("body", [
+    parts.adds_counted_parts, parts.adds_parts_between_ends, parts.joins_parts,
+], ids=lambda body: body.__name__)  # fmt: skip
 def test_parts_of_no_slots(body):
     """Two of four experts have none, and one array of counts ends before them; then sizes become symbols."""
     module = all_to_one(MoE(body, Ungated, experts=4))
@@ -192,6 +175,8 @@ def test_parts_of_no_slots(body):
     assert not report.misses and not any(f.graph_break for f in report.frames) and report.counts["moe"] >= 1
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layers_of_a_model(dtype):
     x = torch.randn(11, DIM, dtype=dtype).requires_grad_()
@@ -210,7 +195,7 @@ def test_inference_with_gates_wider_than_tokens():
     """Regression: sizes that are checked behind the loop were taken for unknown ones, and the graph for a broken one."""
 
     def of_sequences(m, x, indices, gates):
-        return joins_parts(m, x.flatten(0, 1), indices.flatten(0, 1), gates.flatten(0, 1).float()).view(*x.shape)
+        return parts.joins_parts(m, x.flatten(0, 1), indices.flatten(0, 1), gates.flatten(0, 1).float()).view(*x.shape)
 
     module, x = MoE(of_sequences, Ungated).bfloat16(), torch.randn(2, 5, DIM, dtype=torch.bfloat16)
     with megacpp_compile.record() as report, torch.no_grad():
@@ -219,14 +204,15 @@ def test_inference_with_gates_wider_than_tokens():
     fuses(report)
 
 
+@pytest.mark.end_to_end
 def test_choices_from_elsewhere_are_said_to_be_so():
     """Which experts a token chose may come twice in a token: then marks are no counts."""
-    module = MoE(joins_parts, Ungated, experts=4)
+    module = MoE(parts.joins_parts, Ungated, experts=4)
     first = torch.arange(11)
     x, indices, gates = tokens().detach(), torch.stack([first % 4, (first + 1) % 4], 1), torch.rand(11, 2)
     with megacpp_compile.record() as report, torch.no_grad():
-        got = torch.compile(joins_parts, backend="megacpp")(module, x, indices, gates)
-        torch.testing.assert_close(got, joins_parts(module, x, indices, gates))
+        got = torch.compile(parts.joins_parts, backend="megacpp")(module, x, indices, gates)
+        torch.testing.assert_close(got, parts.joins_parts(module, x, indices, gates))
     (miss,) = {(m.tag, m.reason) for m in report.misses if m.pass_name == "moe" and m.tag == "loop-over-data"}
     assert not report.counts["moe"] and "no sum over each token's choices is seen" in miss[1]
 
@@ -240,23 +226,26 @@ def test_by_the_package_s_own_compile():
 
 
 def test_explain_tells_of_it():
-    report = megacpp_compile.explain(MoE(as_mixtral), tokens(), options={"expert_loops": True})
+    report = megacpp_compile.explain(MoE(hits.as_mixtral), tokens(), options={"expert_loops": True})
     assert report.counts["moe"] == 1 and not report.misses
 
 
+@pytest.mark.end_to_end
 def test_by_default_an_expert_that_is_skipped_has_no_gradient():
     """As in eager: one of zeros would let momentum and weight decay move it."""
-    module = all_to_one(MoE(as_mixtral, Ungated, experts=4))
+    module = all_to_one(MoE(hits.as_mixtral, Ungated, experts=4))
     with megacpp_compile.record() as report:
         torch.compile(module, backend="megacpp")(torch.rand(5, DIM)).sum().backward()
     assert [e.up.weight.grad is None for e in module.experts] == [False, False, True, True]
     assert not report.counts["moe"] and "has no gradient" in report.misses[0].reason
     torch._dynamo.reset()
     counters.clear()
-    fuses(compiled(MoE(as_eager_experts, stacked=True), tokens(), loops="auto"))
+    fuses(compiled(MoE(hits.as_eager_experts, stacked=True), tokens(), loops="auto"))
 
 
-@pytest.mark.parametrize("body", EITHER_WAY, ids=lambda body: body.__name__)
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("body", hits.EITHER_WAY, ids=lambda body: body.__name__)
 def test_what_gives_zeros_to_an_expert_without_tokens(body):
     """By default, as there its parameters have a gradient in eager, too."""
     module = all_to_one(MoE(body, Ungated, experts=4))
@@ -265,6 +254,7 @@ def test_what_gives_zeros_to_an_expert_without_tokens(body):
     assert all(torch.count_nonzero(p.grad) == 0 for e in module.experts[2:] for p in e.parameters())
 
 
+@pytest.mark.end_to_end
 def test_what_gives_zeros_to_some_of_its_parameters():
     report = compiled(MoE(some_zeros_otherwise, Ungated, experts=4), tokens(), loops="auto")
     assert not report.counts["moe"] and "has no gradient" in report.misses[0].reason
@@ -273,18 +263,20 @@ def test_what_gives_zeros_to_some_of_its_parameters():
     fuses(compiled(MoE(some_zeros_otherwise, Ungated, experts=4), tokens()))
 
 
-def test_either_way_without_gradients():
-    module = MoE(zeros_otherwise, Ungated, experts=4).eval()
-    x = tokens().detach()
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("body", [hits.zeros_otherwise, membership.among_distinct_choices], ids=lambda b: b.__name__)
+def test_either_way_without_gradients(body):
+    module, x = MoE(body, Ungated, experts=4).eval(), tokens().detach()
     with megacpp_compile.record() as report, torch.no_grad():
         got = torch.compile(module, backend="megacpp", fullgraph=True)(x)
+        torch.testing.assert_close(got, module(x))
     assert report.counts["moe"] == 1
-    torch.testing.assert_close(got, module(x).detach())
 
 
+@pytest.mark.end_to_end
 def test_what_skips_nothing_is_not_held_to_that():
     """Regression: experts of their own in a loop over all, which have gradients of zeros in eager too."""
-    model = torch.nn.Sequential(MoE(where_index_add), MoE(as_eager_experts, stacked=True))
+    model = torch.nn.Sequential(MoE(where_index_add), MoE(hits.as_eager_experts, stacked=True))
     report = compiled(model, tokens(), loops="auto")
     assert report.counts["moe"] == 2 and len(report.frames) == 1 and report.frames[0].expert_loops == 1
 
@@ -314,3 +306,77 @@ def test_nothing_is_looked_at_that_dynamo_does_not(eager_backend):
 def test_other_backends_are_left_alone():
     with pytest.raises(BREAKS):
         torch.compile(MoE(skipping_idle_experts), backend="eager", fullgraph=True)(tokens())
+
+
+# --- `if e in indices.unique()`, where nothing else depends on it
+
+
+@pytest.mark.parametrize("body", membership.FUSE, ids=lambda body: body.__name__)
+def test_membership_fuses(body):
+    fuses(compiled(MoE(body, Ungated), tokens()))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("body", [
+    membership.among_distinct_choices, membership.among_choices,
+], ids=lambda body: body.__name__)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_membership_of_experts_without_tokens(body, dtype):
+    """Two of four experts have none, and sizes become symbols."""
+    module = all_to_one(MoE(body, Ungated, experts=4)).to(dtype)
+    inputs = (torch.rand(n, DIM, dtype=dtype).requires_grad_() for n in (9, 5, 7))
+    report = compiled(module, *inputs, dynamic=True, tolerance=4e-2 if dtype is torch.bfloat16 else 1e-5)
+    assert report.counts["moe"] >= 1 and not report.misses and not counters["graph_break"]
+
+
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("body", membership.STAY, ids=lambda body: body.__name__)
+def test_other_membership_stays(body):
+    """Of four experts two have no tokens, of all tokens or of the first."""
+    module = all_to_one(MoE(body, Ungated, experts=4))
+    report = compiled(module, torch.rand(5, DIM).requires_grad_(), tokens(3))
+    assert not any(frame.expert_loops for frame in report.frames)
+    assert any(frame.graph_break for frame in report.frames)
+
+
+# --- `expert(rows) if len(rows) else rows`, which is the same either way where there are no rows
+
+
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("body", two_values.FUSE, ids=lambda body: body.__name__)
+def test_two_values_fuse(body):
+    """Of four experts two have no tokens at first."""
+    module = MoE(body, Ungated, experts=4)
+    fuses(compiled(module, tokens(1)))
+    torch._dynamo.reset()
+    report = compiled(all_to_one(module), *(torch.rand(n, DIM).requires_grad_() for n in (9, 5, 3)))
+    assert not report.misses and not any(f.graph_break for f in report.frames) and report.counts["moe"] >= 1
+
+
+@pytest.mark.parametrize("body", two_values.FUSE, ids=lambda body: body.__name__)
+def test_two_values_of_dynamic_shapes(body):
+    fuses(compiled(MoE(body, Expert), tokens(), dynamic=True))
+
+
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("body", two_values.OTHER, ids=lambda body: body.__name__)
+def test_values_that_make_a_difference(body):
+    """Of four experts two have no tokens at first. Behind a graph break numbers are constants, and a branch on them is
+    none: what fuses there assumes nothing."""
+    module, misses = MoE(body, Ungated, experts=4), []
+    for n in (1, 6):
+        torch._dynamo.reset()
+        report = compiled(module, tokens(n))
+        assert not any(frame.expert_loops for frame in report.frames)
+        misses += [m for m in report.misses if m.pass_name == "moe"]
+    assert misses
+
+
+@pytest.mark.end_to_end
+def test_an_expert_that_is_skipped_has_no_gradient():
+    """By default the report says so, and nothing is taken."""
+    report = compiled(MoE(two_values.FUSE[0], Ungated, experts=4), tokens(1), loops="auto")
+    assert not report.counts["moe"] and any("has no gradient" in m.reason for m in report.misses)

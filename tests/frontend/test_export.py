@@ -129,11 +129,6 @@ def test_two_runs_where_inputs_share_what_is_written_to():
 
 
 def test_a_buffer_that_is_written_to():
-    class Counter(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("steps", torch.zeros(3))
-
     call, graph = counted(lambda steps, x: steps.add_(1) + x), fx.Graph()
     x, steps = graph.placeholder("x"), graph.get_attr("steps")
     graph.output((graph.call_function(call, (steps, x)),))
@@ -143,7 +138,9 @@ def test_a_buffer_that_is_written_to():
             steps.meta["example_value"] = value
             with graph.inserting_after(steps):
                 graph.call_method("add_", (steps, 1))
-        captured = capture(fx.GraphModule(root := Counter(), graph), [torch.ones(3)]).gm
+        root = torch.nn.Module()
+        root.register_buffer("steps", torch.zeros(3))
+        captured = capture(fx.GraphModule(root, graph), [torch.ones(3)]).gm
         assert call.runs == runs
         captured(torch.ones(3))
         assert torch.equal(root.steps, torch.full((3,), 1.0 if value is None else 2.0))

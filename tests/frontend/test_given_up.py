@@ -15,13 +15,7 @@ from megacpp_compile.frontend import graph_breaks
 from megacpp_compile.frontend.fallbacks import may_hold_idiom
 from megacpp_compile.report.at_exit import ENDING
 
-
-@pytest.fixture(autouse=True)
-def _fresh(eager_backend):
-    torch._dynamo.reset()
-    ENDING.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh", "eager_backend")
 
 
 def warnings(caplog):
@@ -113,45 +107,49 @@ def test_code_that_is_not_the_users_is_in_the_report_alone(monkeypatch, caplog):
     assert warnings(caplog) == [] and ENDING.text() == ""
 
 
+def a_product(x):
+    return (x @ x).sin() * 2 + x
+
+
 def test_the_recompile_limit(caplog):
-    function = torch.compile(lambda x: (x @ x).sin() * 2 + x, backend="megacpp")
+    function = torch.compile(a_product, backend="megacpp")
     with record() as report, torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
         for n in range(2, 7):
             function(torch.eye(n))
     assert [f.left_to for f in report.frames] == ["", "", "eager"]
     assert "recompile_limit reached" in report.frames[2].reason and "mark_dynamic" in report.frames[2].reason
-    assert "<lambda> (test_given_up.py:" in report.frames[2].name
+    assert "a_product (test_given_up.py:" in report.frames[2].name
     assert "recompile_limit reached" in ENDING.text()
     assert warnings(caplog) == []  # Dynamo warns of it
 
 
 def test_the_recompile_limit_under_strict():
-    function = torch.compile(lambda x: (x @ x).sin() * 2 + x, backend="megacpp", options={"strict": True})
+    function = torch.compile(a_product, backend="megacpp", options={"strict": True})
     with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
         function(torch.eye(2))
         with pytest.raises(GraphBreakError, match="recompile_limit reached"):
             function(torch.eye(3))
 
 
-def test_an_error_that_dynamo_hides(monkeypatch):
+@pytest.fixture
+def failing(monkeypatch):
     def fails(*_, **__):
         raise ValueError("Inductor's own")
 
     monkeypatch.setattr(compile_fx_module, "compile_fx", fails)
+
+
+def test_an_error_that_dynamo_hides(failing):
     with torch._dynamo.config.patch(suppress_errors=True):
-        report = compiled(lambda x: (x @ x).sin() * 2 + x, torch.eye(3))
+        report = compiled(a_product, torch.eye(3))
     (frame,) = report.frames
     assert frame.left_to == "eager" and frame.reason.endswith("suppress_errors hid ValueError: Inductor's own")
     assert "ValueError: Inductor's own" in ENDING.text()
 
 
-def test_an_error_that_the_user_meets_is_no_frame(monkeypatch):
-    def fails(*_, **__):
-        raise ValueError("Inductor's own")
-
-    monkeypatch.setattr(compile_fx_module, "compile_fx", fails)
+def test_an_error_that_the_user_meets_is_no_frame(failing):
     with record() as report, pytest.raises(Exception, match="Inductor's own"):
-        torch.compile(lambda x: (x @ x).sin() * 2 + x, backend="megacpp")(torch.eye(3))
+        torch.compile(a_product, backend="megacpp")(torch.eye(3))
     assert report.frames == []
 
 
@@ -172,59 +170,39 @@ def not_captured(monkeypatch):
     monkeypatch.setattr(analysis, "capture", refuses)
 
 
-def products(x):
-    return (x @ x).sin().cos() + x
-
-
-def no_products(x):
-    return x.sin().cos().tan() + x
-
-
-@pytest.mark.usefixtures("not_captured")
-def test_a_frame_that_may_have_lost_an_idiom_warns_once(caplog):
+def test_a_frame_that_may_have_lost_an_idiom_warns_once(not_captured, caplog):
     for _ in range(2):
-        (frame,) = compiled(products, torch.eye(3)).frames
+        (frame,) = compiled(a_product, torch.eye(3)).frames
         torch._dynamo.reset()
     assert frame.left_to == "backend" and frame.lost
     (said,) = warnings(caplog)
-    assert "products (test_given_up.py:" in said and "compiled by Inductor alone: it holds a planted lie. Take " in said
+    assert "a_product (test_given_up.py:" in said
+    assert "compiled by Inductor alone: it holds a planted lie. Take " in said
     assert "it holds a planted lie ×2" in ENDING.text()
 
 
-@pytest.mark.usefixtures("not_captured")
-def test_a_frame_that_cannot_is_in_the_report_alone(caplog):
-    report = compiled(no_products, torch.eye(3))
+def test_a_frame_that_cannot_is_in_the_report_alone(not_captured, caplog):
+    report = compiled(lambda x: x.sin().cos().tan() + x, torch.eye(3))
     (frame,) = report.frames
     assert frame.left_to == "backend" and not frame.lost and "a planted lie" in report.summary()
     assert warnings(caplog) == [] and ENDING.text() == ""
 
 
-@pytest.mark.usefixtures("not_captured")
-def test_strict():
+def test_strict(not_captured):
     with pytest.raises(NotCapturedError, match="a planted lie"):
-        compiled(products, torch.eye(3), strict=True)
+        compiled(a_product, torch.eye(3), strict=True)
 
 
 def test_what_multiplies():
-    def graph(function):
-        module = torch.fx.symbolic_trace(function)
-        return may_hold_idiom(module)
-
     x = torch.ones(3)
     for function in (lambda a: a @ x, lambda a: a * a, lambda a: a.mul_(2), lambda a: torch.einsum("i,i", a, a),
                      lambda a: nn.functional.linear(a, a), lambda a: torch.ops.aten.mm.default(a, a)):  # fmt: skip
-        assert graph(function)
+        assert may_hold_idiom(torch.fx.symbolic_trace(function))
     for function in (lambda a: a + 1, lambda a: a.sin().view(1, 3), lambda a: torch.cat([a, a]).sum()):
-        assert not graph(function)
+        assert not may_hold_idiom(torch.fx.symbolic_trace(function))
 
 
 def test_a_graph_inside_of_a_call_counts():
-    class Around(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = torch.fx.symbolic_trace(lambda a: a @ a)
-
-    around = Around()
     graph = torch.fx.Graph()
     graph.output(graph.call_module("inner", (graph.placeholder("a"),)))
-    assert may_hold_idiom(torch.fx.GraphModule(around, graph))
+    assert may_hold_idiom(torch.fx.GraphModule({"inner": torch.fx.symbolic_trace(lambda a: a @ a)}, graph))

@@ -13,12 +13,7 @@ from megacpp_compile import record
 from megacpp_compile.backend import megacpp
 from megacpp_compile.errors import GraphBreakError, MegacppError
 
-
-@pytest.fixture(autouse=True)
-def _fresh(eager_backend):
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh", "eager_backend")
 
 
 def prints_inside(x):

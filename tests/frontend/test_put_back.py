@@ -66,6 +66,7 @@ def knows_its_channels_later(x, present, ids):
     return y
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("f", [sums_choices, sorts, knows_its_channels_later], ids=lambda f: f.__name__)
 def test_as_many_rows_as_the_permutation_has_numbers(f):
     assert written(f, ALL) == (1, True)
@@ -92,6 +93,7 @@ def one_row_everywhere(x, present, ids):
     return y * rows.shape[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("f", "present"), [
     (keeps_some, ALL), (to_a_longer_one, ALL), (one_row_everywhere, [True] + [False] * 6),
 ], ids=lambda p: getattr(p, "__name__", ""))  # fmt: skip

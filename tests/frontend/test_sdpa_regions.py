@@ -53,16 +53,11 @@ def fused(compiled, *args):
     return [e.name for e in seen.events()].count("aten::_scaled_dot_product_flash_attention_for_cpu")
 
 
-@pytest.mark.parametrize(
-    ("regions", "flash"),
-    [
-        ([([MATH], False)], 0),
-        ([([FLASH, MATH], True)], 1),
-        ([([MATH], False), None, ([FLASH], True)], 2),
-        ([([MATH], True), ([MATH], False)], 0),
-    ],
-    ids=["math", "flash first", "one after the other", "with and without an order"],
-)
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(("regions", "flash"), [
+    ([([MATH], False)], 0), ([([FLASH, MATH], True)], 1), ([([MATH], False), None, ([FLASH], True)], 2),
+    ([([MATH], True), ([MATH], False)], 0),
+], ids=["math", "flash first", "one after the other", "with and without an order"])  # fmt: skip
 def test_the_compiled_kernel_is_one_that_is_allowed(no_kernels, regions, flash):
     model, (x, cos, sin), before = Attention(*regions), inputs(), allowed()
     with record() as report:

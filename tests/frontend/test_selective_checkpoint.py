@@ -49,11 +49,9 @@ def every_second_product() -> Callable[..., CheckpointPolicy]:
 
 
 POLICIES: dict[str, Callable[[], Any]] = {
-    "recompute_all": lambda: recompute_all,
-    "keep_products": lambda: keep_products,
-    "must_keep_attention": lambda: must_keep_attention,
-    "every_second_product": every_second_product,
-}
+    "recompute_all": lambda: recompute_all, "keep_products": lambda: keep_products,
+    "must_keep_attention": lambda: must_keep_attention, "every_second_product": every_second_product,
+}  # fmt: skip
 
 
 def contexts(policy: Callable[[], Any] | None) -> Callable[[], Any] | None:
@@ -130,6 +128,7 @@ def saved(policy: Callable[[], Any] | None, backend: str) -> tuple[int, dict[str
     return sum(n for at, n in kept.items() if at not in of_model), {k: n for k, n in report.counts.items() if n}
 
 
+@pytest.mark.exhaustive
 def test_no_more_is_saved_than_by_inductor(no_kernels):
     """And what policies save differs: none is taken for another, nor for no region."""
     ours = {}
@@ -159,6 +158,7 @@ class Latents(nn.Module):
         return checkpoint(self.step, x, use_reentrant=False, context_fn=self.contexts).cos()
 
 
+@pytest.mark.end_to_end
 def test_torch_s_caches_tell_regions_apart(tmp_path, monkeypatch):
     """The graphs are the same to a letter."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -25,8 +25,7 @@ def static(monkeypatch):
     found, usual = [], aot_autograd._try_get_metadata_from_dynamo
 
     def spied(*args):
-        result = usual(*args)
-        found.append(len(result[1]))
+        found.append(len((result := usual(*args))[1]))
         return result
 
     monkeypatch.setattr(aot_autograd, "_try_get_metadata_from_dynamo", spied)
@@ -34,6 +33,7 @@ def static(monkeypatch):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_parameters_and_buffers_stay_in_place(static, dynamic, no_kernels):
     counts = {}
@@ -48,16 +48,14 @@ def test_parameters_and_buffers_stay_in_place(static, dynamic, no_kernels):
     assert model.steps.eq(1).all()
 
 
-def test_a_tensor_that_the_graph_holds_is_no_obstacle():
+def test_a_tensor_that_the_graph_holds_is_no_obstacle(fresh, no_kernels):
     """A constant of the model's becomes the graph's own, under another name than Dynamo's."""
 
     class Holds(Counts):
         def forward(self, x):
             return super().forward(x) + torch.tensor([0.5, 1.5]).repeat(16)
 
-    torch._dynamo.reset()
-    model = Holds()
-    x = torch.randn(4, 32)
+    model, x = Holds(), torch.randn(4, 32)
     want = Counts.forward(model, x) + torch.tensor([0.5, 1.5]).repeat(16)
     model.steps.zero_()
     torch.testing.assert_close(torch.compile(model, backend="megacpp")(x), want)

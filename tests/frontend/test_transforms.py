@@ -123,11 +123,12 @@ def loops(x):
 CARRIED = [
     (scanned, scanned_in_reverse, scanned_under_a_checkpoint, scanned_without_gradients),
     (mapped, mapped_under_autocast, mapped_in_place, counted_under_it, changed_around_it),
-    (slope, slopes, pulled_back, pushed_forward),
-    (branches, loops),
+    (slope, slopes, pulled_back, pushed_forward), (branches, loops),
 ]  # fmt: skip
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("betweens", CARRIED, ids=lambda fs: fs[0].__name__)
 def test_what_stands_around_it_is_rewritten(betweens):
     """Several in a frame: one that is not carried takes the frame along, and the reason that it is not captured for."""
@@ -168,14 +169,10 @@ def test_a_transform_that_shares_memory_with_its_arguments_is_refused(between):
     assert not frames.fired
 
 
-@pytest.mark.parametrize(
-    ("between", "told"),
-    [
-        (mapped_under_autocast, "inside a `vmap` that switches autocast"),
-        (branches, "inside `cond`"), (scanned, None),
-    ],
-    ids=lambda p: getattr(p, "__name__", None),
-)  # fmt: skip
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("between", "told"), [
+    (mapped_under_autocast, "inside a `vmap` that switches autocast"), (branches, "inside `cond`"), (scanned, None),
+], ids=lambda p: getattr(p, "__name__", None))  # fmt: skip
 def test_inductor_takes_it_and_the_report_says_what_is_not_looked_at(between, told, no_kernels):
     model, x = Around(between), torch.randn(2, 5, DIM)
     eager = copy.deepcopy(model)

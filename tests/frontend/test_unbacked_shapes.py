@@ -15,15 +15,7 @@ from megacpp_compile.frontend import unbacked_shapes
 from tests.frames import largest_error, train
 from tests.passes.experts import DIM, Expert, MoE, Ungated, skipping_idle_experts, where_index_add
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    counters.clear()
-    before = getattr(torch._dynamo.config, unbacked_shapes.SETTING)
-    yield
-    assert getattr(torch._dynamo.config, unbacked_shapes.SETTING) == before
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def compiled(module, x, **kwargs):
@@ -39,6 +31,12 @@ def tokens():
     return torch.randn(11, DIM).requires_grad_()
 
 
+def the_miss(report):
+    """The one near miss of a loop over experts, however often it was met."""
+    (miss,) = {(m.tag, m.reason): m for m in report.misses if m.pass_name == "moe"}.values()
+    return miss
+
+
 def test_a_loop_over_experts_is_one_frame(no_kernels):
     report = compiled(MoE(where_index_add), tokens())
     assert report.counts["moe"] == 1, report
@@ -52,6 +50,7 @@ def rows_above_the_mean(m, x, indices, gates):
     return y.index_add(0, rows, m.experts[1](y[rows]))
 
 
+@pytest.mark.end_to_end
 def test_what_is_not_recognised_breaks_the_graph_as_it_did(no_kernels):
     module, x = MoE(rows_above_the_mean, Ungated), tokens()
     report = compiled(module, x)
@@ -59,12 +58,7 @@ def test_what_is_not_recognised_breaks_the_graph_as_it_did(no_kernels):
     frames = [f for f in report.frames if f.captured]
     torch._dynamo.reset()
     graphs = []
-
-    def count(gm, example_inputs):
-        graphs.append(gm)
-        return gm.forward
-
-    torch.compile(module, backend=count)(x)
+    torch.compile(module, backend=lambda gm, _: graphs.append(gm) or gm.forward)(x)
     assert len(frames) == len(graphs) > 1
 
 
@@ -74,6 +68,7 @@ def breaks_behind_the_sizes(m, x, indices, gates):
     return x.index_add(0, rows, m.experts[1](x[rows]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("body", [rows_above_the_mean, breaks_behind_the_sizes])
 def test_graphs_and_breaks_are_no_more_than_of_any_backend(body, eager_backend):
     counted = {}
@@ -106,17 +101,13 @@ def hit_experts_only(m, x, indices, gates):
     return y
 
 
-def test_a_loop_that_depends_on_data_is_a_near_miss_that_says_why(eager_backend):
-    report = compiled(MoE(hit_experts_only, Ungated, experts=2), tokens())
-    (miss,) = {(m.tag, m.reason): m for m in report.misses if m.pass_name == "moe"}.values()
-    assert miss.tag == "no-expert" and "hit_experts_only" in miss.source
-
-
-def test_a_loop_that_is_left_to_break_the_graph_is_a_near_miss_with_advice(eager_backend):
-    report = compiled(MoE(hit_experts_only, Ungated, experts=2), tokens(), options={"expert_loops": False})
-    (miss,) = {(m.tag, m.reason): m for m in report.misses if m.pass_name == "moe"}.values()
-    assert miss.tag == "graph-break" and "range(num_experts)" in miss.reason
-    assert "hit_experts_only" in miss.source
+@pytest.mark.parametrize(("loops", "tag", "reason"), [
+    ("auto", "no-expert", ""), (False, "graph-break", "range(num_experts)"),
+])  # fmt: skip
+def test_a_loop_that_depends_on_data_is_a_near_miss_that_says_why(loops, tag, reason, eager_backend):
+    """Where it is left to break the graph, with advice."""
+    miss = the_miss(compiled(MoE(hit_experts_only, Ungated, experts=2), tokens(), options={"expert_loops": loops}))
+    assert miss.tag == tag and reason in miss.reason and "hit_experts_only" in miss.source
 
 
 def skipping_empty_groups(m, x, indices, gates):
@@ -156,12 +147,16 @@ def one_row_at_a_time(m, x, indices, gates):
     return out
 
 
+def run_expert(m, out, x, indices, gates, e):
+    token, choice = torch.where(indices == e)
+    out[token] += m.experts[e](x[token]) * gates[token, choice, None]
+
+
 def rows_as_tensors(m, x, indices, gates):
     """What the advice for rows that are read as numbers says."""
     out = torch.zeros_like(x)
     for e in range(m.num_experts):
-        rows, choice = torch.where(indices == e)
-        out[rows] += m.experts[e](x[rows]) * gates[rows, choice, None]
+        run_expert(m, out, x, indices, gates, e)
     return out
 
 
@@ -194,11 +189,6 @@ def experts_as_numbers_in_a_loop_of_groups(m, x, indices, gates):
     return out
 
 
-def run_expert(m, out, x, indices, gates, e):
-    token, choice = torch.where(indices == e)
-    out[token] += m.experts[e](x[token]) * gates[token, choice, None]
-
-
 def experts_among_numbers(m, x, indices, gates):
     """What each adds stands elsewhere."""
     out = torch.zeros_like(x)
@@ -216,11 +206,9 @@ def experts_in_an_array(m, x, indices, gates):
     return out
 
 
-@pytest.mark.parametrize(
-    "body",
-    [experts_as_numbers, experts_as_numbers_in_a_loop_of_groups, experts_among_numbers, experts_in_an_array],
-    ids=lambda p: p.__name__,
-)
+@pytest.mark.parametrize("body", [
+    experts_as_numbers, experts_as_numbers_in_a_loop_of_groups, experts_among_numbers, experts_in_an_array,
+], ids=lambda p: p.__name__)  # fmt: skip
 def test_experts_that_are_read_as_numbers_have_another_advice(body, eager_backend):
     report = compiled(MoE(body, experts=2), tokens(), options={"expert_loops": False})
     reasons = [m.reason for m in report.misses if m.tag == "graph-break"]
@@ -232,15 +220,13 @@ def with_tanh():
     return Expert(activation=torch.tanh)
 
 
-@pytest.mark.parametrize(
-    ("body", "expert", "tag", "words"),
-    [
-        (where_index_add, with_tanh, "activation", "its activation is none that is known"),
-        (skipping_idle_experts, Expert, "graph-break", "without a branch"),
-        (skipping_empty_groups, Expert, "graph-break", "without a branch"),
-    ],
-    ids=lambda p: getattr(p, "__name__", None),
-)
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("body", "expert", "tag", "words"), [
+    (where_index_add, with_tanh, "activation", "its activation is none that is known"),
+    (skipping_idle_experts, Expert, "graph-break", "without a branch"),
+    (skipping_empty_groups, Expert, "graph-break", "without a branch"),
+], ids=lambda p: getattr(p, "__name__", None))  # fmt: skip
 def test_a_loop_has_one_near_miss_and_its_advice_is_right(body, expert, tag, words, eager_backend):
     """`where_index_add` over `Expert` is each of these as its advice has it, and fires (above)."""
     report = compiled(MoE(body, expert, experts=2), tokens(), options={"expert_loops": tag != "graph-break"})
@@ -266,15 +252,12 @@ def test_sizes_of_groups_read_as_numbers_fuse(eager_backend):
 
 def test_other_backends_are_left_alone():
     graphs = []
-
-    def count(gm, example_inputs):
-        graphs.append(unbacked_shapes.unknown_sizes(gm))
-        return gm.forward
-
-    torch.compile(MoE(where_index_add), backend=count)(tokens())
+    backend = lambda gm, _: graphs.append(unbacked_shapes.unknown_sizes(gm)) or gm.forward  # noqa: E731
+    torch.compile(MoE(where_index_add), backend=backend)(tokens())
     assert not any(graphs)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("experts", [4, 12])
 def test_no_shape_is_looked_up_while_a_loop_over_many_experts_is_traced(monkeypatch, no_kernels, experts):
     """In torch's cache, in vain where every expert has a number of rows of its own."""

@@ -15,12 +15,9 @@ from megacpp_compile.fx.size_nodes import reshaped, size_node
 
 aten = torch.ops.aten
 SIZES = {
-    "a size": lambda b, t: t,
-    "a product": lambda b, t: b * t,
-    "whole chunks": lambda b, t: t // 4,
-    "padded": lambda b, t: t + (-t) % 4,
-    "a polynomial": lambda b, t: t * t + 3 * b - 1,
-}
+    "a size": lambda b, t: t, "a product": lambda b, t: b * t, "whole chunks": lambda b, t: t // 4,
+    "padded": lambda b, t: t + (-t) % 4, "a polynomial": lambda b, t: t * t + 3 * b - 1,
+}  # fmt: skip
 
 
 def graph_of(x):

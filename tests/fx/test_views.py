@@ -12,27 +12,24 @@ from megacpp_compile.fx import views
 
 aten = torch.ops.aten
 SETS = {
-    name: getattr(views, name)
-    for name in (
-        "RESHAPES", "FOLDS", "UNIT_DIMS", "PERMUTATIONS", "COMPOSITE_PERMUTATIONS", "EXPANSIONS", "REPETITIONS", "PARTS",
-        "SPLITS", "STRIDED", "IDENTITIES", "CASTS",
+    name: getattr(views, name) for name in (
+        "RESHAPES", "FOLDS", "UNIT_DIMS", "PERMUTATIONS", "COMPOSITE_PERMUTATIONS", "EXPANSIONS", "REPETITIONS",
+        "PARTS", "SPLITS", "STRIDED", "IDENTITIES", "CASTS",
     )
 }  # fmt: skip
 ROWS = torch.arange(6.0).reshape(2, 1, 3)
 ARGUMENTS = {
     aten.view.default: ([3, 2],), aten.reshape.default: ([3, 2],), aten._unsafe_view.default: ([3, 2],),
-    aten.flatten.using_ints: (), aten.unflatten.int: (0, [2, 1]),
-    aten.squeeze.default: (), aten.squeeze.dim: (1,), aten.squeeze.dims: ([1],), aten.unsqueeze.default: (0,),
-    aten.transpose.int: (0, 2), aten.permute.default: ([2, 0, 1],), aten.t.default: (),
-    aten.mT.default: (), aten.numpy_T.default: (), aten.movedim.int: (0, 2), aten.movedim.intlist: ([0], [2]),
-    aten.expand.default: ([2, 4, 3],), aten.broadcast_to.default: ([2, 4, 3],),
-    aten.repeat.default: ([2, 1, 1],), aten.repeat_interleave.self_int: (2, 0),
-    aten.slice.Tensor: (2, 1, 3), aten.select.int: (2, 1), aten.unbind.int: (2,),
-    aten.split.Tensor: (2, 2), aten.split_with_sizes.default: ([1, 2], 2), aten.chunk.default: (2, 2),
-    aten.as_strided.default: ([3], [1]), aten.diagonal.default: (0, 0, 2), aten.unfold.default: (2, 2, 1),
-    aten.alias.default: (), aten.clone.default: (), aten.contiguous.default: (), aten.lift_fresh_copy.default: (),
-    aten._to_copy.default: (), aten.to.dtype: (torch.bfloat16,), aten.type_as.default: (torch.ones(1).bfloat16(),),
-    aten.detach.default: (),
+    aten.flatten.using_ints: (), aten.unflatten.int: (0, [2, 1]), aten.squeeze.default: (), aten.squeeze.dim: (1,),
+    aten.squeeze.dims: ([1],), aten.unsqueeze.default: (0,), aten.transpose.int: (0, 2),
+    aten.permute.default: ([2, 0, 1],), aten.t.default: (), aten.mT.default: (), aten.numpy_T.default: (),
+    aten.movedim.int: (0, 2), aten.movedim.intlist: ([0], [2]), aten.expand.default: ([2, 4, 3],),
+    aten.broadcast_to.default: ([2, 4, 3],), aten.repeat.default: ([2, 1, 1],), aten.repeat_interleave.self_int: (2, 0),
+    aten.slice.Tensor: (2, 1, 3), aten.select.int: (2, 1), aten.unbind.int: (2,), aten.split.Tensor: (2, 2),
+    aten.split_with_sizes.default: ([1, 2], 2), aten.chunk.default: (2, 2), aten.as_strided.default: ([3], [1]),
+    aten.diagonal.default: (0, 0, 2), aten.unfold.default: (2, 2, 1), aten.alias.default: (), aten.clone.default: (),
+    aten.contiguous.default: (), aten.lift_fresh_copy.default: (), aten._to_copy.default: (),
+    aten.to.dtype: (torch.bfloat16,), aten.type_as.default: (torch.ones(1).bfloat16(),), aten.detach.default: (),
 }  # fmt: skip
 ALL = sorted({op for ops in SETS.values() for op in ops} | {views.DETACH}, key=str)
 
@@ -105,10 +102,9 @@ def test_predicates():
     assert not views.is_identity(graph.call_function(aten.detach.default, (x,)))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "cast"),
-    [(torch.bfloat16, "cpu", True), (torch.int64, "cpu", False), (torch.bfloat16, "meta", False)],
-)
+@pytest.mark.parametrize(("dtype", "device", "cast"), [
+    (torch.bfloat16, "cpu", True), (torch.int64, "cpu", False), (torch.bfloat16, "meta", False),
+])  # fmt: skip
 def test_a_cast_is_between_floating_dtypes_of_one_device(dtype, device, cast):
     graph = fx.Graph()
     x = graph.placeholder("x")

@@ -30,16 +30,12 @@ def test_values_are_no_reader():
     assert readers(graph.inputs[2]) == []
 
 
-@pytest.mark.parametrize(
-    ("f", "target"),
-    [
-        (lambda q, k: q @ k.transpose(-1, -2), aten.matmul.default),
-        (lambda q, k: (q * 0.5).reshape(6, 5, 8).bmm(k.reshape(6, 5, 8).transpose(1, 2)), aten.bmm.default),
-        (lambda q, k: torch.baddbmm(torch.zeros(6, 5, 5), q.reshape(6, 5, 8), k.reshape(6, 5, 8).mT), aten.baddbmm.default),
-        (lambda q, k: torch.einsum("bhqd,bhkd->bhqk", q, k.bfloat16().float()), aten.einsum.default),
-    ],
-    ids=["matmul", "bmm", "baddbmm", "einsum"],
-)  # fmt: skip
+@pytest.mark.parametrize(("f", "target"), [
+    (lambda q, k: q @ k.transpose(-1, -2), aten.matmul.default),
+    (lambda q, k: (q * 0.5).reshape(6, 5, 8).bmm(k.reshape(6, 5, 8).transpose(1, 2)), aten.bmm.default),
+    (lambda q, k: torch.baddbmm(torch.zeros(6, 5, 5), q.reshape(6, 5, 8), k.reshape(6, 5, 8).mT), aten.baddbmm.default),
+    (lambda q, k: torch.einsum("bhqd,bhkd->bhqk", q, k.bfloat16().float()), aten.einsum.default),
+], ids=["matmul", "bmm", "baddbmm", "einsum"])  # fmt: skip
 def test_products_tell_operands(f, target):
     graph = trace(f, Q, K)
     if target is aten.baddbmm.default:
@@ -54,15 +50,10 @@ def test_norms_and_gains_in_between_are_passed():
     assert [[r.side for r in readers(n)] for n in graph.inputs[:2]] == [["q"], ["k"]]
 
 
-@pytest.mark.parametrize(
-    "append",
-    [
-        lambda past, k: torch.cat((past, k), 2),
-        lambda past, k: past.index_copy(2, torch.arange(5), k),
-        lambda past, k: torch.slice_scatter(past, k, 2, 1, 6),
-    ],
-    ids=["cat", "index_copy", "slice_scatter"],
-)
+@pytest.mark.parametrize("append", [
+    lambda past, k: torch.cat((past, k), 2), lambda past, k: past.index_copy(2, torch.arange(5), k),
+    lambda past, k: torch.slice_scatter(past, k, 2, 1, 6),
+], ids=["cat", "index_copy", "slice_scatter"])  # fmt: skip
 def test_keys_among_those_of_a_cache_are_read(append):
     graph = trace(lambda q, k, past: F.scaled_dot_product_attention(q, kv := append(past, k), kv), Q, K, draw(2, 3, 9, 8))
     assert [[r.side for r in readers(n)] for n in graph.inputs[:2]] == [["q"], ["k"]]
@@ -88,19 +79,11 @@ def test_leaves_graph():
     assert [leaves_graph(n) for n in graph.inputs] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("rows", "read"),
-    [
-        (lambda k: k[:, :, -3:], True),
-        (lambda k: k[:, :, ::2], True),
-        (lambda k: k[:, :, torch.tensor([0, 3])], True),
-        (lambda k: k.index_select(-2, torch.tensor([0, 3])), True),
-        (lambda k: k[..., torch.arange(8).flip(0)], False),
-        (lambda k: k[..., :4].repeat(1, 1, 1, 2), False),
-        (lambda k: k.index_select(3, torch.arange(8).flip(0)), False),
-    ],
-    ids=["window", "stride", "index", "index_select", "channels", "some_channels", "selected_channels"],
-)
+@pytest.mark.parametrize(("rows", "read"), [
+    (lambda k: k[:, :, -3:], True), (lambda k: k[:, :, ::2], True), (lambda k: k[:, :, torch.tensor([0, 3])], True),
+    (lambda k: k.index_select(-2, torch.tensor([0, 3])), True), (lambda k: k[..., torch.arange(8).flip(0)], False),
+    (lambda k: k[..., :4].repeat(1, 1, 1, 2), False), (lambda k: k.index_select(3, torch.arange(8).flip(0)), False),
+], ids=["window", "stride", "index", "index_select", "channels", "some_channels", "selected_channels"])  # fmt: skip
 def test_some_of_the_rows_are_read_as_keys(rows, read):
     graph = trace(lambda q, k: F.scaled_dot_product_attention(q, rows(k), rows(k)), Q, K)
     assert [r.side for r in readers(graph.inputs[1])] == (["k"] if read else [])

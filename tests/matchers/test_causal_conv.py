@@ -25,19 +25,17 @@ def conv(x, w, b, **how):
     return F.conv1d(x, w, b, groups=CHANNELS, **how)
 
 
-@pytest.mark.parametrize(
-    ("f", "x", "time", "activation"),
-    [
-        (lambda x, w, b: conv(x, w, b, padding=TAPS - 1)[..., :TIME], X, 2, ""),
-        (lambda x, w, b: conv(x, w, b, padding=TAPS - 1)[..., : -(TAPS - 1)], X, 2, ""),
-        (lambda x, w, b: conv(F.pad(x, (TAPS - 1, 0)), w, b), X, 2, ""),
-        (lambda x, w, b: conv(torch.cat((x.new_zeros(BATCH, CHANNELS, TAPS - 1), x), -1), w, b), X, 2, ""),
-        (lambda x, w, b: F.silu(conv(x, w, b, padding=TAPS - 1)[..., :TIME]), X, 2, "silu"),
-        (lambda x, w, b: F.silu(conv(x.transpose(1, 2), w, b, padding=TAPS - 1)[..., :TIME].transpose(1, 2)), ROWS, 1, "silu"),
-        (lambda x, w, b: conv(F.pad(x, (0, 0, TAPS - 1, 0)).mT, w, b).mT, ROWS, 1, ""),
-    ],
-    ids=["cut", "cut_from_end", "pad", "zeros", "silu", "rows", "rows_padded"],
-)
+@pytest.mark.parametrize(("f", "x", "time", "activation"), [
+    (lambda x, w, b: conv(x, w, b, padding=TAPS - 1)[..., :TIME], X, 2, ""),
+    (lambda x, w, b: conv(x, w, b, padding=TAPS - 1)[..., : -(TAPS - 1)], X, 2, ""),
+    (lambda x, w, b: conv(F.pad(x, (TAPS - 1, 0)), w, b), X, 2, ""),
+    (lambda x, w, b: conv(torch.cat((x.new_zeros(BATCH, CHANNELS, TAPS - 1), x), -1), w, b), X, 2, ""),
+    (lambda x, w, b: F.silu(conv(x, w, b, padding=TAPS - 1)[..., :TIME]), X, 2, "silu"),
+    (lambda x, w, b: F.silu(
+        conv(x.transpose(1, 2), w, b, padding=TAPS - 1)[..., :TIME].transpose(1, 2),
+    ), ROWS, 1, "silu"),
+    (lambda x, w, b: conv(F.pad(x, (0, 0, TAPS - 1, 0)).mT, w, b).mT, ROWS, 1, ""),
+], ids=["cut", "cut_from_end", "pad", "zeros", "silu", "rows", "rows_padded"])  # fmt: skip
 def test_matches(f, x, time, activation):
     graph, conv = found(f, x)
     assert isinstance(conv, CausalConv), conv
@@ -46,20 +44,17 @@ def test_matches(f, x, time, activation):
     assert {conv.conv, conv.end} <= conv.internal
 
 
-@pytest.mark.parametrize(
-    ("tag", "f"),
-    [
-        ("not-causal", lambda x, w, b: conv(x, w, b, padding=TAPS - 1)),
-        ("not-causal", lambda x, w, b: conv(x, w, b, padding=TAPS - 1)[..., 1 : TIME + 1]),
-        ("not-causal", lambda x, w, b: conv(F.pad(x, (0, TAPS - 1)), w, b)),
-        ("not-causal", lambda x, w, b: conv(F.pad(x, (TAPS - 1, 0), value=1.0), w, b)),
-        ("stride", lambda x, w, b: conv(x, w, b, padding=TAPS - 1, stride=2)[..., :TIME]),
-        ("dilation", lambda x, w, b: conv(F.pad(x, (2 * TAPS - 2, 0)), w, b, dilation=2)),
-        ("groups", lambda x, w, b: F.conv1d(x, w.expand(-1, CHANNELS, -1), b, padding=TAPS - 1)[..., :TIME]),
-        ("escapes", lambda x, w, b: (lambda y: (y[..., :TIME], y.sum()))(conv(x, w, b, padding=TAPS - 1))),
-        ("precision", lambda x, w, b: conv(x, w, b, padding=TAPS - 1).bfloat16().float()[..., :TIME]),
-    ],
-)
+@pytest.mark.parametrize(("tag", "f"), [
+    ("not-causal", lambda x, w, b: conv(x, w, b, padding=TAPS - 1)),
+    ("not-causal", lambda x, w, b: conv(x, w, b, padding=TAPS - 1)[..., 1 : TIME + 1]),
+    ("not-causal", lambda x, w, b: conv(F.pad(x, (0, TAPS - 1)), w, b)),
+    ("not-causal", lambda x, w, b: conv(F.pad(x, (TAPS - 1, 0), value=1.0), w, b)),
+    ("stride", lambda x, w, b: conv(x, w, b, padding=TAPS - 1, stride=2)[..., :TIME]),
+    ("dilation", lambda x, w, b: conv(F.pad(x, (2 * TAPS - 2, 0)), w, b, dilation=2)),
+    ("groups", lambda x, w, b: F.conv1d(x, w.expand(-1, CHANNELS, -1), b, padding=TAPS - 1)[..., :TIME]),
+    ("escapes", lambda x, w, b: (lambda y: (y[..., :TIME], y.sum()))(conv(x, w, b, padding=TAPS - 1))),
+    ("precision", lambda x, w, b: conv(x, w, b, padding=TAPS - 1).bfloat16().float()[..., :TIME]),
+])  # fmt: skip
 def test_near_misses(tag, f):
     _, refused = found(f, X)
     assert isinstance(refused, NoCausalConv) and refused.tag == tag, refused

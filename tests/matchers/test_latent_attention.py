@@ -31,8 +31,7 @@ VIEWS = {
     "permuted": ((S, B, C, H), lambda x: x.permute(1, 3, 0, 2)),
     "sliced": ((B, H + 2, S, 2 * C), lambda x: x[:, 1 : H + 1, :, C:]),
     "split": ((B, H, S, 3 * C), lambda x: x.split([C, C, C], -1)[1]),
-    "chunked": ((B, H, S, 2 * C), lambda x: x.chunk(2, -1)[1]),
-    "unbound": ((B, H, S, 2, C), lambda x: x.unbind(3)[1]),
+    "chunked": ((B, H, S, 2 * C), lambda x: x.chunk(2, -1)[1]), "unbound": ((B, H, S, 2, C), lambda x: x.unbind(3)[1]),
     "selected": ((7, B, H, S, C), lambda x: x[-2]),
     "shared": ((B, S, C), lambda x: x.unsqueeze(1).expand(-1, H, -1, -1)),
     "repeated": ((B, S, 1, C), lambda x: x.repeat(1, 1, H, 1).transpose(1, 2)),
@@ -43,7 +42,7 @@ VIEWS = {
     "every_second": ((B, H, S, 2 * C), lambda x: x[..., 1::2]),
     "rows_of_heads": ((B, S, H, C), lambda x: x.reshape(B, H, S, C)),
     "copied": ((B, S, H, C), lambda x: x.transpose(1, 2).contiguous().clone().squeeze()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -91,18 +90,15 @@ def test_rows_one_behind_the_other_are_no_channels():
 X, K = torch.zeros(B, S, C), CONTRACTED
 
 
-@pytest.mark.parametrize(
-    ("fn", "args", "dims"),
-    [
-        (torch.nn.functional.linear, (X, torch.zeros(H, C)), ((0, 1, K), (2, K))),
-        (torch.matmul, (torch.zeros(B, 1, S, C), torch.zeros(H, C, 7)), ((0, BROADCAST, 2, K), (1, K, 3))),
-        (torch.bmm, (X, X.mT), ((0, 1, K), (0, K, 2))),
-        (lambda a, b: torch.einsum("bsr,hrn->bhsn", a, b), (X, torch.zeros(H, C, 7)), ((0, 2, K), (1, K, 3))),
-        (lambda a, b: torch.einsum("bsr,rs->b", a, b), (X, torch.zeros(C, S)), None),
-        (lambda a, b: torch.einsum("bsr,ts->bst", a, b), (X, torch.zeros(3, S)), None),
-        (lambda a, b: torch.nn.functional.linear(a, b, b[:, 0]), (X, torch.zeros(H, C)), None),
-    ],
-)
+@pytest.mark.parametrize(("fn", "args", "dims"), [
+    (torch.nn.functional.linear, (X, torch.zeros(H, C)), ((0, 1, K), (2, K))),
+    (torch.matmul, (torch.zeros(B, 1, S, C), torch.zeros(H, C, 7)), ((0, BROADCAST, 2, K), (1, K, 3))),
+    (torch.bmm, (X, X.mT), ((0, 1, K), (0, K, 2))),
+    (lambda a, b: torch.einsum("bsr,hrn->bhsn", a, b), (X, torch.zeros(H, C, 7)), ((0, 2, K), (1, K, 3))),
+    (lambda a, b: torch.einsum("bsr,rs->b", a, b), (X, torch.zeros(C, S)), None),
+    (lambda a, b: torch.einsum("bsr,ts->bst", a, b), (X, torch.zeros(3, S)), None),
+    (lambda a, b: torch.nn.functional.linear(a, b, b[:, 0]), (X, torch.zeros(H, C)), None),
+])  # fmt: skip
 def test_products(fn, args, dims):
     product = product_of(result(traced(fn, *args)))
     assert (product and tuple(f.dims for f in product.factors)) == dims
@@ -121,11 +117,9 @@ def place():
 def seen_by(mask, *data, t=T):
     """(Up to which row each query of each sequence sees by what was read of `mask(*data)`, by `data`'s values)."""
 
-    def attend(q, k, v, *given):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask(*given))
-
+    attend = torch.nn.functional.scaled_dot_product_attention
     heads = torch.randn(B, H, t, C), torch.randn(B, H, ROWS, C), torch.randn(B, H, ROWS, C)
-    graph = traced(attend, *heads, *data)
+    graph = traced(lambda q, k, v, *given: attend(q, k, v, attn_mask=mask(*given)), *heads, *data)
     (core,) = cores(graph)
     values = dict(zip((n for n in graph.nodes if n.op == "placeholder"), (*heads, *data), strict=True))
     limits, rows = rows_seen(core, t)
@@ -163,17 +157,13 @@ def test_masks(name):
     assert not rows and torch.equal(place() <= last[..., None], plain)
 
 
-@pytest.mark.parametrize(
-    ("mask", "data", "reason"),
-    [
-        (lambda p: place() <= p[:, None], (torch.arange(T) * 2,), "positions of the new tokens that are data"),
-        (lambda p: place() + torch.arange(T)[:, None] > p, (POSITION,), "other rows than those behind a last one"),
-        (lambda m: m, (torch.zeros(T, ROWS) > 0,), "data"),
-        (lambda m: m, (torch.zeros(B, H, 1, ROWS) > 0,), "data"),
-        (lambda m: m, (torch.zeros(B, 1, 1, ROWS),), "data"),
-        (lambda p: (place() <= p + torch.arange(T)[:, None]) & (place() < 7), (POSITION,), "moves with the query"),
-    ],
-)
+@pytest.mark.parametrize(("mask", "data", "reason"), [
+    (lambda p: place() <= p[:, None], (torch.arange(T) * 2,), "positions of the new tokens that are data"),
+    (lambda p: place() + torch.arange(T)[:, None] > p, (POSITION,), "other rows than those behind a last one"),
+    (lambda m: m, (torch.zeros(T, ROWS) > 0,), "data"), (lambda m: m, (torch.zeros(B, H, 1, ROWS) > 0,), "data"),
+    (lambda m: m, (torch.zeros(B, 1, 1, ROWS),), "data"),
+    (lambda p: (place() <= p + torch.arange(T)[:, None]) & (place() < 7), (POSITION,), "moves with the query"),
+])  # fmt: skip
 def test_masks_that_say_something_else(mask, data, reason):
     with pytest.raises(NotRows, match=reason):
         seen_by(mask, *data)

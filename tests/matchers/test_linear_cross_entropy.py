@@ -27,27 +27,17 @@ def only(f, *args):
     return sites(head, lambda node: False)
 
 
-@pytest.mark.parametrize(
-    ("of_logits", "scale", "softcap"),
-    [
-        (lambda y: y, 1.0, None),
-        (lambda y: y * 3 / 4, 0.75, None),
-        (lambda y: -y, -1.0, None),
-        (lambda y: 8 * torch.tanh(y / 8), 1.0, 8.0),
-        (lambda y: 8 * torch.tanh(y * 0.25) / 2, 1.0, 4.0),
-        (lambda y: -2 * torch.tanh(y), -2.0, 2.0),
-        (lambda y: torch.tanh(y).float(), 1.0, 1.0),
-        (lambda y: 8 * torch.sigmoid(y / 2), 1.0, 4.0),
-        (lambda y: 3 - 2 * y + 1, -2.0, None),
-        (lambda y: 6 - 8 * torch.sigmoid(y / 2) * 2, -2.0, 8.0),
-    ],
-)
+@pytest.mark.parametrize(("of_logits", "scale", "softcap"), [
+    (lambda y: y, 1.0, None), (lambda y: y * 3 / 4, 0.75, None), (lambda y: -y, -1.0, None),
+    (lambda y: 8 * torch.tanh(y / 8), 1.0, 8.0), (lambda y: 8 * torch.tanh(y * 0.25) / 2, 1.0, 4.0),
+    (lambda y: -2 * torch.tanh(y), -2.0, 2.0), (lambda y: torch.tanh(y).float(), 1.0, 1.0),
+    (lambda y: 8 * torch.sigmoid(y / 2), 1.0, 4.0), (lambda y: 3 - 2 * y + 1, -2.0, None),
+    (lambda y: 6 - 8 * torch.sigmoid(y / 2) * 2, -2.0, 8.0),
+])  # fmt: skip
 def test_scale_and_softcap(of_logits, scale, softcap):
     """scale * y capped at softcap is what the model computes."""
 
-    def f(x, w, labels):
-        return F.cross_entropy(of_logits(F.linear(x, w)).flatten(0, 1), labels.flatten())
-
+    f = lambda x, w, labels: F.cross_entropy(of_logits(F.linear(x, w)).flatten(0, 1), labels.flatten())  # noqa: E731
     (site,) = only(f, X, W, LABELS)
     assert (site.logits.scale, site.logits.softcap) == (scale, softcap)
     y, z = F.linear(X, W), of_logits(F.linear(X, W))
@@ -55,24 +45,14 @@ def test_scale_and_softcap(of_logits, scale, softcap):
     torch.testing.assert_close(capped + site.logits.offset, z)
 
 
-@pytest.mark.parametrize(
-    "of_logits",
-    [
-        lambda y: torch.tanh(torch.tanh(y)),
-        lambda y: y + y.mean(),
-        lambda y: y.detach(),
-        lambda y: y.flip(-1),
-        lambda y: y[..., ::2],
-        lambda y: y.reshape(2, 5, 3).transpose(1, 2),
-        lambda y: y * y.mean(-1, keepdim=True),
-        lambda y: y.repeat(1, 1, 2),
-    ],
-)
+@pytest.mark.parametrize("of_logits", [
+    lambda y: torch.tanh(torch.tanh(y)), lambda y: y + y.mean(), lambda y: y.detach(), lambda y: y.flip(-1),
+    lambda y: y[..., ::2], lambda y: y.reshape(2, 5, 3).transpose(1, 2), lambda y: y * y.mean(-1, keepdim=True),
+    lambda y: y.repeat(1, 1, 2),
+])  # fmt: skip
 def test_other_values_are_no_logits(of_logits):
-    def f(x, w, labels):
-        return F.cross_entropy(of_logits(F.linear(x, w)).flatten(0, 1), labels.flatten() % 3)
-
-    assert not heads(f, X, W, LABELS)
+    loss = lambda y, labels: F.cross_entropy(y.flatten(0, 1), labels.flatten() % 3)  # noqa: E731
+    assert not heads(lambda x, w, labels: loss(of_logits(F.linear(x, w)), labels), X, W, LABELS)
 
 
 def test_one_site_of_all_that_is_read_of_the_same_rows():
@@ -111,28 +91,20 @@ def test_rows_one_after_the_other():
     (site,) = only(f, X, W, LABELS)
     assert [output.part for output in site.outputs] == [0, 1] and len(site.targets) == 1
 
-    def without_the_first(x, w, labels):
-        return F.log_softmax(F.linear(x, w)[1], -1).gather(-1, labels[1, :, None])
-
-    (site,) = only(without_the_first, X, W, LABELS)
+    (site,) = only(lambda x, w, labels: F.linear(x, w)[1].log_softmax(-1).gather(-1, labels[1, :, None]), X, W, LABELS)
     assert [output.part for output in site.outputs] == [None]
 
 
 def test_what_else_reads_logits():
-    def f(x, w, labels):
-        logits = F.linear(x, w)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits.argmax(-1)
-
-    (head,) = heads(f, X, W, LABELS)
+    (head,) = heads(lambda x, w, labels: (
+        F.cross_entropy((logits := F.linear(x, w)).flatten(0, 1), labels.flatten()), logits.argmax(-1),
+    ), X, W, LABELS)  # fmt: skip
     assert [node.target for node in head.others] == [torch.ops.aten.argmax.default]
 
 
 def test_no_loss():
-    def router(x, w):
-        scores = F.linear(x, w)
-        return scores.softmax(-1).topk(2)[0], scores.logsumexp(-1)
-
-    assert not heads(router, X, W)
+    """As of a router."""
+    assert not heads(lambda x, w: ((scores := F.linear(x, w)).softmax(-1).topk(2)[0], scores.logsumexp(-1)), X, W)
 
 
 def test_logits_from_outside():
@@ -144,27 +116,15 @@ def test_logits_from_outside():
     assert not list(logits_from_outside(layered.graph))
 
 
-@pytest.mark.parametrize(
-    ("f", "dim", "behind"),
-    [
-        (lambda y: y.transpose(1, 2), 2, 1),
-        (lambda y: y.permute(2, 0, 1), 2, 0),
-        (lambda y: y.reshape(6, 5), 2, 1),
-        (lambda y: y.unsqueeze(0), 2, 3),
-        (lambda y: y.unsqueeze(-1), 2, 2),
-        (lambda y: y[:, 0], 2, 1),
-        (lambda y: y[:, 1:], 2, 2),
-        (lambda y: y[..., 1:], 2, None),
-        (lambda y: y[..., 0], 2, None),
-        (lambda y: y.reshape(3, 10), 2, None),
-        (lambda y: y.expand(4, 2, 3, 5), 2, None),
-        (lambda y: y.index_select(1, torch.tensor([0, 0])), 2, 2),
-        (lambda y: y.index_select(2, torch.tensor([0, 0])), 2, None),
-        (lambda y: y[torch.tensor([1, 0])], 2, 2),
-        (lambda y: y[:, :, torch.tensor([1, 0])], 2, None),
-        (lambda y: y.mT.reshape(2, 5, 3, 1), 2, None),
-    ],
-)
+@pytest.mark.parametrize(("f", "dim", "behind"), [
+    (lambda y: y.transpose(1, 2), 2, 1), (lambda y: y.permute(2, 0, 1), 2, 0), (lambda y: y.reshape(6, 5), 2, 1),
+    (lambda y: y.unsqueeze(0), 2, 3), (lambda y: y.unsqueeze(-1), 2, 2), (lambda y: y[:, 0], 2, 1),
+    (lambda y: y[:, 1:], 2, 2), (lambda y: y[..., 1:], 2, None), (lambda y: y[..., 0], 2, None),
+    (lambda y: y.reshape(3, 10), 2, None), (lambda y: y.expand(4, 2, 3, 5), 2, None),
+    (lambda y: y.index_select(1, torch.tensor([0, 0])), 2, 2),
+    (lambda y: y.index_select(2, torch.tensor([0, 0])), 2, None), (lambda y: y[torch.tensor([1, 0])], 2, 2),
+    (lambda y: y[:, :, torch.tensor([1, 0])], 2, None), (lambda y: y.mT.reshape(2, 5, 3, 1), 2, None),
+])  # fmt: skip
 def test_row_views(f, dim, behind):
     graph = trace(f, draw(2, 3, 5))
     view = row_view(graph.output, dim)

@@ -240,6 +240,7 @@ BODIES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("kind", "body"), [(kind, body) for kind, bodies in BODIES.items() for body in bodies],
     ids=lambda p: p if isinstance(p, str) else p.__name__,
@@ -265,15 +266,14 @@ def found(body):
     block = Block(body)
     held = {**dict(block.named_parameters()), **dict(block.named_buffers())}
 
-    def f(x, *values):
-        return torch.func.functional_call(block, dict(zip(held, values, strict=True)), (x,))
-
+    f = lambda x, *given: torch.func.functional_call(block, dict(zip(held, given, strict=True)), (x,))  # noqa: E731
     graph = trace(f, torch.randn(2, TOKENS, DIM), *(t.detach() for t in held.values()))
     weights = {n for n, t in zip(graph.inputs[1:], held.values(), strict=True) if isinstance(t, nn.Parameter)}
     computed = activations(graph.graph, frozenset(weights))
     return [(r.kind, r.steps) for r in find_recurrences(graph.graph.nodes, computed)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("body", "kind", "steps"),
     [
@@ -332,18 +332,13 @@ def kind_to_remat(module, x):
     return kind
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (lambda: Loop(shared=True), "rblock"),
-        (lambda: Loop(shared=False), "eblock"),
-        (lambda: Block(delta_rule_by_token), "mblock"),
-        (lambda: Block(lightning_attention), "mblock"),
-        (lambda: Block(selective_scan), "mblock"),
-        (lambda: Block(weighted_residuals), "eblock"),
-    ],
-    ids=["loop", "layers", "delta_rule", "lightning", "selective_scan", "residuals"],
-)
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("make", "kind"), [
+    (lambda: Loop(shared=True), "rblock"), (lambda: Loop(shared=False), "eblock"),
+    (lambda: Block(delta_rule_by_token), "mblock"), (lambda: Block(lightning_attention), "mblock"),
+    (lambda: Block(selective_scan), "mblock"), (lambda: Block(weighted_residuals), "eblock"),
+], ids=["loop", "layers", "delta_rule", "lightning", "selective_scan", "residuals"])  # fmt: skip
 def test_kind_to_remat(make, kind):
     assert kind_to_remat(make(), torch.randn(2, TOKENS, DIM)) == kind
 

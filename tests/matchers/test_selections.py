@@ -23,15 +23,14 @@ LISTED = {
     "scatter_of_numbers": lambda i: torch.full((B, T, S), 3.0).scatter(-1, i, -1.0) < 0,
     "scatter_of_a_source": lambda i: i.new_zeros(B, T, S).scatter(-1, i, torch.ones_like(i)).bool(),
     "scatter_of_infinities": lambda i: torch.full((B, T, S), LOW).scatter(-1, i, 0) == 0,
-    "one_hot": lambda i: F.one_hot(i, S).sum(2).bool(),
-    "one_hot_any": lambda i: F.one_hot(i, S).bool().any(-2),
+    "one_hot": lambda i: F.one_hot(i, S).sum(2).bool(), "one_hot_any": lambda i: F.one_hot(i, S).bool().any(-2),
     "compared": lambda i: (torch.arange(S) == i[..., None]).any(dim=-2),
     "compared_all": lambda i: ~(i.unsqueeze(3) != torch.arange(S)).all(2),
     "over_one_more": lambda i: torch.zeros(B, T, K, S).scatter(-1, i[..., None], 1.0).amax(2) > 0.5,
     "by_rows_first": lambda i: torch.zeros(B, S, T).scatter(1, i.mT, 1.0).mT != 0,
-    "by_index": lambda i: torch.zeros(B, T, S).index_put(
-        (torch.arange(B)[:, None, None], torch.arange(T)[:, None], i), torch.ones(())
-    ) > 0,
+    "by_index": lambda i: torch.zeros(B, T, S).index_put((
+        torch.arange(B)[:, None, None], torch.arange(T)[:, None], i,
+    ), torch.ones(())) > 0,
     "logarithm": lambda i: torch.zeros(B, T, S).scatter(-1, i, 1.0).log() > -1,
     "arithmetic": lambda i: 1 - (2 - 2 * torch.zeros(B, T, S).scatter(-1, i, 1.0)) / 2 > 0,
 }  # fmt: skip
@@ -111,16 +110,16 @@ def list_of(scores):
     return scores.topk(K).indices
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("listed", LISTED)
 def test_every_list_in_every_mask(listed):
     scores, data = torch.randn(B, T, S), torch.rand(B, T, S) < 0.6
     others, first = [*OTHERS.items()], [*LISTED].index(listed)
     for i, (how, join) in enumerate(JOINED.items(), first):
         for name, other in (others[i % len(others)], others[(i + 3) % len(others)]):
-            found, seen, mask = selected(
-                lambda scores, data, join=join, other=other: join(LISTED[listed](list_of(scores)), other(data)),
-                scores, data,
-            )  # fmt: skip
+            found, seen, mask = selected(lambda scores, data, join=join, other=other: join(
+                LISTED[listed](list_of(scores)), other(data),
+            ), scores, data)  # fmt: skip
             assert seen is not None, (how, name, found)
             assert (seen == mask).all(), (how, name)
             assert not found.repeats and (found.last is not None) == (name not in ("all", "data")), (how, name)
@@ -140,14 +139,13 @@ def test_where_a_list_comes_from(choose, repeats):
     assert found.repeats == repeats and (seen == mask).all()
 
 
-@pytest.mark.parametrize(
-    "mask_of",
-    [lambda s: (LISTED["scatter"](list_of(s)) | (s > 0))[:, None],
-     lambda s: torch.zeros(B, T, S, dtype=torch.bool).scatter(-1, list_of(s)[:, 1:], True)[:, None] | (s > 0)[:, None],
-     lambda s: (s > 0).scatter(-1, list_of(s), True)[:, None],
-     lambda s: (F.one_hot(list_of(s), S).sum(1, keepdim=True) > 0).expand(B, T, K, S)[:, :, 0][:, None],
-     lambda s: torch.zeros(B, T, S).scatter_add(-1, list_of(s), s[..., :K])[:, None],
-     lambda s: (s > 0)[:, None]],
-)  # fmt: skip
+@pytest.mark.parametrize("mask_of", [
+    lambda s: (LISTED["scatter"](list_of(s)) | (s > 0))[:, None],
+    lambda s: torch.zeros(B, T, S, dtype=torch.bool).scatter(-1, list_of(s)[:, 1:], True)[:, None] | (s > 0)[:, None],
+    lambda s: (s > 0).scatter(-1, list_of(s), True)[:, None],
+    lambda s: (F.one_hot(list_of(s), S).sum(1, keepdim=True) > 0).expand(B, T, K, S)[:, :, 0][:, None],
+    lambda s: torch.zeros(B, T, S).scatter_add(-1, list_of(s), s[..., :K])[:, None],
+    lambda s: (s > 0)[:, None],
+])  # fmt: skip
 def test_what_is_no_list(mask_of):
     assert selected(mask_of, torch.randn(B, T, S))[0] is None

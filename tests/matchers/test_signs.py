@@ -13,23 +13,19 @@ AT_MOST_ZERO = {
     "rate times step": lambda x, a: -a.float().exp() * F.softplus(x + a),
     "logsigmoid": lambda x, a: F.logsigmoid(x) / 16,
     "logarithm of a sigmoid": lambda x, a: torch.log(torch.sigmoid(x).float()),
-    "two signs": lambda x, a: -F.softplus(x) * -F.softplus(a) * -1.0,
-    "clamped": lambda x, a: (x * a).clamp(max=-0.5),
+    "two signs": lambda x, a: -F.softplus(x) * -F.softplus(a) * -1.0, "clamped": lambda x, a: (x * a).clamp(max=-0.5),
     "clamped further": lambda x, a: (-x.square()).clamp(min=-5),
     "sums, views and pads": lambda x, a: F.pad(-x.exp().cumsum(0), (0, 1)).view(-1)[1:].flip(0) + -a.abs().sum(),
     "parts": lambda x, a: torch.cat([-x.square(), F.logsigmoid(a)]).split(2)[0],
-}
+}  # fmt: skip
 EITHER = {
-    "an input": lambda x, a: x,
-    "another sign": lambda x, a: a.exp() * F.softplus(x),
-    "a sum of both": lambda x, a: -x.exp() + a.exp(),
-    "a bias": lambda x, a: F.logsigmoid(x) + 0.1,
+    "an input": lambda x, a: x, "another sign": lambda x, a: a.exp() * F.softplus(x),
+    "a sum of both": lambda x, a: -x.exp() + a.exp(), "a bias": lambda x, a: F.logsigmoid(x) + 0.1,
     "clamped from below": lambda x, a: (-x.exp()).clamp(min=0.5),
     "a bound of data": lambda x, a: torch.clamp(-x.exp(), a),
-    "padded with more": lambda x, a: F.pad(-x.exp(), (1, 0), value=1.0),
-    "a logarithm": lambda x, a: torch.log(x),
+    "padded with more": lambda x, a: F.pad(-x.exp(), (1, 0), value=1.0), "a logarithm": lambda x, a: torch.log(x),
     "one part": lambda x, a: torch.cat([x, -a.exp()]),
-}
+}  # fmt: skip
 
 
 def of(function):

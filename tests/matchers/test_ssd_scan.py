@@ -29,6 +29,7 @@ def scans(form, operands=OPERANDS, size=CHUNK):
     return graph, list(find_scans(graph.graph))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["einsums", "matrix_products_heads_first", "one_triangle"])
 def test_operands(name):
     graph, (scan,) = scans(FORMS[name])
@@ -62,22 +63,20 @@ def test_a_scan_without_states():
     assert isinstance(scan, Scan) and scan.initial_state is None and not scan.final_states
 
 
-@pytest.mark.parametrize(
-    ("tag", "step"),
-    [
-        ("differs", lambda scores, decay, dt: scores * decay * decay * dt),
-        ("differs", lambda scores, decay, dt: scores * (decay + 1) * dt),
-        ("no-step", lambda scores, decay, dt: scores * decay),
-        ("roles", lambda scores, decay, dt: (scores * decay * dt).softmax(2)),
-    ],
-    ids=["decays_twice", "offset", "no_step", "softmax"],
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("tag", "step"), [
+    ("differs", lambda scores, decay, dt: scores * decay * decay * dt),
+    ("differs", lambda scores, decay, dt: scores * (decay + 1) * dt),
+    ("no-step", lambda scores, decay, dt: scores * decay),
+    ("roles", lambda scores, decay, dt: (scores * decay * dt).softmax(2)),
+], ids=["decays_twice", "offset", "no_step", "softmax"])  # fmt: skip
 def test_near_misses(tag, step):
     _, found = scans(recurrent(step))
     assert found and all(isinstance(f, NoScan) for f in found)
     assert tag in {f.tag for f in found}, found
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("turn", range(6))
 @pytest.mark.parametrize("near", ["diagonal_left_out", "not_causal", "decay_a_position_late"])
 def test_near_misses_show_at_every_size(near, turn, monkeypatch):
@@ -104,15 +103,10 @@ def resized(f, *args, rules=RULES):
     return graph, Resized(rules, nodes, graph.inputs)
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda a, b: torch.einsum("bik,bjk->bij", a, b),
-        lambda a, b: a @ b.transpose(1, 2),
-        lambda a, b: (a[:, :, None] * b[:, None]).sum(-1),
-    ],
-    ids=["einsum", "matmul", "products"],
-)
+@pytest.mark.parametrize("f", [
+    lambda a, b: torch.einsum("bik,bjk->bij", a, b), lambda a, b: a @ b.transpose(1, 2),
+    lambda a, b: (a[:, :, None] * b[:, None]).sum(-1),
+], ids=["einsum", "matmul", "products"])  # fmt: skip
 def test_the_same_function_at_small_sizes(f):
     graph, r = resized(f, torch.randn(16, 64, 128), torch.randn(16, 32, 128))
     for turn in (0, 1):

@@ -15,47 +15,25 @@ draw = Draws(__name__)
 X = draw(2, 3, 4)
 
 
-@pytest.mark.parametrize(
-    ("f", "outer"),
-    [
-        (lambda x: x.reshape(6, 4), True),
-        (lambda x: x.reshape(2, 12), False),
-        (lambda x: x.transpose(0, 1), True),
-        (lambda x: x.transpose(0, 2), False),
-        (lambda x: x.permute(1, 0, 2), True),
-        (lambda x: x.permute(0, 2, 1), False),
-        (lambda x: x.unsqueeze(1), True),
-        (lambda x: x[:, :, None], True),
-        (lambda x: x[..., None], False),
-        (lambda x: x[:1].squeeze(0), True),
-        (lambda x: x.clone(), True),
-        (lambda x: x[:, :2], False),
-        (lambda x: x.unsqueeze(1).expand(2, 5, 3, 4), False),
-        (lambda x: x + 1, False),
-    ],
-)
+@pytest.mark.parametrize(("f", "outer"), [
+    (lambda x: x.reshape(6, 4), True), (lambda x: x.reshape(2, 12), False), (lambda x: x.transpose(0, 1), True),
+    (lambda x: x.transpose(0, 2), False), (lambda x: x.permute(1, 0, 2), True), (lambda x: x.permute(0, 2, 1), False),
+    (lambda x: x.unsqueeze(1), True), (lambda x: x[:, :, None], True), (lambda x: x[..., None], False),
+    (lambda x: x[:1].squeeze(0), True), (lambda x: x.clone(), True), (lambda x: x[:, :2], False),
+    (lambda x: x.unsqueeze(1).expand(2, 5, 3, 4), False), (lambda x: x + 1, False),
+])  # fmt: skip
 def test_outer_views(f, outer):
     graph = trace(f, X)
     assert is_outer_view(graph.output) == outer
     assert not is_outer_view(graph.inputs[0])
 
 
-@pytest.mark.parametrize(
-    ("f", "expected"),
-    [
-        (lambda x: x[..., 1:3], (1, 2)),
-        (lambda x: x[..., -3:], (1, 3)),
-        (lambda x: x.narrow(-1, 2, 1), (2, 1)),
-        (lambda x: x.split([1, 3], dim=-1)[1], (1, 3)),
-        (lambda x: x.split(2, dim=2)[1], (2, 2)),
-        (lambda x: x.chunk(2, dim=-1)[0], (0, 2)),
-        (lambda x: x[..., ::2], None),
-        (lambda x: x[:, 1:], None),
-        (lambda x: x.split([1, 2], dim=1)[1], None),
-        (lambda x: x.unbind(-1)[0], None),
-        (lambda x: x.sin(), None),
-    ],
-)
+@pytest.mark.parametrize(("f", "expected"), [
+    (lambda x: x[..., 1:3], (1, 2)), (lambda x: x[..., -3:], (1, 3)), (lambda x: x.narrow(-1, 2, 1), (2, 1)),
+    (lambda x: x.split([1, 3], dim=-1)[1], (1, 3)), (lambda x: x.split(2, dim=2)[1], (2, 2)),
+    (lambda x: x.chunk(2, dim=-1)[0], (0, 2)), (lambda x: x[..., ::2], None), (lambda x: x[:, 1:], None),
+    (lambda x: x.split([1, 2], dim=1)[1], None), (lambda x: x.unbind(-1)[0], None), (lambda x: x.sin(), None),
+])  # fmt: skip
 def test_slices_of_the_last_dimension(f, expected):
     graph = trace(f, X)
     found = lane_slice(graph.output)

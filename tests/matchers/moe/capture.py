@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -19,26 +18,17 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.gate_matrix import is_filled
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
 from megacpp_compile.passes._driver import pass_names
-from tests.frames import run
+from tests.frames import Function, run_graph
 from tests.passes.experts import DIM, TOKENS, MoE
 
 # With a plan, as frames too small to hold an idiom are captured only then.
 NO_PASSES = Config(strict=True, disable=pass_names(), precision=PrecisionPlan({"*": "bf16"}))
 
 
-class Call(nn.Module):
-    def __init__(self, function: Callable[..., Tensor]):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.function(*args)
-
-
 def view_of(module: nn.Module | Callable[..., Tensor], *args: Tensor, grad: bool = True) -> GraphView:
-    module = module if isinstance(module, nn.Module) else Call(module)
-    with contextlib.nullcontext() if grad else torch.no_grad():
-        (analysis,) = run(module, args, NO_PASSES).analyses
+    module = module if isinstance(module, nn.Module) else Function(module)
+    with torch.set_grad_enabled(grad):
+        (analysis,) = run_graph(module, args, NO_PASSES).analyses
     captured = analysis.captured
     return GraphView(captured.gm.graph, captured.fake_mode, captured.weights, NO_PASSES, captured.trained)
 
@@ -80,8 +70,11 @@ def described(layer: RoutedExperts) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ids(p: Any) -> str:
+    return p.__name__ if callable(p) else ""
+
+
 def result(view: GraphView) -> Node:
     """What the graph returns."""
-    (output,) = (n for n in view.graph.nodes if n.op == "output")
-    ((node,),) = output.args
+    ((node,),) = view.graph.output_node().args
     return node

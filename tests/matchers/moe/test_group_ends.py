@@ -27,8 +27,7 @@ def added(ids):
 
 
 ENDS = {
-    "histc": counts(histc),
-    "histc of unsorted": counts(histc, of_sorted=False),
+    "histc": counts(histc), "histc of unsorted": counts(histc, of_sorted=False),
     "one-hots": counts(lambda ids: F.one_hot(ids, E).sum(0)),
     "one-hots of unsorted": counts(lambda ids: F.one_hot(ids, E).T.sum(-1), of_sorted=False),
     "scatter_add": counts(added),
@@ -38,7 +37,7 @@ ENDS = {
     "searchsorted": lambda ids, ordered: torch.searchsorted(ordered, torch.arange(E), right=True).to(torch.int32),
     "searchsorted of next": lambda ids, ordered: torch.searchsorted(ordered, torch.arange(1, E + 1), out_int32=True),
     "bucketize": lambda ids, ordered: torch.bucketize(torch.arange(E), ordered, right=True, out_int32=True),
-}
+}  # fmt: skip
 OTHERS = {
     "fewer bins": counts(lambda ids: torch.histc(ids.float(), bins=E, min=0, max=E + 1)),
     "next": counts(lambda ids: F.one_hot((ids + 1) % E, E).sum(0)),
@@ -65,6 +64,7 @@ def found(ends, by_argsort, chosen=lambda ids: ids):
     return SortedIds(ids, order, *ordered or [None]).end_at(node, E)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ENDS)
 def test_ends(name):
     assert found(ENDS[name], False)

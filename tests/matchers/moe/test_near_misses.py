@@ -10,27 +10,28 @@ from megacpp_compile.matchers.moe import dense, grouped, hit_experts, loop, sort
 from tests.passes import experts, experts_at_once, experts_sorted
 from tests.passes.experts import CHOICES, DIM
 
-from .capture import the_failure, view_of, view_of_experts, view_of_sorted
+from .capture import ids, the_failure, view_of, view_of_experts, view_of_sorted
 
 aten = torch.ops.aten
 
 
-def ids(p):
-    return p.__name__ if callable(p) else ""
-
-
-@pytest.mark.parametrize(
-    "body, tag, target",
-    [
-        (experts.gate_of_the_first_choice, "gates", aten.mul.Tensor),
-        (experts.one_expert_twice, "twice", aten.index_add.default),
-        (experts.an_expert_left_out, "gaps", aten.index_add.default),
-        (experts.output_read_elsewhere, "escapes", aten.linear.default),
-    ],
-    ids=ids,
-)
-def test_loops(body, tag, target):
-    failure = the_failure(loop, view_of_experts(body))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("matcher, body, tag, target", [
+    (loop, experts.gate_of_the_first_choice, "gates", aten.mul.Tensor),
+    (loop, experts.one_expert_twice, "twice", aten.index_add.default),
+    (loop, experts.an_expert_left_out, "gaps", aten.index_add.default),
+    (loop, experts.output_read_elsewhere, "escapes", aten.linear.default),
+    (dense, experts_at_once.every_expert_works, "dense-gates", aten.softmax.int),
+    (dense, experts_at_once.a_column_left_out, "gaps", aten.add.Tensor),
+    (dense, experts_at_once.marked_gates_of_others, "gates", aten.mul.Tensor),
+    (grouped, experts_at_once.einsum_of_every_expert, "dense-gates", aten.softmax.int),
+    (grouped, experts_at_once.einsum_with_a_bias_of_all, "bias", aten.add.Tensor),
+    (grouped, experts_at_once.scaled_at_both_ends, "gates", aten.sum.dim_IntList),
+    (grouped, experts.batched_with_gates_of_experts, "gates", aten.sum.dim_IntList),
+    (grouped, experts.batched_by_any_numbers, "range", aten.reshape.default),
+], ids=ids)  # fmt: skip
+def test_one_matcher(matcher, body, tag, target):
+    failure = the_failure(matcher, view_of_experts(body, stacked=matcher is grouped))
     assert (failure.tag, failure.node.target) == (tag, target)
 
 
@@ -52,39 +53,9 @@ def written_over_by_any_numbers(m, x, indices, gates):
     return y
 
 
-@pytest.mark.parametrize(
-    "body, tag, target",
-    [
-        (experts_at_once.every_expert_works, "dense-gates", aten.softmax.int),
-        (experts_at_once.a_column_left_out, "gaps", aten.add.Tensor),
-        (experts_at_once.marked_gates_of_others, "gates", aten.mul.Tensor),
-    ],
-    ids=ids,
-)
-def test_dense_experts(body, tag, target):
-    failure = the_failure(dense, view_of_experts(body))
-    assert (failure.tag, failure.node.target) == (tag, target)
-
-
-@pytest.mark.parametrize(
-    "body, tag, target",
-    [
-        (experts_at_once.einsum_of_every_expert, "dense-gates", aten.softmax.int),
-        (experts_at_once.einsum_with_a_bias_of_all, "bias", aten.add.Tensor),
-        (experts_at_once.scaled_at_both_ends, "gates", aten.sum.dim_IntList),
-        (experts.batched_with_gates_of_experts, "gates", aten.sum.dim_IntList),
-        (experts.batched_by_any_numbers, "range", aten.reshape.default),
-    ],
-    ids=ids,
-)
-def test_gemms_over_all_weights(body, tag, target):
-    failure = the_failure(grouped, view_of_experts(body, stacked=True))
-    assert (failure.tag, failure.node.target) == (tag, target)
-
-
-@pytest.mark.parametrize(
-    "body, tag", [(experts_at_once.sorted_back_to_others, "rows"), (experts_at_once.sorted_into_other_groups, "offsets")], ids=ids
-)
+@pytest.mark.parametrize("body, tag", [
+    (experts_at_once.sorted_back_to_others, "rows"), (experts_at_once.sorted_into_other_groups, "offsets"),
+], ids=ids)  # fmt: skip
 def test_sorted_tokens(body, tag):
     assert the_failure(sorted_tokens, view_of_sorted(body)).tag == tag
 

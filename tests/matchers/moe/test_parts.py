@@ -25,18 +25,11 @@ def returned(function, *args):
     return result(view_of(function, *args))
 
 
-@pytest.mark.parametrize(
-    "make, activation, layout",
-    [
-        (lambda: experts.Expert(), "silu", "pair"),
-        (lambda: experts.Expert(lambda h: h * h.sigmoid()), "silu", "pair"),
-        (lambda: experts.Expert(F.gelu), "gelu", "pair"),
-        (lambda: experts.Ungated(), "relu2", "single"),
-        (lambda: experts.Fused(), "silu", "gate_up"),
-        (lambda: experts.Fused(up_first=True), "silu", "up_gate"),
-    ],
-    ids=["pair", "silu by hand", "gelu", "ungated", "fused", "up first"],
-)
+@pytest.mark.parametrize("make, activation, layout", [
+    (lambda: experts.Expert(), "silu", "pair"), (lambda: experts.Expert(lambda h: h * h.sigmoid()), "silu", "pair"),
+    (lambda: experts.Expert(F.gelu), "gelu", "pair"), (lambda: experts.Ungated(), "relu2", "single"),
+    (lambda: experts.Fused(), "silu", "gate_up"), (lambda: experts.Fused(up_first=True), "silu", "up_gate"),
+], ids=["pair", "silu by hand", "gelu", "ungated", "fused", "up first"])  # fmt: skip
 def test_an_expert(make, activation, layout):
     node = result(view_of(make(), torch.randn(5, DIM)))
     expert = match_expert(node, match_linear_gemm)
@@ -46,15 +39,11 @@ def test_an_expert(make, activation, layout):
     assert len(expert.ups) == (2 if layout == "pair" else 1)
 
 
-@pytest.mark.parametrize(
-    "make, tag",
-    [
-        (lambda: experts.Expert(F.softplus), "activation"),
-        (lambda: experts.Expert(lambda h: F.silu(h.clamp(max=h.amax()))), "clamp"),
-        (lambda: experts.Expert(lambda h: F.silu(h + 1)), "projections"),
-    ],
-    ids=["activation", "clamp", "projections"],
-)
+@pytest.mark.parametrize("make, tag", [
+    (lambda: experts.Expert(F.softplus), "activation"),
+    (lambda: experts.Expert(lambda h: F.silu(h.clamp(max=h.amax()))), "clamp"),
+    (lambda: experts.Expert(lambda h: F.silu(h + 1)), "projections"),
+], ids=["activation", "clamp", "projections"])  # fmt: skip
 def test_no_expert(make, tag):
     failure = match_expert(result(view_of(make(), torch.randn(5, DIM))), match_linear_gemm)
     assert isinstance(failure, MatchFailure) and failure.tag == tag
@@ -135,18 +124,12 @@ def test_the_gates_of_one_expert():
     assert match_chosen_gate(returned(lambda s: torch.where(s > 3, s, 0.0).sum(-1), torch.randn(5, DIM))) is None
 
 
-@pytest.mark.parametrize(
-    "mask, dims, says",
-    [
-        (lambda i: i == 3, "ts", {"expert": 3}),
-        (lambda i: F.one_hot(i, DIM).permute(2, 1, 0)[3], "st", {"expert": 3}),
-        (lambda i: F.one_hot(i, DIM), "tse", {}),
-        (lambda i: i[..., None] == torch.arange(DIM), "tse", {}),
-        (lambda i: (i == 3).any(-1), "t", {"expert": 3, "any": True}),
-        (lambda i: i[:, 1] == 3, "t", {"expert": 3, "choice": 1}),
-    ],
-    ids=["equal", "one hot of an expert", "one hots", "numbers", "any choice", "second choice"],
-)
+@pytest.mark.parametrize("mask, dims, says", [
+    (lambda i: i == 3, "ts", {"expert": 3}), (lambda i: F.one_hot(i, DIM).permute(2, 1, 0)[3], "st", {"expert": 3}),
+    (lambda i: F.one_hot(i, DIM), "tse", {}), (lambda i: i[..., None] == torch.arange(DIM), "tse", {}),
+    (lambda i: (i == 3).any(-1), "t", {"expert": 3, "any": True}),
+    (lambda i: i[:, 1] == 3, "t", {"expert": 3, "choice": 1}),
+], ids=["equal", "one hot of an expert", "one hots", "numbers", "any choice", "second choice"])  # fmt: skip
 def test_a_mask(mask, dims, says):
     found = match_mask(returned(lambda x: mask(x.topk(2, -1).indices), torch.randn(5, DIM)))
     assert found == Mask(found.indices, tuple(dims), **says)
@@ -157,15 +140,10 @@ def test_no_mask():
     assert match_mask(returned(lambda x: x.topk(2, -1).indices > 3, torch.randn(5, DIM))) is None
 
 
-@pytest.mark.parametrize(
-    "contraction",
-    [
-        lambda o, g: torch.einsum("ted,te->td", o, g),
-        lambda o, g: (o * g[..., None]).sum(1),
-        lambda o, g: torch.bmm(o.mT, g[..., None]).squeeze(-1),
-    ],
-    ids=["einsum", "sum of products", "bmm"],
-)
+@pytest.mark.parametrize("contraction", [
+    lambda o, g: torch.einsum("ted,te->td", o, g), lambda o, g: (o * g[..., None]).sum(1),
+    lambda o, g: torch.bmm(o.mT, g[..., None]).squeeze(-1),
+], ids=["einsum", "sum of products", "bmm"])  # fmt: skip
 def test_factors(contraction):
     node = returned(lambda o, g: contraction(o, g), torch.randn(5, 3, DIM), torch.randn(5, 3))
     dims = over(node)
