@@ -17,6 +17,7 @@ from megacpp_compile.backends import _lower
 from megacpp_compile.errors import NotLoweredError
 from megacpp_compile.lowerings.mla_rope_kv import reference
 from megacpp_compile.remat.tagging import TagForRemat
+from tests.backends.models import Layer
 from tests.corpus.spellings import PlainMLA
 
 eager_backward = pytest.mark.skipif(
@@ -24,22 +25,7 @@ eager_backward = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def _fresh(no_kernels):
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Model(nn.Module):
-    """One `down_norm_up`."""
-
-    def __init__(self):
-        super().__init__()
-        self.down, self.norm, self.up = nn.Linear(16, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 24, bias=False)
-
-    def forward(self, x):
-        return self.up(self.norm(self.down(x))).sin()
+pytestmark = pytest.mark.usefixtures("no_kernels")
 
 
 def compiled_step(model, x, options=None, **how):
@@ -68,25 +54,18 @@ def broken(node_name):
     return raising
 
 
-# --- a backward that cannot be lowered
-
-
 @eager_backward
-def test_a_backward_that_cannot_be_lowered_falls_back(monkeypatch, caplog):
+def test_a_backward_that_cannot_be_lowered_falls_back_and_is_an_error_under_strict(monkeypatch, caplog):
     monkeypatch.setattr(_lower, "_lower", broken("down_norm_up_backward"))
-    model, x = Model(), (torch.randn(5, 16),)
+    model, x = Layer(), (torch.randn(5, 16),)
     report, grads = compiled_step(model, x)
     (frame,) = report.frames
     assert not frame.captured and not report.sites and "a planted lie" in frame.reason
     assert any("a planted lie" in r.getMessage() for r in caplog.records if r.levelname == "WARNING")
     assert_right(model, x, grads)
-
-
-@eager_backward
-def test_a_backward_that_cannot_be_lowered_is_an_error_under_strict(monkeypatch):
-    monkeypatch.setattr(_lower, "_lower", broken("down_norm_up_backward"))
+    torch._dynamo.reset()
     with pytest.raises(BackendCompilerFailed, match="a planted lie"):
-        torch.compile(Model(), backend="megacpp", options={"strict": True})(torch.randn(5, 16))
+        torch.compile(model, backend="megacpp", options={"strict": True})(*x)
 
 
 @eager_backward
@@ -94,9 +73,10 @@ def test_an_op_left_in_the_backward_is_an_error_of_the_forward(monkeypatch):
     lower = _lower._lower
     monkeypatch.setattr(_lower, "_lower", lambda g, n, *a: None if "backward" in str(n.target) else lower(g, n, *a))
     with pytest.raises(NotLoweredError, match="down_norm_up_backward"):
-        torch.compile(Model(), backend="megacpp")(torch.randn(5, 16))
+        torch.compile(Layer(), backend="megacpp")(torch.randn(5, 16))
 
 
+@pytest.mark.end_to_end
 @eager_backward
 def test_a_backward_that_returns_another_shape_than_it_promised_falls_back(monkeypatch):
     """Nothing of ours fails here, but what Inductor makes of the graph behind."""
@@ -126,18 +106,14 @@ class FailsInBackward(CustomGraphPass):
 
 
 def test_what_inductor_refuses_of_the_plain_frame_too_is_its_own_error():
-    compiled = torch.compile(
-        Model(), backend="megacpp", options={"inductor": {"post_grad_custom_post_pass": FailsInBackward()}}
-    )
-    loss = compiled(torch.randn(5, 16)).sum()
+    options = {"inductor": {"post_grad_custom_post_pass": FailsInBackward()}}
+    loss = torch.compile(Layer(), backend="megacpp", options=options)(torch.randn(5, 16)).sum()
     with pytest.raises(Exception, match="the user's own pass"):
         loss.backward()
 
 
-# --- a policy that cannot be applied
-
-
-@pytest.mark.parametrize("model", [Model, lambda: nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16))])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("model", [Layer, lambda: nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16))])
 def test_a_policy_that_fails_on_the_joint_graph(model, monkeypatch):
     def run(self, graph):
         raise RuntimeError("a planted lie: no plan")
@@ -151,9 +127,6 @@ def test_a_policy_that_fails_on_the_joint_graph(model, monkeypatch):
     torch._dynamo.reset()
     with pytest.raises(BackendCompilerFailed, match="a planted lie"):
         torch.compile(model, backend="megacpp", options={"policy": "selective", "strict": True})(*x)
-
-
-# --- what stays
 
 
 def backwards_lowered(monkeypatch):
@@ -172,13 +145,11 @@ def backwards_lowered(monkeypatch):
 @eager_backward
 def test_the_backward_is_lowered_with_the_forward_and_once(monkeypatch):
     lowered = backwards_lowered(monkeypatch)
-    model, x = Model(), torch.randn(5, 16)
-    compiled = torch.compile(model, backend="megacpp")
+    compiled, x = torch.compile(Layer(), backend="megacpp"), torch.randn(5, 16)
     loss = compiled(x).square().sum()
     assert lowered() == 1
     loss.backward()
     compiled(x).sum().backward()
-    assert lowered() == 1
     with torch.no_grad():
         compiled(x)
     assert lowered() == 1
@@ -186,17 +157,18 @@ def test_the_backward_is_lowered_with_the_forward_and_once(monkeypatch):
 
 def test_the_backward_of_a_plain_frame_is_lowered_when_it_runs(monkeypatch):
     lowered = backwards_lowered(monkeypatch)
-    model, x = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16)), torch.randn(5, 16)
-    loss = torch.compile(model, backend="megacpp")(x).sum()
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16))
+    loss = torch.compile(model, backend="megacpp")(torch.randn(5, 16)).sum()
     assert lowered() == 0
     loss.backward()
     assert lowered() == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=eager_backward)])
 def test_a_graph_that_is_kept_is_differentiated_twice(dynamic):
     """Its backward leaves the saved tensors as they are, also where torch finds out too late that it has to."""
-    model, x = Model(), torch.randn(5, 16)
+    model, x = Layer(), torch.randn(5, 16)
     loss = torch.compile(model, backend="megacpp", dynamic=dynamic)(x).square().sum()
     first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=kept) for kept in (True, False))
     for a, b in zip(first, second, strict=True):
@@ -214,7 +186,7 @@ def test_what_serves_a_backward_is_reported(monkeypatch):
             return choice
         return dataclasses.replace(choice, requested="cuda_gluon", effective="cuda_triton", reason="rows begin anywhere")
 
-    model, x = Model(), torch.randn(4, 16, requires_grad=True)
+    model, x = Layer(), torch.randn(4, 16, requires_grad=True)
     report, gradients = compiled_step(model, (x,))
     assert report.frames[0].backward == {"megacpp::down_norm_up": ["reference"]} and "; backward" not in str(report)
     torch._dynamo.reset()

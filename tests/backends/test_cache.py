@@ -2,8 +2,7 @@
 
 What has to hit is the first step of a process of its own, as caches in memory would hide what lies on disk; a miss may
 follow in the same one. The processes share one cache directory. All but the first are forks of one that has torch
-loaded, and neither the package nor anything compiled: their hash seed is not that of the first.
-"""
+loaded, and neither the package nor anything compiled: their hash seed is not that of the first."""
 
 from __future__ import annotations
 
@@ -121,11 +120,11 @@ SOURCE = Path(megacpp_compile.__file__).parent
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory, copied):
+def run(tmp_path_factory):
     """A runner whose cache holds one training step, with what that step met, and what it met in other processes: the same
     step and one with an option, one of a copy of the package that explains, and one of a copy with another source."""
     runner = Runner(tmp_path_factory.mktemp("cache"))
-    changed = copy_to(tmp_path_factory.mktemp("changed"))
+    copied, changed = (copy_to(tmp_path_factory.mktemp(name)) for name in ("copy", "changed"))
     with (changed / SOURCE.name / "passes/down_norm_up.py").open("a") as file:
         file.write("# another version\n")  # which edits matter is nobody's to guess
     root = SOURCE.parent
@@ -140,22 +139,30 @@ def copy_to(root):
     return root
 
 
-@pytest.fixture(scope="session")
-def copied(tmp_path_factory):
-    """A copy of the package, to be edited."""
-    return copy_to(tmp_path_factory.mktemp("copy"))
+# What a process met -> whether all graphs came from disk.
+HITS = {
+    "first": False,
+    "again": True,
+    "with_an_option": False,  # even one that leaves this very graph as it is: the pass has nothing to do here
+    "moved": True,  # what counts is what the sources say, not where they are; and `explain` only prints
+    "changed": False,  # a comment will do
+}
 
 
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("which", HITS)
+def test_what_hits(run, which):
+    assert hit(getattr(run, which)) == HITS[which]
+
+
+@pytest.mark.end_to_end
 def test_second_process_hits(run):
-    assert not hit(run.first)
     assert run.first["autograd"] == {"autograd_cache_miss": 1, "autograd_cache_saved": 1}
-    again = run.again
-    assert hit(again)
     # AOTAutograd's own cache, keyed by the rewritten graph, spares partitioning too.
-    assert again["autograd"] == {"autograd_cache_hit": 1}
-    assert again["loss"] == run.first["loss"]
+    assert run.again["autograd"] == {"autograd_cache_hit": 1} and run.again["loss"] == run.first["loss"]
 
 
+@pytest.mark.end_to_end
 def test_the_report_of_cached_code_says_so(run):
     """All that is found out before code is generated is in it; in the place of the rest stands why it is not."""
     first, again = run.first, run.again
@@ -172,25 +179,9 @@ def test_the_report_of_cached_code_says_so(run):
     assert "captured, from cache" in again["text"]
 
 
-def test_an_option_misses(run):
-    """Even one that leaves this very graph as it is: the pass has nothing to do here."""
-    assert not hit(run.with_an_option)
-
-
-def test_a_moved_package_that_explains_hits(run):
-    """What counts is what the sources say, not where they are; and `explain` only prints."""
-    assert hit(run.moved)
-
-
-def test_changed_source_misses(run):
-    """A comment will do."""
-    assert not hit(run.changed)
-
-
 @pytest.mark.parametrize("path", ["lowerings/down_norm_up/reference.py", "new.py"])
-def test_every_source_file_counts(run, copied, path, monkeypatch):
-    """`run` comes first: it needs the copy as it was."""
-    root = copied / megacpp_compile.__name__
+def test_every_source_file_counts(tmp_path, path, monkeypatch):
+    root = copy_to(tmp_path) / SOURCE.name
     monkeypatch.setattr(inductor_pass, "__file__", str(root / "fx" / "inductor_pass.py"))
     digest = inductor_pass.source_hash.__wrapped__
     before = digest()

@@ -14,15 +14,8 @@ from megacpp_compile.errors import CaptureError
 from megacpp_compile.fx.provenance import is_backward
 from megacpp_compile.report.at_exit import ENDING
 from megacpp_compile.targets import CUDA, device_types, family
-from tests.backends.test_backward import Model as Layer
+from tests.backends.models import Layer
 from tests.conftest import kernels_left_out
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -68,6 +61,7 @@ def step(way, options=None):
     return report
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_backward_is_lowered(way, graphs, caplog):
     """Regression: its frame could not be captured, and was left with an op of ours in it."""
@@ -82,10 +76,12 @@ def test_the_backward_is_lowered(way, graphs, caplog):
     assert not caplog.records and ENDING.text() == ""
 
 
+@pytest.mark.exhaustive
 def test_with_kernels():
     assert len(step(behind_a_compiled_forward).frames) == 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_asked_of_the_model_is_not_asked_of_its_backward(way, graphs):
     """Each of these is an error in a frame that does not have what it names."""
@@ -105,11 +101,8 @@ def test_a_backward_whose_forward_ran_in_eager(graphs):
     assert frame.captured and len(graphs) == 1
 
 
-def test_a_forward_is_no_backward():
+def test_what_is_no_backward_and_what_is_handed_over_in_a_list():
     assert not is_backward(torch.fx.symbolic_trace(Layer()))
-
-
-def test_what_is_handed_over_in_a_list_says_which_device():
     with torch.device("meta"):
         inputs = [[torch.ones(1), [torch.ones(1)]], 3]
     assert device_types(inputs) == {"meta"}

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
 import megacpp_compile
 from megacpp_compile._torch.inductor import CudaGraphDecision, decision_on_cuda_graphs
@@ -16,23 +16,14 @@ from megacpp_compile.lowerings._traits import declared, traits_of
 from megacpp_compile.remat import offload
 from megacpp_compile.report.records import Frame
 from megacpp_compile.report.report import Report
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down, self.norm, self.up = nn.Linear(8, 6, bias=False), nn.RMSNorm(6), nn.Linear(6, 8, bias=False)
-
-    def forward(self, x):
-        return self.up(self.norm(self.down(x))).sin()
+from tests.backends.models import Layer
 
 
 @pytest.mark.parametrize(
     "asked", [{"mode": "reduce-overhead"}, {"options": {"inductor": {"triton.cudagraphs": True}}}], ids=["mode", "options"]
 )
 def test_on_cpu_there_are_none(asked, no_kernels):
-    torch._dynamo.reset()
-    model, x = Model(), torch.randn(4, 8)
+    model, x = Layer(8, 6, 8), torch.randn(4, 8)
     with megacpp_compile.record() as report:
         got = torch.compile(model, backend="megacpp", **asked)(x)
     torch.testing.assert_close(got, model(x))
@@ -40,31 +31,26 @@ def test_on_cpu_there_are_none(asked, no_kernels):
     assert frame.cuda_graph == "not captured: cpu" and frame.passes["down_norm_up"] == 1
     assert "CUDA graphs: not captured: cpu" in str(report)
     assert Report.from_json(report.to_json()).frames[0].cuda_graph == frame.cuda_graph
-
-
-def test_nobody_asked(no_kernels):
     torch._dynamo.reset()
-    with megacpp_compile.record() as report:
-        torch.compile(Model(), backend="megacpp")(torch.randn(4, 8))
+    with megacpp_compile.record() as report:  # where nobody asks
+        torch.compile(model, backend="megacpp")(x)
     assert report.frames[0].cuda_graph == "" and "CUDA graphs" not in str(report)
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fires", [True, False], ids=["rewritten", "as it came"])
 def test_inductor_s_own_reason(monkeypatch, fires):
     """Its code is asked on CPU as it is on CUDA, for a frame of our ops and for one that is Inductor's alone."""
-    torch._dynamo.reset()
     monkeypatch.setattr(cuda_graphs, "is_for_cuda", lambda inputs: True)
     settings = {"triton.cudagraphs": True, "graph_partition": False, "fx_graph_cache": False}
     options = {"inductor": settings, "disable": () if fires else ("down_norm_up",)}
     cache = torch._functorch.config.patch(enable_autograd_cache=False)
     with megacpp_compile.record() as report, torch.no_grad(), cache:
-        torch.compile(Model(), backend="megacpp", options=options)(torch.randn(4, 8))
+        torch.compile(Layer(8, 6, 8), backend="megacpp", options=options)(torch.randn(4, 8))
     (frame,) = report.frames
     assert frame.passes.get("down_norm_up", 0) == fires
     assert frame.cuda_graph.startswith("not captured: cpu device ("), frame.cuda_graph
-
-
-# --- what Inductor decided
 
 
 class Box:
@@ -139,9 +125,6 @@ def test_what_is_told():
     assert told(offloading, (code(), yes)) == (
         "captured, without megacpp::offload (the host hands out pinned memory while it runs)"
     )
-
-
-# --- ops that no graph can hold
 
 
 def test_what_is_declared_has_torch_s_tag():

@@ -2,8 +2,7 @@
 
     pytest -n 8 tests/backends/test_cuda_graphs.py
 
-What the report says of them is tested without a GPU (`test_cuda_graph_reports.py`).
-"""
+What the report says of them is tested without a GPU (`test_cuda_graph_reports.py`)."""
 
 from __future__ import annotations
 
@@ -27,9 +26,6 @@ OPS = {name: op for op, (_, name) in semantic_ops().items()}
 DTYPE = torch.bfloat16
 
 
-# --- each op by itself
-
-
 def refillable(t: torch.Tensor) -> bool:
     """Whether each element of `t` has a place of its own."""
     return not any(stride == 0 and n > 1 for n, stride in zip(t.shape, t.stride(), strict=True))
@@ -47,6 +43,7 @@ def draws(name, device):
     return found
 
 
+@pytest.mark.end_to_end
 def test_every_op_has_cases():
     assert set(OPS) == set(KIND)
     for name in OPS:
@@ -82,9 +79,6 @@ def test_an_op_is_captured_and_replayed(name, kernels_of_any_size):
         if served == 2:
             return
     assert served, "no case was captured"
-
-
-# --- compiled models
 
 
 class Block(nn.Module):
@@ -127,7 +121,6 @@ MODES = [{"mode": "reduce-overhead"}, {"options": {"inductor": {"triton.cudagrap
 @pytest.mark.parametrize("model", [Block, Experts])
 def test_training_is_captured_and_replayed(model, asked):
     """Forward and backward, on new inputs each, with eager's gradients; nothing was skipped."""
-    torch._dynamo.reset()
     counters.clear()
     # Rounded to fewer bits a router may choose otherwise than eager's.
     dtype, width = (DTYPE, 256) if model is Block else (torch.float32, 64)
@@ -186,7 +179,6 @@ def steps(device, count, asked, tokens=1):
 @torch.no_grad()
 def test_the_decoder_decodes(no_kernels):
     """The same without a GPU, and so without graphs."""
-    torch._dynamo.reset()
     with megacpp_compile.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
         assert all(relative_error(got, want) < 4e-2 for got, want in steps("cpu", 8, MODES[0]))
     (frame,) = report.frames
@@ -198,7 +190,6 @@ def test_the_decoder_decodes(no_kernels):
 @torch.no_grad()
 def test_a_step_is_replayed_with_a_moving_length(asked, tokens):
     """One graph for all positions: the cache is the module's own, and the length is data."""
-    torch._dynamo.reset()
     counters.clear()
     with megacpp_compile.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
         found = steps("cuda", 16, asked, tokens)
@@ -212,7 +203,6 @@ def test_a_step_is_replayed_with_a_moving_length(asked, tokens):
 @torch.no_grad()
 def test_a_cache_of_latents_is_replayed(form):
     """`MLAKVCache` and `latent_attention`: update, attention and advance in one graph."""
-    torch._dynamo.reset()
     counters.clear()
     sizes = {"layers": 1, "batch": 2, "capacity": 64, "latent_dim": decodes.LATENT, "rope_dim": decodes.ROPE}
     caches = [megacpp_compile.MLAKVCache(**sizes, dtype=DTYPE, device="cuda") for _ in range(2)]

@@ -1,7 +1,4 @@
-"""Delayed scaling with symbolic sizes: sites and recompilations are those of current scaling, numbers those of static sizes.
-
-A CPU multiplies no float8; the question is answered for it, and the reference computes.
-"""
+"""Delayed scaling with symbolic sizes: sites and recompilations are current scaling's, numbers are static sizes'."""
 
 from __future__ import annotations
 
@@ -13,20 +10,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import megacpp_compile
 from megacpp_compile.lowerings._kernels.fp8 import SAMPLE, delayed_scale
-from tests.backends.test_delayed_scaling import DIM, Stack, float8, largest, options, step  # noqa: F401
+from tests.backends.models import DIM, Stack, compiled, equal, step
+from tests.backends.test_delayed_scaling import largest
 from tests.lowerings import relative_error
 from tests.seeds import Draws
 
 pytestmark = [
+    pytest.mark.end_to_end,
     pytest.mark.usefixtures("float8", "no_kernels"),
     pytest.mark.xdist_group("delayed dynamic"),  # one worker trains what tests share
 ]
 SEQUENCES = (3, 5, 2, 7, 3)
-
-
-@pytest.fixture
-def rand(request):
-    return Draws(request.node.name, torch.float32)
 
 
 class Folded(Stack):
@@ -43,8 +37,7 @@ def marked(run, x):
 
 # Name -> (torch.compile's `dynamic`, how a step calls what was compiled).
 HOW = {
-    "second length": (None, lambda run: run),
-    "dynamic": (True, lambda run: run),
+    "second length": (None, lambda run: run), "dynamic": (True, lambda run: run),
     "marked": (None, lambda run: functools.partial(marked, run)),
 }
 
@@ -66,7 +59,7 @@ def trained(batches):
         torch._dynamo.utils.counters.clear()
         dynamic, call = HOW[how] if how else (False, lambda run: run)
         model = Folded(2)
-        run = call(torch.compile(model, backend="megacpp", options=options(recipe), dynamic=dynamic))
+        run = call(compiled(model, recipe, dynamic))
         with megacpp_compile.record() as report:
             steps = [step(run, model, x, grad) for x, grad in batches]
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -75,6 +68,7 @@ def trained(batches):
     return train
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("how", HOW)
 def test_sites_and_recompilations_are_those_of_current_scaling(trained, how):
     found = {}
@@ -86,18 +80,20 @@ def test_sites_and_recompilations_are_those_of_current_scaling(trained, how):
     assert found["fp8_delayed"][0] == (2 if how == "second length" else 1)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("how", HOW)
 def test_numbers_are_those_of_static_sizes(trained, batches, how):
     """Bit for bit, from the first step, whose scales come from samples; and the past is every batch's."""
     got, _, _, state = trained("fp8_delayed", how)
     want, _, graphs, static = trained("fp8_delayed", None)
     assert graphs == len(set(SEQUENCES))
-    assert all(torch.equal(g, w) for gs, ws in zip(got, want, strict=True) for g, w in zip(gs, ws, strict=True))
+    assert all(map(equal, got, want))
     assert state.keys() == static.keys() and all(torch.equal(state[key], static[key]) for key in state)
     seen = [largest(x) for x, _ in batches][::-1]
     assert state["blocks.0.gate.weight:x"][: len(seen)].tolist() == seen
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("how", HOW)
 def test_as_near_as_current_scaling(trained, batches, how):
     eager = Folded(2)
@@ -110,14 +106,15 @@ def test_as_near_as_current_scaling(trained, batches, how):
     assert 0 < worst["fp8_delayed"] < 1.15 * worst["fp8_current"] < 0.15, worst
 
 
+@pytest.mark.end_to_end
 def test_what_a_length_hides_is_told_as_under_current_scaling(rand):
     """Tokens that are not known to be a multiple of 16 leave linears in bfloat16, by either recipe."""
     said = {}
     for recipe in ("fp8_current", "fp8_delayed"):
-        x, grad = (rand(2, 48, DIM, dtype=torch.bfloat16) for _ in range(2))
+        x, grad = (rand(2, 48, DIM) for _ in range(2))
         torch._dynamo.reset()
         model = Stack(1)
-        run = torch.compile(model, backend="megacpp", options=options(recipe), dynamic=True)
+        run = compiled(model, recipe, dynamic=True)
         with megacpp_compile.record() as report:
             step(run, model, x, grad)
         said[recipe] = {(m.tag, m.reason) for m in report.misses}
@@ -127,12 +124,13 @@ def test_what_a_length_hides_is_told_as_under_current_scaling(rand):
 
 def padded(rand, rows):
     """Rows of zeros in front, as padding has them, hide nothing from a sample."""
-    x = rand(rows, DIM)
+    x = rand(rows, DIM, dtype=torch.float32)
     x[: rows // 2] = 0
     x[::3] *= 7
     return x
 
 
+@pytest.mark.end_to_end
 def test_a_sample_of_symbolic_rows_is_that_of_as_many(rand):
     """Traced once, as lowerings are, for any number of them."""
 

@@ -1,7 +1,4 @@
-"""Delayed scaling: what a compiled model remembers of its past, whose past that is, and that it changes no step's meaning.
-
-A CPU multiplies no float8; the question is answered for it, and the reference computes.
-"""
+"""Delayed scaling: what a compiled model remembers of its past, and whose that is; no step's meaning is another."""
 
 from __future__ import annotations
 
@@ -13,74 +10,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
 from megacpp_compile.backends._lower import LowerSemanticOps
-from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.errors import NotAModuleError, ScalingStateError
-from megacpp_compile.passes import linear
 from megacpp_compile.precision import maxima
+from tests.backends.models import DIM, HIDDEN, Block, Stack, batch, equal, options, step
+from tests.backends.models import compiled as compiled_as
 from tests.lowerings import relative_error
-from tests.seeds import Draws
+from tests.precision.models import Of
 
 pytestmark = pytest.mark.usefixtures("float8", "no_kernels")
 
-DIM, HIDDEN = 32, 48
-
-
-@pytest.fixture
-def float8(monkeypatch):
-    monkeypatch.setattr(linear, "no_float8", lambda device: "")
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def rand(request):
-    return Draws(request.node.name, torch.float32)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        make = lambda i, o: nn.Linear(i, o, bias=False, dtype=torch.bfloat16)  # noqa: E731
-        self.gate, self.up, self.down = make(DIM, HIDDEN), make(DIM, HIDDEN), make(HIDDEN, DIM)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Stack(nn.Module):
-    def __init__(self, blocks=2, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def options(recipe="fp8_delayed", **more):
-    return {"precision": PrecisionPlan(rules=(("*", recipe),), gate=False), "strict": True, **more}
-
 
 def compiled(model, recipe="fp8_delayed", **more):
-    return torch.compile(model, backend="megacpp", options=options(recipe, **more))
-
-
-def batch(rand, sequences=2):
-    return rand(sequences, 16, DIM, dtype=torch.bfloat16), rand(sequences, 16, DIM, dtype=torch.bfloat16) * 1e-6
-
-
-def step(run, model, x, grad):
-    """(output, gradients of x and of all weights)."""
-    x = x.detach().clone().requires_grad_()
-    model.zero_grad()
-    y = run(x)
-    y.backward(grad)
-    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+    return compiled_as(model, recipe, **more)
 
 
 def largest(t):
@@ -119,6 +63,7 @@ def test_the_past_ends(rand):
     assert largest(megacpp_compile.scaling_state(model)["blocks.0.gate.weight:x"]) == largest(x)
 
 
+@pytest.mark.end_to_end
 def test_as_near_as_current_scaling(rand):
     """From the first step on, with gradients that e4m3 does not hold unscaled, and a weight that is 0 at first."""
     model = Stack()
@@ -134,10 +79,11 @@ def test_as_near_as_current_scaling(rand):
             errors = [relative_error(g, w) for g, w in zip(got, want, strict=True) if w.count_nonzero()]
             worst[recipe] = max(worst[recipe], *errors)
         with torch.no_grad():
-            model.blocks[1].down.weight.add_(0.02 * rand(DIM, HIDDEN, dtype=torch.bfloat16))
+            model.blocks[1].down.weight.add_(0.02 * rand(DIM, HIDDEN))
     assert 0 < worst["fp8_delayed"] < 1.15 * worst["fp8_current"] < 0.15, worst
 
 
+@pytest.mark.end_to_end
 def test_blocks_that_share_code_have_pasts_of_their_own(rand):
     """One artifact serves all blocks, and each call brings its weights' past."""
     model, same = Stack(4), Stack(4)
@@ -156,6 +102,7 @@ def test_blocks_that_share_code_have_pasts_of_their_own(rand):
     assert len({state[f"blocks.{i}.down.weight:x"][0].item() for i in range(4)}) == 4
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_goes_on_after_a_restart(rand, when):
     """A state that was saved and loaded, before the first step or behind one, and the same steps, bit for bit."""
@@ -175,7 +122,7 @@ def test_goes_on_after_a_restart(rand, when):
     saved.seek(0)
     megacpp_compile.load_scaling_state(again, torch.load(saved, weights_only=True))
     got = [step(run, again, x, grad) for x, grad in batches[2:]]
-    assert all(torch.equal(g, w) for gs, ws in zip(got, want, strict=True) for g, w in zip(gs, ws, strict=True))
+    assert all(map(equal, got, want))
     without = step(compiled(fresh := Stack()), fresh, *batches[2])
     assert not all(map(torch.equal, without, want[0])), "the state would not matter"
 
@@ -195,33 +142,21 @@ def test_a_state_that_does_not_fit():
             function("model")
 
 
-@pytest.mark.parametrize("policy", ["auto", "selective", "full"])
-def test_what_is_recomputed_has_the_scales_of_its_forward(rand, policy):
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("how", ["auto", "selective", "full", "torch's checkpoint"])
+def test_what_is_recomputed_has_the_scales_of_its_forward(rand, how):
     """A step that recomputes its casts gives the bits of one that keeps them, though its forward has moved the past."""
     models = [Stack(), Stack()]
-    runs = [compiled(models[0], policy="none"), compiled(models[1], policy=policy)]
+    models[1].checkpointed = how == "torch's checkpoint"
+    policies = "none", "none" if models[1].checkpointed else how
+    runs = [compiled(model, policy=policy) for model, policy in zip(models, policies, strict=True)]
     for i in range(3):
         x, grad = batch(rand)
         x = x * 10**i  # no step's own scale would be the last one's
-        got, want = (step(run, model, x, grad) for run, model in zip(runs, models, strict=True))
-        assert all(map(torch.equal, got, want))
+        assert equal(*(step(run, model, x, grad) for run, model in zip(runs, models, strict=True)))
 
 
-def test_inside_torchs_checkpoint(rand):
-    class Checkpointed(Stack):
-        def forward(self, x):
-            for block in self.blocks:
-                x = x + checkpoint(block, x, use_reentrant=False)
-            return x
-
-    models = [Stack(), Checkpointed()]
-    runs = [compiled(model, policy="none") for model in models]
-    for i in range(2):
-        x, grad = batch(rand)
-        got, want = (step(run, model, x * 10**i, grad) for run, model in zip(runs, models, strict=True))
-        assert all(map(torch.equal, got, want))
-
-
+@pytest.mark.end_to_end
 def test_another_size_goes_on_with_the_same_past(rand):
     """The frame that is compiled for it, with symbolic sizes, reads and writes what the first one did."""
     model = Stack(1)
@@ -233,6 +168,7 @@ def test_another_size_goes_on_with_the_same_past(rand):
     assert megacpp_compile.scaling_state(model)["blocks.0.gate.weight:x"].tolist()[:4] == seen
 
 
+@pytest.mark.end_to_end
 def test_a_weight_that_is_read_twice(rand):
     """Each linear has a past of its own. Two blocks, one behind the other, are 0.1 to 0.16 off with either recipe."""
 
@@ -250,6 +186,7 @@ def test_a_weight_that_is_read_twice(rand):
     assert state["gate.weight:x"][0] == largest(x) and 0 < state["gate.weight:x.1"][0] < 0.011
 
 
+@pytest.mark.end_to_end
 def test_an_overflow_is_seen_and_forgotten(rand):
     """What is infinite, as a gradient whose loss was scaled too far, is not saturated; the next step has the past that
     there was before."""
@@ -263,11 +200,11 @@ def test_an_overflow_is_seen_and_forgotten(rand):
     got, want = step(run, model, x, grad), step(model, model, x, grad)
     assert max(map(relative_error, got, want)) < 0.15
     step(run, model, x, grad)
-    assert megacpp_compile.scaling_state(model)["blocks.0.down.weight:g"][:4].tolist() == [largest(grad)] * 2 + [0] + [
-        largest(grad)
-    ]
+    past = megacpp_compile.scaling_state(model)["blocks.0.down.weight:g"][:4].tolist()
+    assert past == [largest(grad), largest(grad), 0, largest(grad)]
 
 
+@pytest.mark.end_to_end
 def test_a_step_beyond_the_past_is_saturated_once(rand):
     """The one thing that delayed scaling does worse: numbers over twice the past's, in the step that has them first."""
     model = Stack(1)
@@ -278,6 +215,7 @@ def test_a_step_beyond_the_past_is_saturated_once(rand):
     assert far[0] > 0.5 and far[2] < 0.15  # what lies behind a saturated number is seen a step later
 
 
+@pytest.mark.end_to_end
 def test_forward_without_backward_counts(rand):
     """As for a loss that is only looked at: x and weights have one step more, gradients keep theirs."""
     model = Stack(1)
@@ -290,6 +228,7 @@ def test_forward_without_backward_counts(rand):
     assert state["blocks.0.down.weight:g"][0] == largest(grad)
 
 
+@pytest.mark.end_to_end
 def test_a_model_that_is_gone_leaves_nothing(rand):
     gc.collect()
     before = len(maxima._FRAMES)
@@ -302,9 +241,6 @@ def test_a_model_that_is_gone_leaves_nothing(rand):
     gc.collect()
     # Those of another test may be gone by now, too.
     assert all(ref() is None for ref in weights) and len(maxima._FRAMES) <= before
-
-
-# --- where there are no steps to remember
 
 
 def precision_of(model, *args, **more):
@@ -323,46 +259,32 @@ def test_inference_has_current_scaling(rand):
     assert megacpp_compile.scaling_state(model) == {}
 
 
-def test_a_weight_that_is_computed_has_current_scaling(rand):
-    class Merged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.proj = nn.Linear(DIM, DIM, bias=False, dtype=torch.bfloat16)
-            self.other = nn.Linear(DIM, DIM, bias=False, dtype=torch.bfloat16)
-            self.a, self.b = (nn.Parameter(torch.randn(s, dtype=torch.bfloat16)) for s in ((4, DIM), (DIM, 4)))
+def behind():
+    """A linear of its own behind one whose weight is computed, or another tensor in every call."""
+    torch.manual_seed(0)
+    parts = {name: nn.Linear(DIM, DIM, bias=False, dtype=torch.bfloat16) for name in ("proj", "other")}
+    for name, shape in (("a", (4, DIM)), ("b", (DIM, 4))):
+        parts[name] = nn.Parameter(torch.randn(shape, dtype=torch.bfloat16))
 
-        def forward(self, x):
-            return self.other(F.linear(x, self.proj.weight + self.b @ self.a))
+    def body(m, x, weight=None):
+        return m.other(F.linear(x, m.proj.weight + m.b @ m.a if weight is None else weight))
 
-    model = Merged()
-    report, rows = precision_of(model, batch(rand)[0])
-    reasons = sorted(reason for _, reason in rows.values())
-    assert reasons == ["", "fp8_current: its weight is computed here, so it has no past"], report
+    return Of(body, **parts)
+
+
+@pytest.mark.parametrize("weight", ["computed", "leaf", "view"])
+def test_a_weight_that_is_no_parameter_has_current_scaling(rand, weight):
+    """As FSDP's first version hands views of its flat parameter to a forward: no tensor of theirs was there before."""
+    model, given = behind(), nn.Parameter(rand(DIM * DIM)).view(DIM, DIM)
+    args = {"computed": (), "leaf": (given.detach().requires_grad_(),), "view": (given,)}[weight]
+    report, rows = precision_of(model, batch(rand)[0], *args)
+    given = "its weight is no parameter, and may be another tensor in every call, so it has no past"
+    why = "its weight is computed here, so it has no past" if weight == "computed" else given
+    assert sorted(reason for _, reason in rows.values()) == ["", f"fp8_current: {why}"], report
     assert set(megacpp_compile.scaling_state(model)) == {f"other.weight:{kind}" for kind in "xwg"}
 
 
-@pytest.mark.parametrize("leaf", [True, False])
-def test_a_weight_that_is_made_anew_for_every_call_has_current_scaling(rand, leaf):
-    """As FSDP's first version hands views of its flat parameter to a forward: no tensor of theirs was there before."""
-
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.proj = nn.Linear(DIM, DIM, bias=False, dtype=torch.bfloat16)
-
-        def forward(self, x, weight):
-            return self.proj(F.linear(x, weight))
-
-    model, flat = Flat(), nn.Parameter(rand(DIM * DIM, dtype=torch.bfloat16))
-    weight = flat.view(DIM, DIM)
-    report, rows = precision_of(model, batch(rand)[0], weight.detach().requires_grad_() if leaf else weight)
-    why = "fp8_current: its weight is no parameter, and may be another tensor in every call, so it has no past"
-    assert sorted(reason for _, reason in rows.values()) == ["", why], report
-    assert set(megacpp_compile.scaling_state(model)) == {f"proj.weight:{kind}" for kind in "xwg"}
-
-
+@pytest.mark.end_to_end
 def test_float32_weights_under_autocast(rand):
     """The cast that autocast makes of a weight is no computation."""
     model = Stack(1).float()
@@ -375,19 +297,19 @@ def test_float32_weights_under_autocast(rand):
     assert largest(model.blocks[0].down.weight.bfloat16()) == megacpp_compile.scaling_state(model)["blocks.0.down.weight:w"][0]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
 def test_backward_casts_no_weight_for_its_scale(rand, monkeypatch, recipe):
     """A policy recomputes the payloads of activations; a scale is a number, which is saved."""
     casts, lower = [], LowerSemanticOps.run
 
     def run(self, graph):
-        casts.append([
-            node.args[0].meta["val"].dim() == 2 for node in graph.nodes if "fp8_quantize" in str(node.target)
-        ])  # fmt: skip
+        found = (node for node in graph.nodes if "fp8_quantize" in str(node.target))
+        casts.append([node.args[0].meta["val"].dim() == 2 for node in found])
         lower(self, graph)
 
     monkeypatch.setattr(LowerSemanticOps, "run", run)
-    x = rand(2, 16, DIM).bfloat16().requires_grad_()
+    x = rand(2, 16, DIM).requires_grad_()
     compiled(Stack(), recipe, policy="selective")(x).float().square().sum().backward()
     forward, backward = casts
     assert sum(forward) > 0 and backward and not any(backward)

@@ -1,18 +1,13 @@
-"""Weights of linears in float8 whose `grad_dtype` is float32: no number of `.grad` was rounded to 16 bits on its way.
-
-A CPU multiplies no float8; the question is answered for it, and the reference computes.
-"""
+"""Weights of linears in float8 whose `grad_dtype` is float32: no number of `.grad` was rounded on its way."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
 from megacpp_compile.config.precision import PrecisionPlan
@@ -20,12 +15,13 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings._gemm.float8_support import no_block_scales, no_float8
 from megacpp_compile.lowerings.fp8_block_linear import fp8_quantize_tiles
 from megacpp_compile.lowerings.fp8_linear import fp8_quantize
-from megacpp_compile.passes import linear
 from megacpp_compile.remat import tagging
 from megacpp_compile.remat.peak import PeakModel
+from tests.backends.models import Stack as AnyStack
+from tests.backends.models import compiled, options
 from tests.lowerings import relative_error
 from tests.lowerings.test_fp8_block_linear import widened as widened_by_tiles
-from tests.seeds import Draws
+from tests.precision.models import Of
 
 pytestmark = [
     pytest.mark.usefixtures("float8"),
@@ -38,23 +34,14 @@ ONE, SEVERAL = "its weight's gradient in float32", "weights' gradients in float3
 
 
 @pytest.fixture(autouse=True)
-def float8(monkeypatch):
-    monkeypatch.setattr(linear, "no_float8", lambda device: "")
-    monkeypatch.setattr(linear, "no_block_scales", lambda device: "")
-    torch._dynamo.reset()
+def _kernels(request):
+    """Left out, unless a test is end to end and does not leave them out itself."""
+    if not any(map(request.node.get_closest_marker, ("end_to_end", "cuda"))):
+        request.getfixturevalue("no_kernels")
 
 
-@pytest.fixture
-def rand(request):
-    return Draws(request.node.name, torch.bfloat16)
-
-
-def options(recipe, **more):
-    return {"precision": PrecisionPlan(rules=(("*", recipe),), gate=False), "strict": True, **more}
-
-
-def compiled(model, recipe="fp8_current", dynamic=None, **more):
-    return torch.compile(model, backend="megacpp", options=options(recipe, **more), dynamic=dynamic)
+def Stack(blocks=2):
+    return AnyStack(blocks, DIM, HIDDEN)
 
 
 def wide(model):
@@ -88,30 +75,6 @@ def in_float32(grads):
     return {name for name, grad in grads.items() if exact(grad)}
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        make = lambda i, o: nn.Linear(i, o, bias=False, dtype=torch.bfloat16)  # noqa: E731
-        self.gate, self.up, self.down = make(DIM, HIDDEN), make(DIM, HIDDEN), make(HIDDEN, DIM)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Stack(nn.Module):
-    regions = False
-
-    def __init__(self, blocks=2):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=False) if self.regions else block(x))
-        return x
-
-
 # --- the numbers
 
 
@@ -126,7 +89,6 @@ def of_payloads(x, grad, recipe):
     return (gp.double() * gs.double()).t() @ (xp.double() * xs.double())
 
 
-@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
 @pytest.mark.parametrize("asked", [True, False])
 def test_nearer_to_the_formula_than_bfloat16_is(rand, recipe, asked):
@@ -143,7 +105,8 @@ def test_nearer_to_the_formula_than_bfloat16_is(rand, recipe, asked):
     assert relative_error(grad, want) < 1e-6 if asked else relative_error(grad, want) > 1e-3
 
 
-@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_all_else_stays_as_it_is(rand, recipe):
     """One step: a gradient in float32, rounded, is the one in bfloat16, and so are output and the input's gradient."""
@@ -162,6 +125,7 @@ def test_all_else_stays_as_it_is(rand, recipe):
     assert all(map(exact, full[2:]))
 
 
+@pytest.mark.end_to_end
 def test_through_inductor_s_kernels_and_its_caches(rand):
     """The second compilation finds the first one's code; a frame whose parameters ask for none does not."""
     x, grads = rand(128, DIM), []
@@ -176,13 +140,14 @@ def test_through_inductor_s_kernels_and_its_caches(rand):
 # --- how a step is run
 
 
-@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("policy", ["none", "auto", "selective", "full", "regions"])
 def test_whatever_is_recomputed(rand, recipe, policy):
     model, plain = wide(Stack()), wide(Stack())
-    model.regions = policy == "regions"
-    more = {} if model.regions else {"policy": policy}
+    model.checkpointed = policy == "regions"
+    more = {} if model.checkpointed else {"policy": policy}
     x = rand(2, 128, DIM)
     got = gradients(compiled(model, recipe, **more), model, x)
     torch._dynamo.reset()
@@ -191,9 +156,10 @@ def test_whatever_is_recomputed(rand, recipe, policy):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_symbolic_sizes(rand, recipe):
+def test_symbolic_sizes(rand, no_kernels, recipe):
     model = wide(Stack())
     with megacpp_compile.record() as report:
         got = gradients(compiled(model, recipe, dynamic=True), model, *(rand(n, 128, DIM) for n in (2, 3, 5)))
@@ -201,7 +167,7 @@ def test_symbolic_sizes(rand, recipe):
     assert len(report.frames) == 1
 
 
-@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.end_to_end
 def test_equal_blocks_share_code(rand):
     """Whose parameters may ask for another dtype: they have that, of what the first one's code writes."""
     model, x = wide(Stack(4)), rand(2, 128, DIM)
@@ -214,7 +180,7 @@ def test_equal_blocks_share_code(rand):
     assert got["blocks.3.down.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("policy", [None, "selective"])
 def test_changed_behind_the_first_step(rand, policy):
     """Nothing is compiled anew: a gradient in float32 is rounded for who wants it so, one in bfloat16 is cast."""
@@ -238,7 +204,6 @@ def test_changed_behind_the_first_step(rand, policy):
     assert all(torch.equal(got[name], first[name].bfloat16().float()) for name in got)
 
 
-@pytest.mark.usefixtures("no_kernels")
 def test_a_frame_of_a_leaf_that_is_called_with_another_tensor(rand):
     """Which is none: it has its gradient in its own dtype."""
     w = rand(HIDDEN, DIM).requires_grad_()
@@ -253,7 +218,6 @@ def test_a_frame_of_a_leaf_that_is_called_with_another_tensor(rand):
     assert torch.equal(computed.grad, w.grad.bfloat16())
 
 
-@pytest.mark.usefixtures("no_kernels")
 def test_a_plan_has_gradients_in_their_size(rand, monkeypatch):
     sizes, predicted = [], tagging.predicted
 
@@ -271,21 +235,11 @@ def test_a_plan_has_gradients_in_their_size(rand, monkeypatch):
 # --- how a weight comes to its linear
 
 
-class Way(nn.Module):
-    """`call(x, weight)` of one weight."""
-
-    def __init__(self, call, *shape):
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(shape, dtype=torch.bfloat16) / 8)
-        self.call = call
-
-    def forward(self, x):
-        return self.call(x, self.weight)
-
-
 def by(call, *shape):
-    return nn.Sequential(Way(call, *shape))  # a rule of a plan matches no model's root
+    """`call(x, weight)` of one weight; a rule of a plan matches no model's root."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(shape, dtype=torch.bfloat16) / 8)
+    return nn.Sequential(Of(lambda m, x: call(x, m.weight), weight=weight))
 
 
 WAYS = {
@@ -305,7 +259,8 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_moved_on_its_way(rand, way):
     """Neither casts nor moves nor sums on the way back leave it rounded; rounded, it is what it would be, or the sum of
@@ -321,7 +276,6 @@ def test_moved_on_its_way(rand, way):
     assert all(site.note.endswith((ONE, SEVERAL)) for site in report.sites) and report.sites
 
 
-@pytest.mark.usefixtures("no_kernels")
 def test_cast_on_its_way(rand):
     """Computed in float16 by autocast: cast to that in forward, and back in backward."""
     model, x = wide(by(F.linear, HIDDEN, DIM)), rand(128, DIM)
@@ -333,27 +287,21 @@ def test_cast_on_its_way(rand):
     assert exact(grad) and (grad != grad.half()).float().mean() > 0.9
 
 
-@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.end_to_end
 def test_linears_that_share_a_gemm(rand, monkeypatch):
     """Those whose gradients have one dtype do, and each has its rows of what the GEMM writes."""
 
-    class Joined(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            make = lambda n: nn.Linear(DIM, n, dtype=torch.bfloat16)  # noqa: E731
-            self.q, self.k, self.v = make(DIM), make(16), make(16)
+    def joined():
+        torch.manual_seed(0)
+        parts = {name: nn.Linear(DIM, n, dtype=torch.bfloat16) for name, n in (("q", DIM), ("k", 16), ("v", 16))}
+        return Of(lambda m, x: torch.cat([m.q(x).tanh(), m.k(x), m.v(x)], -1), **parts)
 
-        def forward(self, x):
-            return torch.cat([self.q(x).tanh(), self.k(x), self.v(x)], -1)
-
-    x = rand(2, 128, DIM)
-    plain = Joined()
+    x, plain = rand(2, 128, DIM), joined()
     want = gradients(compiled(plain), plain, x)
     for other, notes in ((None, [f"3 linears, one in backward; {SEVERAL}"]),
                          ("v", [f"2 linears, one in backward; {SEVERAL}", ""])):  # fmt: skip
         torch._dynamo.reset()
-        model = wide(Joined())
+        model = wide(joined())
         if other:
             model.v.weight.grad_dtype = torch.bfloat16
         with megacpp_compile.record() as report:
@@ -366,7 +314,6 @@ def test_linears_that_share_a_gemm(rand, monkeypatch):
 # --- where nothing changes
 
 
-@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("why", ["computed", "frozen", "no_grad", "any_dtype", "in_float32_itself"])
 def test_leaves_alone(rand, why):
     """A weight that is computed, whose gradient autograd needs in its own dtype; one that has no gradient, or whose
@@ -390,24 +337,18 @@ def test_leaves_alone(rand, why):
         assert weight.grad is None if why == "frozen" else rounded(weight.grad)
 
 
-@pytest.mark.usefixtures("no_kernels")
-def test_a_dtensor_s_gradient_is_rounded_and_cast(rand):
+@pytest.mark.end_to_end
+def test_a_dtensor_s_gradient_is_rounded_and_cast(rand, one_rank):
     """AOTAutograd hands it out as a DTensor of the parameter's dtype, whatever its local part is."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        ways = {"blocks.0.gate": ColwiseParallel(), "blocks.0.up": ColwiseParallel(), "blocks.0.down": RowwiseParallel()}
-        model = wide(parallelize_module(Stack(1), mesh, ways))
-        with megacpp_compile.record() as report:
-            got = gradients(compiled(model), model, rand(2, 128, DIM))
-        assert [(site.pass_name, site.note) for site in report.sites] == [("linear", "")] * 3
-        assert all(isinstance(grad, DTensor) and grad.dtype == torch.float32 for grad in got.values())
-        assert all(rounded(grad.to_local()) and grad.to_local().any() for grad in got.values())
-    finally:
-        dist.destroy_process_group()
+    ways = {"blocks.0.gate": ColwiseParallel(), "blocks.0.up": ColwiseParallel(), "blocks.0.down": RowwiseParallel()}
+    model = wide(parallelize_module(Stack(1), one_rank, ways))
+    with megacpp_compile.record() as report:
+        got = gradients(compiled(model), model, rand(2, 128, DIM))
+    assert [(site.pass_name, site.note) for site in report.sites] == [("linear", "")] * 3
+    assert all(isinstance(grad, DTensor) and grad.dtype == torch.float32 for grad in got.values())
+    assert all(rounded(grad.to_local()) and grad.to_local().any() for grad in got.values())
 
 
-@pytest.mark.usefixtures("no_kernels")
 def test_a_bias_and_a_linear_in_bfloat16_stay_as_they_are(rand):
     """Their gradients are rounded within the frame, and cast."""
     plan = PrecisionPlan(rules=(("0", "fp8_current"), ("*", "bf16")), gate=False)
@@ -418,7 +359,7 @@ def test_a_bias_and_a_linear_in_bfloat16_stay_as_they_are(rand):
     assert in_float32(got) == {"0.weight"} and {g.dtype for g in got.values()} == {torch.float32}
 
 
-@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.end_to_end
 def test_verified_and_told(rand):
     model = wide(Stack(1))
     with megacpp_compile.record() as report:

@@ -15,11 +15,7 @@ from tests.lowerings.delta_recurrence import delta_rule
 HK, HV, K, V = 2, 4, 8, 6
 
 
-@pytest.fixture(autouse=True)
-def _fresh(no_kernels):
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_kernels")
 
 
 class Mixer(nn.Module):
@@ -44,6 +40,8 @@ def step(model, call, x):
     return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))]
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_forward_and_backward(dynamic):
     torch.manual_seed(0)
@@ -61,14 +59,11 @@ def test_forward_and_backward(dynamic):
 
 def test_autocast():
     torch.manual_seed(0)
-    model, x = Mixer(), torch.randn(2, 20, 16)
-    compiled = torch.compile(model, backend="megacpp", fullgraph=True, options={"strict": True})
-    results = []
-    for call in (compiled, model):
+    model, x, results = Mixer(), torch.randn(2, 20, 16), []
+    for call in (torch.compile(model, backend="megacpp", fullgraph=True, options={"strict": True}), model):
         with torch.autocast("cpu", torch.bfloat16):
             results.append(step(model, call, x))
-    for got, want in zip(*results, strict=True):
-        assert got.dtype == want.dtype and relative_error(got, want) < 2e-2
+    assert all(got.dtype == want.dtype and relative_error(got, want) < 2e-2 for got, want in zip(*results, strict=True))
 
 
 def test_inference():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -27,149 +28,56 @@ triton_without_interpreter = pytest.mark.skipif(
 )
 
 
-def reader(x: Tensor) -> Tensor:
-    """What stands for the op that may overwrite; found in the graph by its name."""
-    return torch.neg(x)
-
-
-def asked(function: Callable[..., object]) -> bool:
-    """Whether the operand of the one `neg` in `function(x)` may be overwritten by it."""
-    gm = make_fx(function, tracing_mode="fake")(torch.randn(4, 6))
+def asked(function: Callable[..., object], whose: str = "sum") -> bool:
+    """Whether the operand of the one `neg` in `function(x + 1)`, or in `function(x)`, may be overwritten by it."""
+    of = (lambda x: function(x + 1)) if whose == "sum" else function
+    gm = make_fx(of, tracing_mode="fake")(torch.randn(4, 6))
     (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.aten.neg.default)
     return overwritable(node.args[0], node)
 
 
-def dead(x):
-    return reader(x + 1)
+neg, topk, unsafe_view = torch.neg, torch.ops.aten.topk, torch.ops.aten._unsafe_view
+# What is done with a sum that nobody else has.
+FREE = {
+    "dead": lambda y: neg(y), "read before": lambda y: (total := y.sum(), neg(y) + total)[1],
+    "view of what is dead": lambda y: neg(y.view(6, 4).t()),
+    "result of a view read later only": lambda y: (other := y.t() * 2, neg(y), other * 3)[1:],
+    "part of what is dead": lambda y: neg(y.split(2)[0]), "one of several results": lambda y: neg(topk(y, 2)[0]),
+    "one of several results, another read later": lambda y: (found := topk(y, 2), neg(found[0]), found[1] * 2)[1:],
+}
+NEEDED = {
+    "read later": lambda y: (neg(y), y * 2),
+    "view read later": lambda y: (other := y.view(24), neg(y), other * 2)[1:],
+    "base read later": lambda y: (neg(y.view(24)), y * 2),
+    "another view of the base read later": lambda y: (a := y.view(24), b := y.t(), neg(a), b * 2)[2:],
+    "returned": lambda y: (neg(y), y),
+    "view returned": lambda y: (neg(y.view(24)), y.t()),
+    # The parts' memory is apart, which is more than is looked at.
+    "part beside one read later": lambda y: (parts := y.split(2), neg(parts[0]), parts[1] * 2)[1:],
+    "part of what is read later": lambda y: (neg(y.split(2)[0]), y * 2),
+    "whole with a part read later": lambda y: (parts := y.split(2), neg(y), parts[1] * 2)[1:],
+    "unsafe view of what is read later": lambda y: (neg(unsafe_view(y, (24,))), y * 2),
+}
+INPUTS = {
+    "input": lambda x: neg(x), "view of an input": lambda x: neg(x.view(24)),
+    "part of an input": lambda x: neg(x.split(2)[0]),
+}
 
 
-def read_before(x):
-    y = x + 1
-    total = y.sum()
-    return reader(y) + total
+@pytest.mark.parametrize("name", FREE)
+def test_nobody_needs_it(name):
+    assert asked(FREE[name])
 
 
-def view_of_what_is_dead(x):
-    return reader((x + 1).view(6, 4).t())
-
-
-def read_later(x):
-    y = x + 1
-    return reader(y), y * 2
-
-
-def view_read_later(x):
-    y = x + 1
-    other = y.view(24)
-    return reader(y), other * 2
-
-
-def base_read_later(x):
-    y = x + 1
-    return reader(y.view(24)), y * 2
-
-
-def another_view_of_the_base_read_later(x):
-    y = x + 1
-    a, b = y.view(24), y.t()
-    return reader(a), b * 2
-
-
-def result_of_a_view_read_later_only(x):
-    y = x + 1
-    other = y.t() * 2
-    return reader(y), other * 3
-
-
-def returned(x):
-    y = x + 1
-    return reader(y), y
-
-
-def view_returned(x):
-    y = x + 1
-    return reader(y.view(24)), y.t()
-
-
-def placeholder(x):
-    return reader(x)
-
-
-def view_of_a_placeholder(x):
-    return reader(x.view(24))
-
-
-def part_of_what_is_dead(x):
-    first, _ = (x + 1).split(2)
-    return reader(first)
-
-
-def part_beside_one_read_later(x):
-    """The parts' memory is apart, which is more than is looked at."""
-    first, second = (x + 1).split(2)
-    return reader(first), second * 2
-
-
-def part_of_what_is_read_later(x):
-    y = x + 1
-    first, _ = y.split(2)
-    return reader(first), y * 2
-
-
-def whole_with_a_part_read_later(x):
-    y = x + 1
-    _, second = y.split(2)
-    return reader(y), second * 2
-
-
-def part_of_a_placeholder(x):
-    first, _ = x.split(2)
-    return reader(first)
-
-
-def one_of_several_results(x):
-    values, _ = torch.ops.aten.topk(x, 2)
-    return reader(values)
-
-
-def one_of_several_results_another_read_later(x):
-    values, places = torch.ops.aten.topk(x, 2)
-    return reader(values), places * 2
-
-
-def unsafe_view_of_what_is_read_later(x):
-    y = x + 1
-    return reader(torch.ops.aten._unsafe_view(y, (24,))), y * 2
-
-
-FREE = [
-    dead, read_before, view_of_what_is_dead, result_of_a_view_read_later_only, part_of_what_is_dead,
-    one_of_several_results, one_of_several_results_another_read_later,
-]  # fmt: skip
-NEEDED = [
-    read_later, view_read_later, base_read_later, another_view_of_the_base_read_later, returned, view_returned,
-    placeholder, view_of_a_placeholder, part_beside_one_read_later, part_of_what_is_read_later,
-    whole_with_a_part_read_later, part_of_a_placeholder, unsafe_view_of_what_is_read_later,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("function", FREE, ids=lambda f: f.__name__)
-def test_nobody_needs_it(function):
-    assert asked(function)
-
-
-@pytest.mark.parametrize("function", NEEDED, ids=lambda f: f.__name__)
-def test_somebody_needs_it(function):
-    assert not asked(function)
+@pytest.mark.parametrize("name", [*NEEDED, *INPUTS])
+def test_somebody_needs_it(name):
+    assert not asked(NEEDED[name]) if name in NEEDED else not asked(INPUTS[name], "input")
 
 
 def test_no_tensor_at_all():
-    gm = make_fx(dead, tracing_mode="fake")(torch.randn(4, 6))
+    gm = make_fx(FREE["dead"], tracing_mode="fake")(torch.randn(4, 6))
     assert not overwritable(None, next(iter(gm.graph.nodes)))
     assert not overwritable(2.0, next(iter(gm.graph.nodes)))
-
-
-# --- the choice made at handoff
 
 
 FLAGS = (D - 4, True, False, False, False, torch.float32)
@@ -203,51 +111,37 @@ def inputs(width: int = D) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(B, S, H, width), torch.randn(1, S, 1, 2), torch.randn(1, S, 1, 2)
 
 
-@triton_without_interpreter
-def test_in_place_where_the_operand_is_dead(hopper):
-    assert kernels(lambda q, c, s: mla_rope_q(q + 1, c, s, *FLAGS), *inputs()) == ["mla_rope_q_in_place"]
+def queries_and_keys(q, c, s, *, same=False, keys_read_later=False):
+    q, k = q + 1, q[:, :, :2] + 1
+    both = rope_qk(q, q if same else k, c, s, *FLAGS)
+    return (*both, k * 2) if keys_read_later else both
 
 
-ELSEWHERE = {
-    "an input": lambda q, c, s: mla_rope_q(q, c, s, *FLAGS),
-    "read later": lambda q, c, s: (y := q + 1, mla_rope_q(y, c, s, *FLAGS), y * 2)[1:],
-    "returned": lambda q, c, s: (y := q + 1, mla_rope_q(y, c, s, *FLAGS)),
-    "not contiguous": lambda q, c, s: mla_rope_q((q + 1).transpose(0, 2).contiguous().transpose(0, 2), c, s, *FLAGS),
-}
-
-
-@triton_without_interpreter
-@pytest.mark.parametrize("why", ELSEWHERE)
-def test_elsewhere_where_it_is_not(hopper, why):
-    assert kernels(ELSEWHERE[why], *inputs()) == ["mla_rope_q_rows"]
-
-
-@triton_without_interpreter
-def test_queries_and_keys_only_together(hopper):
-    def both(q, k, c, s):
-        return rope_qk(q + 1, k + 1, c, s, *FLAGS)
-
-    def keys_read_later(q, k, c, s):
-        k = k + 1
-        return *rope_qk(q + 1, k, c, s, *FLAGS), k * 2
-
-    q, c, s = inputs()
-    assert kernels(both, q, q[:, :, :2], c, s) == ["rope_qk_in_place"]
-    assert kernels(keys_read_later, q, q[:, :, :2], c, s) == ["rope_qk_rows"]
+AN_INPUT = lambda q, c, s: mla_rope_q(q, c, s, *FLAGS)  # noqa: E731
+# Name -> (what is done, the kernel that does it).
+KERNELS = {
+    "dead": (lambda q, c, s: mla_rope_q(q + 1, c, s, *FLAGS), "mla_rope_q_in_place"),
+    "an input": (AN_INPUT, "mla_rope_q_rows"),
+    "read later": (lambda q, c, s: (y := q + 1, mla_rope_q(y, c, s, *FLAGS), y * 2)[1:], "mla_rope_q_rows"),
+    "returned": (lambda q, c, s: (y := q + 1, mla_rope_q(y, c, s, *FLAGS)), "mla_rope_q_rows"),
+    "not contiguous": (
+        lambda q, c, s: mla_rope_q((q + 1).transpose(0, 2).contiguous().transpose(0, 2), c, s, *FLAGS),
+        "mla_rope_q_rows",
+    ),
+    "queries and keys": (functools.partial(queries_and_keys, same=False), "rope_qk_in_place"),
+    "of both the keys read later": (functools.partial(queries_and_keys, keys_read_later=True), "rope_qk_rows"),
+    "one tensor as both": (functools.partial(queries_and_keys, same=True), "rope_qk_rows"),
+    "one tensor as both, by a view": (
+        lambda q, c, s: (y := q + 1, rope_qk(y, y.view(y.shape), c, s, *FLAGS))[1], "rope_qk_rows"
+    ),
+}  # fmt: skip
 
 
 @triton_without_interpreter
-def test_one_tensor_as_queries_and_keys_is_not_turned_twice(hopper):
-    def same(q, c, s):
-        q = q + 1
-        return rope_qk(q, q, c, s, *FLAGS)
-
-    def overlapping(q, c, s):
-        q = q + 1
-        return rope_qk(q, q.view(q.shape), c, s, *FLAGS)
-
-    for function in (same, overlapping):
-        assert kernels(function, *inputs()) == ["rope_qk_rows"]
+@pytest.mark.parametrize("case", KERNELS)
+def test_in_place_where_the_operands_are_dead_and_elsewhere_where_not(hopper, case):
+    function, kernel = KERNELS[case]
+    assert kernels(function, *inputs()) == [kernel]
 
 
 WRITES = {
@@ -274,7 +168,7 @@ def test_autotune_takes_block_sizes_by_measurement(hopper, on):
     """`Config.autotune` reaches the kernel: its choices travel with it instead of the built-in one."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-    (node,), _ = lowered(ELSEWHERE["an input"], *inputs(), config=Config(autotune=on))
+    (node,), _ = lowered(AN_INPUT, *inputs(), config=Config(autotune=on))
     kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
     assert len(kernel.configs) > 4 if on else len(kernel.configs) == 1
 
@@ -287,7 +181,7 @@ def test_a_measured_choice_is_found_again(hopper, tmp_path):
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.runtime.triton_heuristics import config_to_dict, user_autotune
 
-    (node,), _ = lowered(ELSEWHERE["an input"], *inputs(), config=Config(autotune=True))
+    (node,), _ = lowered(AN_INPUT, *inputs(), config=Config(autotune=True))
     kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
     choices = [config_to_dict(c) for c in kernel.configs]
 

@@ -6,19 +6,23 @@ What the settings are is a matter of the torch version; reading them is not, so 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 
 import pytest
 import torch
-from torch import nn
 from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 
 import megacpp_compile
 from megacpp_compile import record
+from megacpp_compile.analysis import analyse
 from megacpp_compile.backends.inductor_stages import LOWERING, REMAT, switched_off
+from megacpp_compile.config.options import Config
 from megacpp_compile.errors import RequirementError, StagesOffError
+from megacpp_compile.targets import TPU
+from tests.backends.models import Layer
 
 HAS_LITE = "lite" in list_mode_options()
 needs_lite = pytest.mark.skipif(not HAS_LITE, reason=f"torch {torch.__version__} has no mode 'lite'")
@@ -33,18 +37,6 @@ BOTH = (
     "use_post_grad_passes=False, use_joint_graph_passes=False: Inductor does not run the stage that lowers this "
     "package's ops nor the one that applies the policy"
 )
-
-
-class Model(nn.Module):
-    """One `down_norm_up`."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.down, self.norm, self.up = nn.Linear(16, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 24, bias=False)
-
-    def forward(self, x):
-        return self.up(self.norm(self.down(x)))
 
 
 @pytest.fixture
@@ -63,9 +55,8 @@ def handed_over(monkeypatch):
 def step(options, grad=True, around=None, **settings):
     """The report of one compiled training step, whose results are eager's."""
     torch._dynamo.reset()
-    model, x = Model(), torch.randn(4, 16)
-    compiled = torch.compile(model, backend=lambda gm, inputs: megacpp_compile.backend(
-        gm, inputs, options=options, **settings))  # fmt: skip
+    model, x = Layer(), torch.randn(4, 16)
+    compiled = torch.compile(model, backend=functools.partial(megacpp_compile.backend, options=options, **settings))
     with around or contextlib.nullcontext(), record() as report, torch.set_grad_enabled(grad):
         got = compiled(x)
     torch.testing.assert_close(got, model(x))
@@ -133,8 +124,7 @@ def test_strict_and_require_are_errors(handed_over):
     off = {"inductor": {LOWERING: False}}
     with pytest.raises(StagesOffError) as caught:
         step({**off, "strict": True})
-    error = caught.value
-    assert error.settings == (LOWERING,) and SAYS[LOWERING] in str(error)
+    assert caught.value.settings == (LOWERING,) and SAYS[LOWERING] in str(caught.value)
     with pytest.raises(RequirementError):
         step({**off, "require": {"down_norm_up": 1}})
     assert not handed_over
@@ -142,23 +132,18 @@ def test_strict_and_require_are_errors(handed_over):
 
 def test_explain_knows(caplog):
     options = {"inductor": {LOWERING: False}}
-    alone(megacpp_compile.explain(Model(), torch.randn(4, 16), options=options), SAYS[LOWERING], caplog)
+    alone(megacpp_compile.explain(Layer(), torch.randn(4, 16), options=options), SAYS[LOWERING], caplog)
 
 
 def test_other_targets_have_no_such_stages():
     """Inductor's settings mean nothing to openxla."""
-    from megacpp_compile.analysis import analyse
-    from megacpp_compile.config.options import Config
-    from megacpp_compile.targets import TPU
-
     found = []
 
     def backend(gm, inputs):
         found.append(analyse(gm, inputs, Config(), TPU, {LOWERING: False}))
         return gm.forward
 
-    torch._dynamo.reset()
-    torch.compile(Model(), backend=backend)(torch.randn(4, 16))
+    torch.compile(Layer(), backend=backend)(torch.randn(4, 16))
     assert found[0].frame.captured and len(found[0].outcome.sites) == 1
 
 
@@ -168,6 +153,7 @@ def test_torch_without_the_settings_runs_the_stages(monkeypatch):
     assert switched_off({REMAT: False}, policy=True) == (REMAT,)
 
 
+@pytest.mark.end_to_end
 @needs_lite
 @pytest.mark.parametrize("options", [{}, {"policy": "full"}], ids=["", "policy"])
 def test_lite_mode_compiles(options, caplog):
@@ -177,16 +163,13 @@ def test_lite_mode_compiles(options, caplog):
 
 
 @needs_settings
+@pytest.mark.end_to_end
 def test_inductor_heeds_the_settings():
     """What `switched_off` reads is what Inductor reads: with it off the passes of this package do not run."""
     ran = []
-
-    def seen(graph):
-        ran.append(graph)
-
     for off in (False, True):
         torch._dynamo.reset()
-        patches = {"post_grad_custom_pre_pass": seen, "joint_custom_post_pass": seen}
+        patches = dict.fromkeys(("post_grad_custom_pre_pass", "joint_custom_post_pass"), ran.append)
         settings = {LOWERING: False, REMAT: False} if off else {}
         with inductor_config.patch(force_disable_caches=True):
             torch.compile(torch.sin, options={**patches, **settings})(torch.ones(3))

@@ -15,24 +15,19 @@ from tests.lowerings.gluon_kernels import needs_triton
 ROWS = LEAST // 1024
 
 
-def gated(z, x, dt):
-    return torch.cat([z * 2, x, torch.log1p(dt.exp()).sigmoid() * dt], -1)
+def small(dt):
+    return torch.log1p(dt.exp()).sigmoid() * dt
 
 
-def reshaped(z, x, dt):
-    return torch.cat([z * 2, x, (torch.log1p(dt.exp()).sigmoid() * dt).view(-1, 8)], -1)
-
-
-def few_ops(z, x, dt):
-    return torch.cat([z * 2, x, dt.exp() * 2], -1)
-
-
-def half(z, x, dt):
-    return torch.cat([torch.log1p(z.exp()).sigmoid() * z, x], -1)
-
-
-def strided(z, x, dt):
-    return torch.cat([z * 2, x, (torch.log1p(dt.t().exp()).sigmoid() * dt.t()).t()], -1)
+# Name -> (a large tensor that is joined of pieces, how many of them are computed by themselves).
+JOINED = {
+    "gated": (lambda z, x, dt: torch.cat([z * 2, x, small(dt)], -1), 1),
+    "reshaped": (lambda z, x, dt: torch.cat([z * 2, x, small(dt).view(-1, 8)], -1), 1),
+    "few ops": (lambda z, x, dt: torch.cat([z * 2, x, dt.exp() * 2], -1), 0),
+    "half": (lambda z, x, dt: torch.cat([small(z), x], -1), 0),
+    "strided": (lambda z, x, dt: torch.cat([z * 2, x, small(dt.t()).t()], -1), 0),
+}
+gated, _ = JOINED["gated"]
 
 
 def traced(function, device="cuda", rows=ROWS):
@@ -46,8 +41,9 @@ def put(gm):
     return [n.args[0].target for n in gm.graph.nodes if n.target is torch.ops.aten.as_strided.default]
 
 
-@pytest.mark.parametrize("function, apart", [(gated, 1), (reshaped, 1), (few_ops, 0), (half, 0), (strided, 0)])
-def test_which_are_put_into_memory(function, apart):
+@pytest.mark.parametrize("name", JOINED)
+def test_which_are_put_into_memory(name):
+    function, apart = JOINED[name]
     gm = traced(function)
     for _ in range(2):  # and no more the second time
         compute_apart(gm.graph)
@@ -64,7 +60,7 @@ def test_whole_that_stays(change):
 
 def test_all_readers_read_what_is_in_memory_and_results_are_the_same():
     def both(z, x, dt):
-        made = torch.log1p(dt.exp()).sigmoid() * dt
+        made = small(dt)
         return torch.cat([z * 2, x, made], -1), made.sum(0)
 
     gm = traced(both)
@@ -79,6 +75,7 @@ def test_all_readers_read_what_is_in_memory_and_results_are_the_same():
         assert torch.equal(got, want)
 
 
+@pytest.mark.end_to_end
 @needs_triton
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is not there is compiled for")

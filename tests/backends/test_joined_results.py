@@ -62,54 +62,13 @@ def mixer(a):
     return torch.cat([dz, dx, steps(a, d_dt)], 2).view(-1, INNER + MIXED + H), dw, d_taps, d_bias
 
 
-def read_twice(a):
-    _, dz, _ = behind_norm(a)
-    return torch.cat([dz, a["mixed"]], -1), dz.sum()
-
-
-def beside_itself(a):
-    _, dz, _ = behind_norm(a)
-    return torch.cat([dz, dz], -1)
-
-
-def small_part(a):
-    _, dz, _ = behind_norm(a)
-    return torch.cat([dz, a["mixed"]], -1)
-
-
-def larger_part(a):
-    _, dz, _ = behind_norm(a)
-    return torch.cat([dz, a["b"].flatten(2), a["dt"].to(torch.bfloat16)], -1)
-
-
-def of_another_dtype(a):
-    _, dz, _ = behind_norm(a)
-    return torch.cat([dz, a["dt"]], -1)
-
-
-def one_below_the_other(a):
-    _, dz, _ = behind_norm(a)
-    return torch.cat([dz, a["y"]], 1)
-
-
-def rows_out_of_line(a):
-    _, dz, _ = behind_norm(a)
-    return torch.cat([dz, a["dt"].to(torch.bfloat16).narrow(-1, 0, 3)], -1)
-
-
-def begins_out_of_line(a):
-    _, dz, _ = behind_norm(a)
-    return torch.cat([a["dt"].to(torch.bfloat16).narrow(-1, 0, 3), dz, a["dt"].to(torch.bfloat16).narrow(-1, 3, 5)], -1)
-
-
-def transposed(a):
-    _, dz, _ = behind_norm(a)
-    return torch.cat([dz.transpose(0, 1), a["b"].flatten(2).transpose(0, 1)], -1)
+def gate(a):
+    return behind_norm(a)[1]
 
 
 def scan_among_others(a):
     *parts, _ = behind_scan(a, a["dout"])
-    return torch.cat([a["dt"].to(torch.bfloat16), *parts], -1)
+    return torch.cat([bf16(a["dt"]), *parts], -1)
 
 
 def in_another_order(a):
@@ -117,10 +76,8 @@ def in_another_order(a):
     return torch.cat([dc, dx, db], -1)
 
 
-def twice_in_one(a):
-    _, dz, _ = behind_norm(a)
-    _, other, _ = behind_norm({**a, "y": a["dout"]})
-    return torch.cat([dz, other], -1)
+def bf16(t):
+    return t.to(torch.bfloat16)
 
 
 def traced(function, device="cuda:0", symbolic=False):
@@ -159,18 +116,34 @@ def joins(gm):
     return sum(node.target is aten.cat.default for node in gm.graph.nodes)
 
 
-WRITTEN = {mixer: 2, larger_part: 1, in_another_order: 1, twice_in_one: 1}
-STAY = (read_twice, beside_itself, small_part, of_another_dtype, one_below_the_other, rows_out_of_line, begins_out_of_line, transposed,
-        scan_among_others)  # fmt: skip
+# Name -> (what joins tensors, in how many places kernels write the joined one).
+JOINED = {
+    "mixer": (mixer, 2), "larger part": (lambda a: torch.cat([gate(a), a["b"].flatten(2), bf16(a["dt"])], -1), 1),
+    "in another order": (in_another_order, 1),
+    "twice in one": (lambda a: torch.cat([gate(a), gate({**a, "y": a["dout"]})], -1), 1),
+    "read twice": (lambda a: (torch.cat([dz := gate(a), a["mixed"]], -1), dz.sum()), 0),
+    "beside itself": (lambda a: torch.cat([gate(a)] * 2, -1), 0),
+    "small part": (lambda a: torch.cat([gate(a), a["mixed"]], -1), 0),
+    "of another dtype": (lambda a: torch.cat([gate(a), a["dt"]], -1), 0),
+    "one below the other": (lambda a: torch.cat([gate(a), a["y"]], 1), 0),
+    "rows out of line": (lambda a: torch.cat([gate(a), bf16(a["dt"]).narrow(-1, 0, 3)], -1), 0),
+    "begins out of line": (
+        lambda a: torch.cat([bf16(a["dt"]).narrow(-1, 0, 3), gate(a), bf16(a["dt"]).narrow(-1, 3, 5)], -1), 0
+    ),
+    "transposed": (lambda a: torch.cat([gate(a).transpose(0, 1), a["b"].flatten(2).transpose(0, 1)], -1), 0),
+    "scan among others": (scan_among_others, 0),
+}
 
 
 @needs_triton
-@pytest.mark.parametrize("function", [*WRITTEN, *STAY], ids=lambda function: function.__name__)
-def test_which_are_written(function):
+@pytest.mark.parametrize("name", JOINED)
+def test_which_are_written(name):
+    function, written = JOINED[name]
     gm, *_ = lowered(function)
-    assert joins(gm) == joins(traced(function)[0]) - WRITTEN.get(function, 0)
+    assert joins(gm) == joins(traced(function)[0]) - written
 
 
+@pytest.mark.end_to_end
 @needs_triton
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 def test_a_mixer_in_inductor(symbolic):
@@ -178,7 +151,8 @@ def test_a_mixer_in_inductor(symbolic):
     gm, args, mode = lowered(mixer, symbolic=symbolic)
     kernels = [node.kwargs["kwargs"] for node in gm.graph.nodes if node.target is triton_kernel_wrapper_functional]
     first, *others = [(given.get(name), name) for given in kernels for name in ("dz", "dx", "whole") if name in given]
-    assert first[0].target is aten.empty.memory_format and [name for _, name in (first, *others)] == ["dz", "dx", "whole"]
+    assert first[0].target is aten.empty.memory_format
+    assert [name for _, name in (first, *others)] == ["dz", "dx", "whole"]
     for (whole, _), before in zip(others, ("dz", "dx"), strict=True):
         assert whole.target is operator.getitem and whole.args[1] == before
         assert sum(user.target is triton_kernel_wrapper_functional for user in whole.users) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch._guards import TracingContext, tracing
@@ -19,51 +21,32 @@ from tests.lowerings.gluon_kernels import needs_triton
 pytestmark = [needs_triton, pytest.mark.usefixtures("hopper")]
 
 
-def cast(x, largest):
-    return torch.ops.megacpp.fp8_quantize_delayed(x, largest, "e4m3", True)
+def cast(x, largest, turned=True):
+    return torch.ops.megacpp.fp8_quantize_delayed(x, largest, "e4m3", turned)
 
 
-def both(x, w, largest):
-    payload, columns, scale, seen = cast(x, largest)
-    return payload, columns, scale, seen
-
-
-def rows_alone(x, w, largest):
-    payload, _, scale, seen = cast(x, largest)
-    return payload, scale, seen
-
-
-def columns_alone(x, w, largest):
-    _, columns, scale, _ = cast(x, largest)
-    return columns, scale
-
-
-def forward(x, w, largest):
+def forward(x, w, largest, *, kept=False):
     """As a policy leaves it that has backward cast again: the linear names the columns, and its lowering reads none."""
     x8, columns, scale, seen = cast(x, largest)
-    w8, _, w_scale, _ = torch.ops.megacpp.fp8_quantize_delayed(w, largest, "e4m3", False)
-    (y,) = torch.ops.megacpp.fp8_linear(
-        x, [w], x8, scale, w8, w_scale, [], "e4m3", torch.bfloat16, largest, scale, columns
-    )
-    return y, scale, w_scale, seen
+    w8, _, w_scale, _ = cast(w, largest, False)
+    operands = x, [w], x8, scale, w8, w_scale, []
+    (y,) = torch.ops.megacpp.fp8_linear(*operands, "e4m3", torch.bfloat16, largest, scale, columns)
+    return (y, *([columns] if kept else []), scale, w_scale, seen)
 
 
-def forward_that_keeps(x, w, largest):
-    x8, columns, scale, seen = cast(x, largest)
-    w8, _, w_scale, _ = torch.ops.megacpp.fp8_quantize_delayed(w, largest, "e4m3", False)
-    (y,) = torch.ops.megacpp.fp8_linear(
-        x, [w], x8, scale, w8, w_scale, [], "e4m3", torch.bfloat16, largest, scale, columns
-    )
-    return y, columns, scale, w_scale, seen
+# Name -> (what casts, the (rows, columns) that its casts write in the order of the graph).
+WRITTEN = {
+    "both": (lambda x, w, largest: cast(x, largest), [(1, 1)]),
+    "rows alone": (lambda x, w, largest: [t for i, t in enumerate(cast(x, largest)) if i != 1], [(1, 0)]),
+    "columns alone": (lambda x, w, largest: cast(x, largest)[1:3], [(0, 1)]),
+    "forward": (functools.partial(forward, kept=False), [(1, 0), (1, 0)]),
+    "forward that keeps": (functools.partial(forward, kept=True), [(1, 1), (1, 0)]),
+}
 
 
-# Function -> (rows, columns) that its casts write, in the order of the graph.
-WRITTEN = {both: [(1, 1)], rows_alone: [(1, 0)], columns_alone: [(0, 1)], forward: [(1, 0), (1, 0)],
-           forward_that_keeps: [(1, 1), (1, 0)]}  # fmt: skip
-
-
-@pytest.mark.parametrize("function", WRITTEN, ids=lambda function: function.__name__)
-def test_what_casts_write(monkeypatch, function):
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_casts_write(monkeypatch, name):
+    function, written = WRITTEN[name]
     for asked in ("no_float8", "no_linear"):
         monkeypatch.setattr(cuda_scaled_mm, asked, lambda *args: "")
     semantic_ops()
@@ -77,4 +60,4 @@ def test_what_casts_write(monkeypatch, function):
         {**kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"]), **node.kwargs["kwargs"]}
         for node in gm.graph.nodes if node.target is triton_kernel_wrapper_functional
     ]  # fmt: skip
-    assert [(of["ROWS"], of["TURNED"]) for of in made] == WRITTEN[function]
+    assert [(of["ROWS"], of["TURNED"]) for of in made] == written

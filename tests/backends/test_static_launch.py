@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import types
 
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
@@ -38,21 +40,18 @@ class Pool:
 
 
 @pytest.fixture
-def started(monkeypatch):
+def started(monkeypatch, caplog):
     """Pools that were started, which is at most one."""
     pools = []
 
-    class Process:
-        def __call__(self):
-            if not pools:
-                pools.append(Pool())
-            return pools[0]
+    def process_pool():
+        if not pools:
+            pools.append(Pool())
+        return pools[0]
 
-        def cache_info(self):
-            return type("Info", (), {"currsize": len(pools)})
-
+    process_pool.cache_info = lambda: types.SimpleNamespace(currsize=len(pools))
+    caplog.set_level(logging.INFO, "megacpp_compile")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    process_pool = Process()
     monkeypatch.setattr(AsyncCompile, "process_pool", staticmethod(process_pool))
     monkeypatch.setattr(AsyncCompile, "use_process_pool", classmethod(lambda cls: bool(process_pool())))
     monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 4)
@@ -105,16 +104,13 @@ def test_workers_that_run_already_are_told(started, handed):
     assert len(started) == 1 and started[0].told[0][SETTING] is True
 
 
-def test_other_compilations_are_not(started, handed):
+def test_other_compilations_are_not_and_what_the_user_sets_goes_before(started, handed):
     compiled()
     compiled(lower=compile_plain)
     assert SETTING not in handed[1] and started[0].told[1][SETTING] is False
     assert started[0].submit(abs, -1) == 2
-
-
-def test_what_the_user_sets_goes_before(started, handed):
     compiled(**{SETTING: False})
-    assert handed[0][SETTING] is False and started[0].told[0][SETTING] is False
+    assert handed[2][SETTING] is False and started[0].told[2][SETTING] is False
 
 
 @pytest.mark.parametrize("value", [False, True])
@@ -127,16 +123,16 @@ def test_the_environment_goes_before(started, handed, monkeypatch, value):
 
 
 def test_kernels_of_the_users_own_are_left_as_they_were(started, handed, caplog):
-    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
-
-    with caplog.at_level(logging.INFO, "megacpp_compile"):
-        compiled(gm=graph(triton_kernel_wrapper_mutation))
+    compiled(gm=graph(triton_kernel_wrapper_mutation))
     assert SETTING not in handed[0] and "some of its own" in caplog.text
     compiled(gm=graph(triton_kernel_wrapper_mutation), **{SETTING: True})
     assert handed[1][SETTING] is started[0].told[1][SETTING] is True
 
 
 def test_nothing_for_other_targets_and_older_torch(started, handed, monkeypatch):
+    with monkeypatch.context() as patch:  # and without workers the frame is told
+        patch.setattr(async_compile, "get_compile_threads", lambda: 1)
+        assert static_launch.patches(graph(), CUDA, {}) == {SETTING: True} and started == []
     assert static_launch.patches(graph(), "cpu", {}) == static_launch.patches(graph(), "tpu", {}) == {}
     monkeypatch.setattr(static_launch, "SETTING", "a_setting_of_another_torch")
     assert static_launch.patches(graph(), CUDA, {}) == {}
@@ -144,26 +140,18 @@ def test_nothing_for_other_targets_and_older_torch(started, handed, monkeypatch)
     assert started == []
 
 
-def test_without_workers_the_frame_is_told(started, handed, monkeypatch):
-    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
-    assert static_launch.patches(graph(), CUDA, {}) == {SETTING: True} and started == []
-
-
 def test_a_torch_with_other_internals_compiles_all_the_same(started, handed, monkeypatch, caplog):
     def other(load_kernel, extra):
         raise AssertionError
 
     monkeypatch.setattr("torch._inductor.runtime.compile_tasks._worker_compile_triton", other)
-    with caplog.at_level(logging.INFO, "megacpp_compile"):
-        compiled()
+    compiled()
     assert SETTING not in started[0].told[0] and "take other arguments" in caplog.text
 
 
 def test_a_torch_without_these_workers_compiles_all_the_same(started, monkeypatch, caplog):
     monkeypatch.delattr(AsyncCompile, "use_process_pool")
-    with caplog.at_level(logging.INFO, "megacpp_compile"):
-        assert static_launch.patches(graph(), CUDA, {}) == {}
-    assert "AttributeError" in caplog.text
+    assert static_launch.patches(graph(), CUDA, {}) == {} and "AttributeError" in caplog.text
 
 
 def test_workers_start_before_a_cuda_frame_is_looked_at(started, eager_backend, monkeypatch):
@@ -185,8 +173,7 @@ def test_workers_that_do_not_start_stop_nothing(started, monkeypatch, caplog):
         raise OSError("no more processes")
 
     monkeypatch.setattr(async_compile, "maybe_warm_pool", fails)
-    with caplog.at_level(logging.INFO, "megacpp_compile"):
-        static_launch.start_workers(CUDA)
+    static_launch.start_workers(CUDA)
     assert "no more processes" in caplog.text
 
 
@@ -206,7 +193,6 @@ def test_every_kernel_is_launched_by_torch(kernels_of_any_size, monkeypatch, by_
             return original(self)
 
         monkeypatch.setattr(kind, "make_launcher", make_launcher)
-    torch._dynamo.reset()
     cos, sin = models.rotary_tables(128, 32, torch.device("cuda"), torch.bfloat16)
     layer = models.Layer(models.MLA(256, 4, 0, 128, 64, 32, 64), 256, 512).to("cuda", torch.bfloat16)
     x = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)

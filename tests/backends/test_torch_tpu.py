@@ -49,9 +49,7 @@ def tpu(monkeypatch):
     monkeypatch.setattr(targets, "TPU", here)
     monkeypatch.setitem(targets.TARGETS, "tpu", here)
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: name == "torch_tpu" or None)
-    torch._dynamo.reset()
-    yield given, options
-    torch._dynamo.reset()
+    return given, options
 
 
 def made():
@@ -73,6 +71,7 @@ def differences(call, block, x, angles) -> list[float]:
     return [float((g - w).detach().abs().max() / w.detach().abs().max()) for w, g in zip(*found, strict=True)]
 
 
+@pytest.mark.end_to_end
 def test_both_halves_are_lowered_and_handed_over(tpu):
     given, options = tpu
     block, x, angles = made()
@@ -88,6 +87,7 @@ def test_both_halves_are_lowered_and_handed_over(tpu):
     assert len(given) == 3
 
 
+@pytest.mark.end_to_end
 def test_a_view_at_another_offset_is_compiled_anew(tpu):
     given, _ = tpu
     block, x, angles = made()
@@ -101,15 +101,13 @@ def test_a_view_at_another_offset_is_compiled_anew(tpu):
     assert len(given) == 2
 
 
-def test_what_nothing_fires_in_is_left_to_torch_tpu(tpu):
+@pytest.mark.end_to_end
+def test_what_nothing_fires_in_and_sizes_that_are_not_known_are_left_to_torch_tpu(tpu):
     given, options = tpu
-    module, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8), torch.nn.GELU()), torch.randn(3, 8)
+    module, x = torch.nn.Sequential(*(torch.nn.Linear(8, 8), torch.nn.GELU()) * 2), torch.randn(3, 8)
     torch.testing.assert_close(torch.compile(module, backend="megacpp", dynamic=False)(x), module(x))
     assert options == [{}] and len(given) >= 1
-
-
-def test_sizes_that_are_not_known_are_left_to_torch_tpu(tpu):
-    _, options = tpu
+    options.clear()
     block, x, angles = made()
     torch._dynamo.mark_dynamic(x, 0)
     with megacpp_compile.record() as report, torch.no_grad():
@@ -126,8 +124,8 @@ def test_blocks_are_compiled_with_static_shapes(tpu, monkeypatch):
 
 
 def test_without_its_backend_it_says_so(tpu, monkeypatch):
-    monkeypatch.delitem(registry._COMPILER_FNS, "tpu")
-    monkeypatch.delitem(registry._BACKENDS, "tpu")
+    for known in (registry._COMPILER_FNS, registry._BACKENDS):
+        monkeypatch.delitem(known, "tpu")
     block, x, angles = made()
     with pytest.raises(TargetUnavailableError, match="Dynamo backend 'tpu'"):
         torch.compile(block, backend="megacpp", options={"strict": True}, dynamic=False)(x, *angles)

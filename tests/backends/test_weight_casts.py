@@ -1,11 +1,7 @@
-"""Casts of weights in front of a frame: how often they are made, and that they change no result.
-
-A CPU multiplies no float8; the question is answered for it, and the reference computes.
-"""
+"""Casts of weights in front of a frame: how often they are made, and that they change no result."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import weakref
@@ -20,29 +16,16 @@ import megacpp_compile
 from megacpp_compile.backends import weight_casts
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.lowerings._gemm.float8_support import no_float8
-from megacpp_compile.passes import linear
-from megacpp_compile.passes._rewrites import expert_precision
 from megacpp_compile.precision import weight_casts as cache
+from tests.backends.models import DIM, HIDDEN, Block, batch, equal, options, step
+from tests.backends.models import compiled as compiled_as
 from tests.lowerings import relative_error
+from tests.precision.models import Of
 from tests.seeds import Draws
 
 on_a_cpu = pytest.mark.usefixtures("float8", "no_kernels")
 
-DIM, HIDDEN = 32, 48
 LINEARS = 3
-
-
-@pytest.fixture
-def float8(monkeypatch):
-    monkeypatch.setattr(linear, "no_float8", lambda device: "")
-    monkeypatch.setattr(linear, "no_block_scales", lambda device: "")
-    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def rand(request):
-    return draws(request)
 
 
 def draws(request):
@@ -63,43 +46,31 @@ def made(monkeypatch):
     return names
 
 
-class Block(nn.Module):
-    def __init__(self, dtype=torch.bfloat16):
-        super().__init__()
-        make = lambda i, o: nn.Linear(i, o, bias=False, dtype=dtype)  # noqa: E731
-        self.gate, self.up, self.down = make(DIM, HIDDEN), make(DIM, HIDDEN), make(HIDDEN, DIM)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 def block(dtype=torch.bfloat16):
     torch.manual_seed(0)
-    return Block(dtype)
+    return Block(dtype=dtype)
 
 
-def compiled(model, recipe="fp8_current", cached=True, gate=False, **how):
-    options = {"precision": PrecisionPlan(rules=(("*", recipe),), gate=gate), "cache_weight_casts": cached}
-    return torch.compile(model, backend="megacpp", options={"strict": True, **options}, **how)
+def compiled(model, recipe="fp8_current", cached=True, **more):
+    return compiled_as(model, recipe, cache_weight_casts=cached, **more)
 
 
-def step(run, model, x, grad):
-    """(output, gradients of x and of all weights)"""
-    x = x.detach().clone().requires_grad_()
-    model.zero_grad()
-    y = run(x)
-    y.backward(grad)
-    return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in model.parameters()))]
+def uncached_and_cached(make, calls, compiled=compiled):
+    """[what `calls(run, model)` gives] of weights that are cast in each call and of those that are cast once, and both
+    reports."""
+    results, reports = [], []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = make()
+        with megacpp_compile.record() as report, megacpp_compile.cached_weight_casts():
+            results.append(calls(compiled(model, cached=cached), model))
+        reports.append(report)
+    return results, reports
 
 
-def equal(got, want):
-    return all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
-
-
-def batch(rand, sequences=2):
-    return rand(sequences, 16, DIM), rand(sequences, 16, DIM) * 1e-6
-
-
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [False, None])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
 @on_a_cpu
@@ -139,30 +110,18 @@ def test_results_are_those_without(request, autocast):
     assert equal(*results)
 
 
-class Heads(nn.Module):
+def heads():
     """Queries, keys and values of few heads, whose gradients are put together for one GEMM."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(64, n, bias=False, dtype=torch.bfloat16) for n in (32, 16, 16))
-
-    def forward(self, x):
-        return self.q(x), self.k(x), self.v(x)
+    parts = {name: nn.Linear(64, n, bias=False, dtype=torch.bfloat16) for name, n in (("q", 32), ("k", 16), ("v", 16))}
+    return Of(lambda m, x: (m.q(x), m.k(x), m.v(x)), **parts)
 
 
 @on_a_cpu
 def test_linears_that_share_a_gemm_share_a_cast(rand, made):
-    results = []
     x, grad = rand(32, 64), rand(32, 64)
-    for cached in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Heads()
-        with megacpp_compile.record() as report, megacpp_compile.cached_weight_casts():
-            run = compiled(model, cached=cached)
-            results.append(step(lambda x, run=run: torch.cat(run(x), -1), model, x, grad))
-        assert len(report.sites) == 1
-    assert len(made) == 1 and equal(*results)
+    calls = lambda run, model: step(lambda x: torch.cat(run(x), -1), model, x, grad)  # noqa: E731
+    results, reports = uncached_and_cached(heads, calls)
+    assert [len(report.sites) for report in reports] == [1, 1] and len(made) == 1 and equal(*results)
 
 
 @on_a_cpu
@@ -172,7 +131,7 @@ def test_of_linears_that_share_a_gemm_one_may_have_no_gradient(rand):
     for cached in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model, leaf = Heads(), x.clone().requires_grad_()
+        model, leaf = heads(), x.clone().requires_grad_()
         q, _, v = compiled(model, cached=cached)(leaf)
         loss = q.float().sum() + v.float().square().sum()
         results.append(torch.autograd.grad(loss, [leaf, model.q.weight, model.v.weight]))
@@ -233,6 +192,7 @@ def test_inference_keeps_one_orientation(rand, made, monkeypatch):
     assert len(made) == LINEARS and all(columns.numel() == 0 for _, columns, _ in kept)
 
 
+@pytest.mark.end_to_end
 @on_a_cpu
 def test_nothing_outlives_the_context(rand, monkeypatch):
     model = block()
@@ -255,21 +215,19 @@ def test_nothing_outlives_the_context(rand, monkeypatch):
     assert all(ref() is None for ref in refs)
 
 
+@pytest.mark.end_to_end
 @on_a_cpu
 def test_repeated_blocks_have_their_own(rand, made):
     """Blocks that share an artifact have weights of their own."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(Block(), Block(), Block())
-    results = []
     x, grad = batch(rand)
-    for cached in (False, True):
-        torch._dynamo.reset()
-        model = copy.deepcopy(plain)
-        plan = PrecisionPlan(rules=(("*", "fp8_current"),), gate=False)
-        run = megacpp_compile.compile(model, options={"precision": plan, "cache_weight_casts": cached})
-        with megacpp_compile.cached_weight_casts():
-            results.append(step(run, model, x, grad))
-            results.append(step(run, model, x, grad))
+
+    def by_blocks(model, cached):
+        more = {**options("fp8_current", cache_weight_casts=cached), "strict": False}
+        return megacpp_compile.compile(model, options=more)
+
+    twice = lambda run, model: [step(run, model, x, grad) for _ in range(2)]  # noqa: E731
+    results, _ = uncached_and_cached(lambda: nn.Sequential(Block(), Block(), Block()), twice, by_blocks)
+    results = sum(results, [])
     assert len(made) == 3 * LINEARS and all(equal(got, results[0]) for got in results[1:])
 
 
@@ -282,6 +240,7 @@ def notes(report):
     return {site.note for site in report.sites}
 
 
+@pytest.mark.end_to_end
 @on_a_cpu
 def test_says_what_it_did(rand):
     for recipe, model, want in (
@@ -300,15 +259,14 @@ def test_says_what_it_did(rand):
         assert notes(report) == want
 
 
+@pytest.mark.end_to_end
 @on_a_cpu
 def test_a_weight_that_is_no_parameter_is_cast_in_the_frame(rand, made):
-    def double(x, w):
-        return F.linear(x, w)
-
     x, w = rand(16, DIM).requires_grad_(), rand(HIDDEN, DIM).requires_grad_()
     plan = PrecisionPlan(roles={"other": "fp8_current"}, gate=False)
     with megacpp_compile.record() as report:
-        run = torch.compile(double, backend="megacpp", options={"precision": plan, "cache_weight_casts": True})
+        more = {"precision": plan, "cache_weight_casts": True}
+        run = torch.compile(lambda x, w: F.linear(x, w), backend="megacpp", options=more)
         run(x, w).sum().backward()
     assert notes(report) == {"cast in every call, as a weight is no parameter"} and not made
 
@@ -331,23 +289,23 @@ class Experts(nn.Module):
         return y
 
 
+@pytest.mark.end_to_end
 @on_a_cpu
 def test_experts(rand, made):
     """Their weights are cast once, too, and results are bit for bit those without."""
-    results = []
     x, grad = rand(64, DIM), rand(64, DIM)
-    for cached in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Experts().bfloat16()
+
+    def strictly(model, cached):
         plan = PrecisionPlan(rules=(("router", "bf16"),), gate=False)
-        options = {"precision": plan, "cache_weight_casts": cached, "strict": True, "require": {"moe": 1}}
-        run = torch.compile(model, backend="megacpp", options=options)
-        with megacpp_compile.record() as report, megacpp_compile.cached_weight_casts():
-            results.append(step(run, model, x, grad))
-            results.append(step(run, model, x, grad))
+        more = {"precision": plan, "cache_weight_casts": cached, "strict": True, "require": {"moe": 1}}
+        return torch.compile(model, backend="megacpp", options=more)
+
+    twice = lambda run, model: [step(run, model, x, grad) for _ in range(2)]  # noqa: E731
+    results, reports = uncached_and_cached(lambda: Experts().bfloat16(), twice, strictly)
+    for report in reports:
         rows = [(r["effective"], r["reason"]) for f in report.frames for r in f.precision if r["kind"] == "experts"]
         assert rows == [("fp8_current", "")]
+    results = sum(results, [])
     assert made == ["fp8_quantize_experts"] * 2 and all(equal(got, results[0]) for got in results[1:])
 
 
@@ -363,27 +321,20 @@ class Normalised(Block):
         return self.down(y)
 
 
+@pytest.mark.end_to_end
 @on_a_cpu
 def test_a_frame_that_changes_its_weights(rand):
     """What it reads of a weight is what it has written, in every call."""
-    results, x, grad = [], *batch(rand)
-    for cached in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Normalised()
-        run = compiled(model, cached=cached)
-        with megacpp_compile.cached_weight_casts():
-            results.append([t for _ in range(3) for t in step(run, model, x, grad)])
+    x, grad = batch(rand)
+    thrice = lambda run, model: [t for _ in range(3) for t in step(run, model, x, grad)]  # noqa: E731
+    results, _ = uncached_and_cached(Normalised, thrice)
     assert equal(*results)
 
 
 @on_a_cpu
 def test_is_verified_site_by_site(rand):
     model = block()
-    options = {"verify": "each", "strict": True, "require": {"linear": LINEARS}, "cache_weight_casts": True}
-    plan = PrecisionPlan(rules=(("*", "fp8_current"),), gate=False)
-    run = torch.compile(model, backend="megacpp", options={**options, "precision": plan})
-    step(run, model, *batch(rand))
+    step(compiled(model, verify="each", require={"linear": LINEARS}), model, *batch(rand))
 
 
 @on_a_cpu
@@ -408,11 +359,8 @@ def test_on_a_gpu(request, made, recipe, mode):
     for cached in (False, True):
         torch._dynamo.reset()
         model, rand, seen = block().cuda(), draws(request), []
-        if mode is None:
-            run = compiled(model, recipe, cached)
-        else:
-            options = {"precision": PrecisionPlan(rules=(("*", recipe),), gate=False), "cache_weight_casts": cached}
-            run = torch.compile(model, backend="megacpp", options={**options, "inductor": {"triton.cudagraphs": True}})
+        graphs = {} if mode is None else {"inductor": {"triton.cudagraphs": True}}
+        run = compiled(model, recipe, cached, **graphs)
         for _ in range(3):
             with megacpp_compile.cached_weight_casts():
                 for _ in range(2):

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megacpp_compile.precision import engine
+from tests.backends.conftest import float8  # noqa: F401
+from tests.sharding.one_rank import one_rank  # noqa: F401
 
 from . import fake_te
 

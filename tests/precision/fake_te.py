@@ -1,8 +1,7 @@
 """A stand-in for Transformer Engine 2.20: its names, signatures and checks, with plain PyTorch behind them.
 
 It refuses what the real one refuses (dimensions in fp8, dtypes, reentry of a context) and remembers in which recipe
-each module ran. Installed under the real one's names; `install(monkeypatch)` takes everything back afterwards.
-"""
+each module ran. Installed under the real one's names; `install(monkeypatch)` takes everything back afterwards."""
 
 from __future__ import annotations
 
@@ -26,16 +25,9 @@ class Recipe:
         return type(self).__name__
 
 
-class DelayedScaling(Recipe):
-    pass
-
-
-class Float8CurrentScaling(Recipe):
-    pass
-
-
-class Float8BlockScaling(Recipe):
-    pass
+DelayedScaling, Float8CurrentScaling, Float8BlockScaling = (
+    type(name, (Recipe,), {}) for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
+)
 
 
 class NVFP4BlockScaling(Recipe):
@@ -78,14 +70,6 @@ class quantized_model_init:
 
 def is_fp8_available(return_reason=False):
     return (True, "") if return_reason else True
-
-
-def is_nvfp4_available(return_reason=False):
-    return is_fp8_available(return_reason)
-
-
-def is_fp8_block_scaling_available(return_reason=False):
-    return is_fp8_available(return_reason)
 
 
 class TransformerEngineBaseModule(nn.Module):
@@ -132,11 +116,10 @@ class TransformerEngineBaseModule(nn.Module):
     def _weights(self, in_features, out_features, bias, dtype, device):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
-        self.register_parameter(
-            "weight", nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device)), init_fn=None
-        )
+        empty = lambda *shape: nn.Parameter(torch.empty(shape, dtype=dtype, device=device))  # noqa: E731
+        self.register_parameter("weight", empty(out_features, in_features), init_fn=None)
         if bias:
-            self.register_parameter("bias", nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)))
+            self.register_parameter("bias", empty(out_features))
         else:
             self.bias = torch.Tensor().to(dtype=dtype, device=device)
         if device != META:
@@ -173,9 +156,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
         super().__init__(name)
         assert normalization in ("LayerNorm", "RMSNorm")
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
-        self.register_parameter(
-            "layer_norm_weight", nn.Parameter(torch.ones(in_features, device=device, dtype=params_dtype)), init_fn=None
-        )
+        gain = nn.Parameter(torch.ones(in_features, device=device, dtype=params_dtype))
+        self.register_parameter("layer_norm_weight", gain, init_fn=None)
         self.layer_norm_bias = None
         self._weights(in_features, out_features, bias, params_dtype, device)
 
@@ -232,6 +214,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         thd_attention_policies=None, thd_attention_policy_dispatch="auto",
     ):  # fmt: skip
         raise NotImplementedError
+
+
+MODULES = (Linear, LayerNormLinear, LayerNormMLP, DotProductAttention)
 
 
 class _Frame:
@@ -291,9 +276,9 @@ def install(monkeypatch):
 
     STATE.__dict__.update(FRESH, ran=[], measured=[])
     te = types.ModuleType("transformer_engine.pytorch")
-    for thing in (autocast, quantized_model_init, is_fp8_available, is_fp8_block_scaling_available, is_nvfp4_available,
-                  Linear, LayerNormLinear, RMSNorm, LayerNormMLP, DotProductAttention, checkpoint):  # fmt: skip
+    for thing in (autocast, quantized_model_init, RMSNorm, checkpoint, *MODULES):
         setattr(te, thing.__name__, thing)
+    te.is_fp8_available = te.is_fp8_block_scaling_available = te.is_nvfp4_available = is_fp8_available
     recipes = types.ModuleType("transformer_engine.common.recipe")
     for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, NVFP4BlockScaling):
         setattr(recipes, kind.__name__, kind)
@@ -308,7 +293,7 @@ def install(monkeypatch):
     for module in (top, te, recipes, base, quantization, types.ModuleType("transformer_engine.common"),
                    types.ModuleType("transformer_engine.pytorch.module")):  # fmt: skip
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for kind in (TransformerEngineBaseModule, Linear, LayerNormLinear, RMSNorm, LayerNormMLP, DotProductAttention):
+    for kind in (TransformerEngineBaseModule, RMSNorm, *MODULES):
         monkeypatch.setattr(kind, "__module__", "transformer_engine.pytorch.module.base")
     forget()
     monkeypatch.setattr(engine, "why_no_device", lambda: "")

@@ -9,6 +9,19 @@ from torch.nn.functional import rms_norm, silu
 DIM, LATENT, TOKENS = 32, 16, 16
 
 
+class Of(nn.Module):
+    """`body(module, *args)` of a module that has `parts`."""
+
+    def __init__(self, body, **parts):
+        super().__init__()
+        self.body = body
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args):
+        return self.body(self, *args)
+
+
 class Norm(nn.Module):
     """As Hugging Face writes them."""
 
@@ -85,3 +98,8 @@ def model(te=None, layers=2, seed=0):
 def ids(te=None, shape=(2, TOKENS)):
     drawn = torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(1))
     return drawn if te is None else drawn.to(te.device)
+
+
+def equal(got, want):
+    """Bit by bit."""
+    return all(torch.equal(g, w) for g, w in zip(got, want, strict=True))

@@ -16,6 +16,8 @@ from megacpp_compile.precision import checkpoint as rule
 from megacpp_compile.precision import engine
 from megacpp_compile.precision.checkpoint import checkpoint_for, guard, in_fp8
 
+from .models import equal
+
 
 def block(te=None, recipe="fp8_current", seed=0):
     torch.manual_seed(seed)
@@ -37,11 +39,7 @@ def called(monkeypatch, te):
     names = []
 
     def by(name, function):
-        def counted(*args, **kwargs):
-            names.append(name)
-            return function(*args, **kwargs)
-
-        return counted
+        return lambda *args, **kwargs: (names.append(name), function(*args, **kwargs))[1]
 
     monkeypatch.setattr(rule.stock, "checkpoint", by("torch", checkpoint))
     monkeypatch.setattr(te.module, "checkpoint", by("te", te.module.checkpoint))
@@ -73,8 +71,7 @@ def test_a_block_in_fp8_recomputes_by_transformer_engine(te, recipe, state, call
     state.ran.clear()
     got = gradients(lambda x: again(model, x), model, x)
     assert called == ["te"]
-    for a, b in zip(got, want, strict=True):
-        assert (a - b).norm() <= 1e-3 * b.norm()
+    assert all((a - b).norm() <= 1e-3 * b.norm() for a, b in zip(got, want, strict=True))
     if not te.real:
         assert [second for _, _, second in state.ran] == [False, False, True, True]
         assert len({recipe for _, recipe, _ in state.ran}) == 1, "another recipe the second time"
@@ -95,8 +92,7 @@ def test_torchs_checkpoint_is_fine_outside_of_fp8(te):
         want = gradients(model, model, x)
         for reentrant in (False, True):
             got = gradients(lambda x, r=reentrant: checkpoint(model, x, use_reentrant=r), model, x)
-            for a, b in zip(got, want, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
 
 
 def test_a_forward_within_backward_is_no_checkpoint(te):
@@ -122,8 +118,7 @@ def test_a_block_without_transformer_engine_recomputes_by_torch(te, wrapper, cal
     model, x = block(), sample()
     again = checkpoint_for(model, wrapper)
     want = gradients(model, model, x)
-    for a, b in zip(gradients(lambda x: again(model, x), model, x), want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(gradients(lambda x: again(model, x), model, x), want)
     assert called == ["torch"]
 
 
@@ -131,8 +126,7 @@ def test_where_transformer_engine_is_absent():
     model, x = block(), sample()
     assert in_fp8(model) is None and guard(model) == 0
     want = gradients(model, model, x)
-    for a, b in zip(gradients(lambda x: checkpoint_for(model)(model, x), model, x), want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(gradients(lambda x: checkpoint_for(model)(model, x), model, x), want)
 
 
 def test_what_is_said_is_obeyed(te, called):
@@ -193,8 +187,7 @@ def test_the_models_own_modules_are_fine_in_bf16(te, called):
     want = gradients(model, model, x)
     for again in (rule.stock.checkpoint, checkpoint_for(model)):
         kwargs = {"use_reentrant": False} if again is rule.stock.checkpoint else {}
-        for a, b in zip(gradients(lambda x, a=again, k=kwargs: a(model, x, **k), model, x), want, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(gradients(lambda x, a=again, k=kwargs: a(model, x, **k), model, x), want)
     assert called == ["torch", "torch"]
 
 
@@ -213,11 +206,7 @@ def test_the_models_own_modules_recompute_by_transformer_engine(te, called):
     want = gradients(in_autocast(model), model, x)
     got = gradients(in_autocast(lambda x: again(model, x)), model, x)
     assert called == ["te"]
-    for a, b in zip(got, want, strict=True):
-        assert (a - b).norm() <= 1e-3 * b.norm()
-
-
-# --- a history of maxima, planted
+    assert all((a - b).norm() <= 1e-3 * b.norm() for a, b in zip(got, want, strict=True))
 
 
 def steps(call, model, state):
@@ -236,22 +225,16 @@ def delayed(te):
     return model
 
 
-def test_a_history_of_maxima_grows_once_a_step(stand_in_te, state):
-    plain, twin = delayed(stand_in_te), delayed(stand_in_te)
+def test_a_history_of_maxima_grows_once_a_step_and_without_the_rule_twice(stand_in_te, state, monkeypatch):
+    """And gradients are wrong without it."""
+    from megacpp_compile.precision import te_modules
+
+    plain, twin, other = (delayed(stand_in_te) for _ in range(3))
     again = checkpoint_for(twin)
     want, once = steps(plain, plain, state)
     got, histories = steps(lambda x: again(twin, x), twin, state)
-    assert histories == once and all(len(history) == 3 for history in histories)
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_without_the_rule_a_history_grows_twice_and_gradients_are_wrong(stand_in_te, state, monkeypatch):
-    from megacpp_compile.precision import te_modules
-
+    assert histories == once and [len(history) for history in once] == [3, 3] and equal(got, want)
     monkeypatch.setattr(te_modules, "refuse_stock_checkpoint", lambda module: None)
-    plain, twin = delayed(stand_in_te), delayed(stand_in_te)
-    want, once = steps(plain, plain, state)
-    got, histories = steps(lambda x: checkpoint(twin, x, use_reentrant=False), twin, state)
-    assert [len(h) for h in histories] == [6, 6] and [len(h) for h in once] == [3, 3]
+    got, histories = steps(lambda x: checkpoint(other, x, use_reentrant=False), other, state)
+    assert [len(history) for history in histories] == [6, 6]
     assert max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)) > 1e-2

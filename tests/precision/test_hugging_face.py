@@ -56,6 +56,7 @@ def granite():
     return model, shared | {f"model.layers.1.self_attn.{name}_proj" for name in "qkvo"}, set()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("build", [deepseek, nemotron, granite])
 def test_replacement(te, build):
     torch.manual_seed(0)
@@ -94,6 +95,7 @@ def test_replacement(te, build):
         assert all(torch.equal(v, saved[k]) for k, v in other.state_dict().items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("build", [deepseek, nemotron, granite])
 def test_gradients(te, build):
     """Every parameter has the gradient it had, those of folded norms too."""
@@ -117,6 +119,7 @@ def test_gradients(te, build):
         assert a.isfinite().all() and (a - b).norm() <= tolerance * b.norm(), recipe
 
 
+@pytest.mark.end_to_end
 def test_a_compiled_graph_says_what_every_linear_runs_in():
     """All linears of the model are in the report's table; on a CPU it says why none is in fp8."""
     model, linears, _ = deepseek()

@@ -1,8 +1,7 @@
 """A router near a tie, whose scores come out a rounding apart the second time: its experts are chosen once.
 
 What atomic adds do on a GPU a mode does here: every second GEMM that makes scores is off by a rounding, so that the
-forward and its recomputation never agree. Each test shows what torch's checkpoint alone makes of that, too.
-"""
+forward and its recomputation never agree. Each test shows what torch's checkpoint alone makes of that, too."""
 
 from __future__ import annotations
 
@@ -16,6 +15,8 @@ from megacpp_compile.errors import BadOptionError
 from megacpp_compile.precision import checkpoint as rule
 from megacpp_compile.precision.checkpoint import checkpoint_for
 from megacpp_compile.precision.sentinel import RUNS_COMPILED
+
+from .models import equal
 
 DIM, EXPERTS, TOKENS = 8, 4, 12
 ROUNDING = 1e-6
@@ -79,26 +80,28 @@ def gradients(call, block, x, ties, how="topk", steps=1):
     return [x.grad, *(p.grad if p.grad is not None else torch.zeros_like(p) for p in block.parameters())], wobble.again
 
 
-def made(how="topk"):
-    return Routed(how).double(), torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+def made(block=Routed, **how):
+    return block(**how).double(), torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+
+
+def a_rounding_off(got, want):
+    return all((a - b).norm() <= 10 * ROUNDING * (b.norm() + 1) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("how", ["topk", "argmax", "threshold"])
 @pytest.mark.parametrize("routes", [None, True])
 def test_a_token_near_a_tie_stays_with_its_expert(how, routes):
-    block, x = made(how)
+    block, x = made(how=how)
     want, _ = gradients(block, block, x, [3], how)
     again = checkpoint_for(block, routes=routes)
     got, made_scores = gradients(lambda x: again(block, x), block, x, [3], how, steps=2)
     assert made_scores == 1, "the scores were not made again"
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-    assert again.routes and again.relaxed
+    assert equal(got, want) and again.routes and again.relaxed
 
 
 @pytest.mark.parametrize("how", ["topk", "argmax", "threshold"])
 def test_without_the_rule_the_sizes_of_experts_change(how):
-    block, x = made(how)
+    block, x = made(how=how)
     with pytest.raises(CheckpointError, match="different metadata"):
         gradients(lambda x: checkpoint(block, x, use_reentrant=False), block, x, [3], how)
 
@@ -110,8 +113,7 @@ def test_without_the_rule_two_tokens_change_places_in_silence():
     wrong, _ = gradients(lambda x: checkpoint(block, x, use_reentrant=False), block, x, [3, 4])
     assert (wrong[0] - want[0]).norm() > 1e-2 * want[0].norm()
     again = checkpoint_for(block)
-    for a, b in zip(gradients(lambda x: again(block, x), block, x, [3, 4])[0], want, strict=True):
-        assert torch.equal(a, b)
+    assert equal(gradients(lambda x: again(block, x), block, x, [3, 4])[0], want)
 
 
 def test_the_comparison_alone_relaxed_is_no_rule():
@@ -130,8 +132,7 @@ def test_flips_are_counted():
     got, made_scores = gradients(lambda x: again(block, x), block, x, [3, 4, 7])
     assert made_scores == 2 and again.flips == 3 and again.choices.again == 1
     # Experts are the first choice's all the same; gates are computed from scores a rounding away.
-    for a, b in zip(got, want, strict=True):
-        assert (a - b).norm() <= 10 * ROUNDING * (b.norm() + 1)
+    assert a_rounding_off(got, want)
     steady = checkpoint_for(block, count_flips=True)
     gradients(lambda x: steady(block, x), block, x, [])
     assert steady.flips == 0 and steady.choices.again == 1
@@ -146,36 +147,36 @@ def test_a_second_backward_reads_the_same_choice():
         assert torch.equal(first, torch.autograd.grad(loss, x)[0])
 
 
-class Shared(nn.Module):
-    """Scores written in place after they were made, and indices after they were chosen."""
+class Chooses(nn.Module):
+    """`body(module, x)` of a router and a linear."""
 
-    def __init__(self):
+    def __init__(self, body):
         super().__init__()
-        self.router, self.out = nn.Linear(DIM, EXPERTS), nn.Linear(DIM, DIM)
+        self.router, self.out, self.body = nn.Linear(DIM, EXPERTS), nn.Linear(DIM, DIM), body
         self.bias = nn.Parameter(torch.randn(EXPERTS))
 
     def forward(self, x):
-        logits = self.router(x)
-        logits = logits.add_(self.bias)
-        scores = logits.sigmoid()
-        chosen = scores.argmax(-1, keepdim=True)
-        gates = scores.amax(-1, keepdim=True)
-        chosen.clamp_(max=1)
-        kept = torch.zeros_like(scores).scatter(-1, chosen, gates)
-        return self.out(x) * kept.sum(-1, keepdim=True) + kept[:, :1]
+        return self.body(self, x)
+
+
+def shared(m, x):
+    """Scores written in place after they were made, and indices after they were chosen."""
+    scores = m.router(x).add_(m.bias).sigmoid()
+    chosen = scores.argmax(-1, keepdim=True)
+    gates = scores.amax(-1, keepdim=True)
+    chosen.clamp_(max=1)
+    kept = torch.zeros_like(scores).scatter(-1, chosen, gates)
+    return m.out(x) * kept.sum(-1, keepdim=True) + kept[:, :1]
 
 
 def test_writes_in_place_leave_the_choice():
-    block = Shared().double()
-    x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    block, x = made(Chooses, body=shared)
     want, _ = gradients(block, block, x, [])
     again = checkpoint_for(block)
-    for a, b in zip(gradients(lambda x: again(block, x), block, x, [])[0], want, strict=True):
-        assert torch.equal(a, b)
+    assert equal(gradients(lambda x: again(block, x), block, x, [])[0], want)
     # With a token near a tie: what was written to is made again, so gates are a rounding off, and the choice is not.
     want, _ = gradients(block, block, x, [3])
-    for a, b in zip(gradients(lambda x: again(block, x), block, x, [3])[0], want, strict=True):
-        assert (a - b).norm() <= 10 * ROUNDING * (b.norm() + 1)
+    assert a_rounding_off(gradients(lambda x: again(block, x), block, x, [3])[0], want)
 
 
 class Asked:
@@ -190,70 +191,53 @@ class Asked:
         return checkpoint(block, *args, **kwargs)
 
 
-class WrittenLater(nn.Module):
+def written_later(m, x):
     """Writes to its scores after it has chosen by them, and reads them then."""
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.out = nn.Linear(DIM, EXPERTS), nn.Linear(DIM, DIM)
-
-    def forward(self, x):
-        logits = self.router(x)
-        chosen = logits.argmax(-1, keepdim=True)
-        read = logits.exp()
-        logits = logits.mul_(0.5)
-        return self.out(x) * read.gather(-1, chosen) * logits.tanh().sum(-1, keepdim=True)
+    logits = m.router(x)
+    chosen = logits.argmax(-1, keepdim=True)
+    read = logits.exp()
+    logits = logits.mul_(0.5)
+    return m.out(x) * read.gather(-1, chosen) * logits.tanh().sum(-1, keepdim=True)
 
 
 def test_scores_written_to_after_the_choice_are_made_again():
-    block = WrittenLater().double()
-    x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    block, x = made(Chooses, body=written_later)
     want, _ = gradients(block, block, x, [])
     for selective in (False, True):
         again = checkpoint_for(block, selective=selective)
         got, made_scores = gradients(lambda x, a=again: a(block, x), block, x, [])
-        assert made_scores == 2 and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert made_scores == 2 and equal(got, want)
 
 
-class Draws(nn.Module):
+def draws(m, x):
     """Chooses at random, and drops out behind that."""
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.out = nn.Linear(DIM, EXPERTS), nn.Linear(DIM, DIM)
-
-    def forward(self, x):
-        scores = self.router(x).softmax(-1)
-        gate = scores.gather(-1, scores.multinomial(1))
-        return nn.functional.dropout(self.out(x) * gate, 0.5)
+    scores = m.router(x).softmax(-1)
+    gate = scores.gather(-1, scores.multinomial(1))
+    return nn.functional.dropout(m.out(x) * gate, 0.5)
 
 
 @pytest.mark.parametrize("selective", [False, True])
 def test_random_choices_move_the_generator_on_again(selective):
     """Otherwise a mask behind a choice that is handed over would be another one."""
-    block, x = Draws().double(), made()[1]
+    block, x = made(Chooses, body=draws)
     found = []
     again = checkpoint_for(block, selective=selective)
     for call in (block, lambda x: again(block, x)):
         torch.manual_seed(0)
         found.append(gradients(call, block, x, [])[0])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert equal(*found)
 
 
 def test_other_blocks_keep_the_comparison(monkeypatch):
     """Exactly the blocks that route lose it; dropout and masks by comparison are no routing."""
 
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Linear(DIM, DIM)
-
+    class Plain(nn.Linear):
         def forward(self, x):
-            h = self.up(x)
+            h = super().forward(x)
             return torch.where(h > 0, h, 0.1 * h) * nn.functional.dropout(h)
 
-    asked, x = Asked(monkeypatch), made()[1]
-    plain, routed = Plain().double(), made()[0]
+    asked, (routed, x) = Asked(monkeypatch), made()
+    plain = Plain(DIM, DIM).double()
     for block, routes, want in ((plain, None, None), (plain, False, False), (routed, None, True), (routed, True, True)):
         asked.calls.clear()
         again = checkpoint_for(block, routes=routes)
@@ -274,15 +258,13 @@ def test_a_block_that_starts_to_route_late_is_noticed():
         def forward(self, x):
             return super().forward(x) if self.routing else x * self.router.weight.sum()
 
-    block, x = Late().double(), made()[1]
+    block, x = made(Late)
     again = checkpoint_for(block)
     again(block, x).sum().backward()
     assert again.routes is None
     block.routing = True
     want, _ = gradients(block, block, x, [3])
-    for a, b in zip(gradients(lambda x: again(block, x), block, x, [3])[0], want, strict=True):
-        assert torch.equal(a, b)
-    assert again.routes
+    assert equal(gradients(lambda x: again(block, x), block, x, [3])[0], want) and again.routes
 
 
 @pytest.mark.skipif(not RUNS_COMPILED, reason="this torch compiles nothing under a mode, and so has no FlexAttention there")

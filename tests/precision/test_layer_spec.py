@@ -34,7 +34,7 @@ def spread(module):
 
 def test_seven_keys(te):
     spec = te_layer_spec()
-    assert list(spec) == list(NativeLayerSpec()) == KEYS
+    assert list(spec) == list(NativeLayerSpec()) == list(CLASSES) == KEYS
     assert {key: cls.__name__ for key, cls in spec.items()} == {
         "norm": "RMSNorm", "linear_qkv": "LayerNormLinear", "linear_proj": "Linear", "linear_fc1": "LayerNormLinear",
         "linear_fc2": "Linear", "attention": "DotProductAttention", "layernorm_mlp": "LayerNormMLP",
@@ -81,12 +81,9 @@ def test_none_for_one_class_alone(stand_in, monkeypatch):
     assert spec.or_native()["linear_qkv"] is stand_in.LayerNormLinear
 
 
-def test_not_asked_for(stand_in):
+def test_not_asked_for_and_overlap_without_user_buffers(stand_in, state):
     assert dict(te_layer_spec(use_te=False)) == dict.fromkeys(KEYS)
     assert te_layer_spec(False).reasons["norm"] == "not asked for"
-
-
-def test_overlap_needs_user_buffers(stand_in, state):
     with pytest.raises(EngineError, match="initialize_ub"):
         te_layer_spec(tp_comm_overlap=True)
     assert te_layer_spec(False, tp_comm_overlap=True)["norm"] is None
@@ -107,20 +104,13 @@ def test_signatures_are_transformer_engines(te, key):
         assert list(parameters(ours.forward)) == list(parameters(theirs.forward))
 
 
-# --- what the plain ones compute
-
-
-def test_norm():
+def test_norm_and_linear():
     x = draw(3, 8)
     for zero in (False, True):
         norm = spread(NativeLayerSpec()["norm"](8, eps=1e-3, zero_centered_gamma=zero, params_dtype=torch.float64))
         torch.testing.assert_close(norm(x), rms_norm(x, (8,), norm.weight + zero, 1e-3))
     assert NativeLayerSpec()["norm"](hidden_size=8).weight.tolist() == [1.0] * 8
-
-
-def test_linear():
-    made = spread(NativeLayerSpec()["linear_proj"](8, 6, **F64))
-    x = draw(2, 3, 8)
+    made, x = spread(NativeLayerSpec()["linear_proj"](8, 6, **F64)), draw(2, 3, 8)
     torch.testing.assert_close(made(x), linear(x, made.weight, made.bias))
     made.return_bias = True
     out, bias = made(x, is_first_microbatch=True)
@@ -168,11 +158,12 @@ def test_layer_norm_mlp(activation):
         torch.testing.assert_close(grad, torch.autograd.grad(want.square().sum(), x, retain_graph=True)[0])
 
 
-def scores(q, k, v, mask, scale):
+def attention(q, k, v, mask=None, scale=6**-0.5, bias=0.0, cap=None):
     """Attention in [b, s, h, d] by its definition; mask is true where nothing is attended to."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
-    found = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    weights = found.masked_fill(mask, float("-inf")).softmax(-1)
+    found = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale + bias
+    found = found if cap is None else cap * (found / cap).tanh()
+    weights = (found if mask is None else found.masked_fill(mask, float("-inf"))).softmax(-1)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
 
 
@@ -190,50 +181,33 @@ def test_attention(layout, kind, groups):
     inputs = [t.transpose(0, 1) if layout == "sbhd" else t for t in (q, k, v)]
     given = {"attention_mask": mask} if kind == "arbitrary" else {}
     out = made(*inputs, attn_mask_type=kind, **given)
-    want = scores(q, k, v, mask, 6**-0.5)
-    torch.testing.assert_close(out.transpose(0, 1) if layout == "sbhd" else out, want)
+    torch.testing.assert_close(out.transpose(0, 1) if layout == "sbhd" else out, attention(q, k, v, mask))
 
 
-def test_attention_with_a_cap():
-    made = NativeLayerSpec()["attention"](2, 6, qkv_format="bshd", attn_mask_type="no_mask", softcap=0.7)
+def test_attention_with_a_cap_or_a_bias():
     q, k, v = draw(1, 5, 2, 6), draw(1, 5, 2, 6) * 2, draw(1, 5, 2, 6) * 3
-    found = 0.7 * (torch.einsum("bqhd,bkhd->bhqk", q, k) * 6**-0.5 / 0.7).tanh()
-    torch.testing.assert_close(made(q, k, v), torch.einsum("bhqk,bkhd->bqhd", found.softmax(-1), v).flatten(2))
+    made = NativeLayerSpec()["attention"](2, 6, qkv_format="bshd", attn_mask_type="no_mask", softcap=0.7)
+    torch.testing.assert_close(made(q, k, v), attention(q, k, v, cap=0.7))
     with pytest.raises(EngineError, match="softcap=0.7"):
         made(q, k, v, attn_mask_type="arbitrary", attention_mask=torch.zeros(5, 5).bool())
-
-
-def test_attention_with_a_bias():
-    made = NativeLayerSpec()["attention"](2, 6, qkv_format="bshd", softmax_scale=0.5)
-    q, k, v = draw(1, 5, 2, 6), draw(1, 5, 2, 6) * 2, draw(1, 5, 2, 6) * 3
-    bias = draw(1, 2, 5, 5)
+    made, bias = NativeLayerSpec()["attention"](2, 6, qkv_format="bshd", softmax_scale=0.5), draw(1, 2, 5, 5)
     out = made(q, k, v, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
-    found = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.5 + bias
-    weights = found.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf")).softmax(-1)
-    torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
+    torch.testing.assert_close(out, attention(q, k, v, torch.ones(5, 5).triu(1).bool(), 0.5, bias))
 
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda s: s["linear_proj"](8, 8, tp_size=2),
-        lambda s: s["linear_proj"](8, 8, fuse_wgrad_accumulation=True),
-        lambda s: s["linear_qkv"](8, 8, tp_group=types.SimpleNamespace()),
-        lambda s: s["layernorm_mlp"](8, 8, activation="clamped_swiglu"),
-        lambda s: s["attention"](2, 8, qkv_format="thd"),
-        lambda s: s["attention"](2, 8, attn_mask_type="padding_causal"),
-        lambda s: s["attention"](2, 8, window_size=(128, 0)),
-        lambda s: s["attention"](2, 8)(None, None, None, cu_seqlens_q=torch.zeros(3)),
-    ],
+    [lambda s: s["linear_proj"](8, 8, tp_size=2), lambda s: s["linear_proj"](8, 8, fuse_wgrad_accumulation=True),
+     lambda s: s["linear_qkv"](8, 8, tp_group=types.SimpleNamespace()),
+     lambda s: s["layernorm_mlp"](8, 8, activation="clamped_swiglu"), lambda s: s["attention"](2, 8, qkv_format="thd"),
+     lambda s: s["attention"](2, 8, attn_mask_type="padding_causal"),
+     lambda s: s["attention"](2, 8, window_size=(128, 0)),
+     lambda s: s["attention"](2, 8)(None, None, None, cu_seqlens_q=torch.zeros(3))],
     ids=range(8),
-)
+)  # fmt: skip
 def test_what_plain_pytorch_has_not_is_refused(make):
     with pytest.raises(EngineError, match="native .*plain PyTorch has nothing of the kind"):
         make(NativeLayerSpec())
-
-
-def test_the_keys_are_the_ones_documented():
-    assert list(CLASSES) == KEYS
 
 
 def test_plain_modules_begin_like_transformer_engines():

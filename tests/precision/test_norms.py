@@ -37,23 +37,16 @@ class EpsOutside(Norm):
 
 @pytest.mark.parametrize(
     ("make", "meaning"),
-    [
-        (lambda: Norm(32, 1e-6), RMSNorm(1e-6, False)),
-        (lambda: Norm(48, 1e-3), RMSNorm(1e-3, False)),
-        (lambda: Gemma(32), RMSNorm(1e-6, True)),
-        (lambda: nn.RMSNorm(32, eps=1e-5), RMSNorm(1e-5, False)),
-        (lambda: nn.RMSNorm(32, eps=1e-5, device="meta"), RMSNorm(1e-5, False)),
-        (lambda: nn.RMSNorm(32), None),  # its eps depends on the dtype of its input
-        (lambda: nn.RMSNorm(32, eps=1e-5, elementwise_affine=False), None),
-        (lambda: nn.LayerNorm(32), None),
-        (lambda: nn.LayerNorm(32, bias=False), None),
-        (lambda: Centred(32), None),
-        (lambda: EpsOutside(32), None),
-        (lambda: nn.Linear(32, 32), None),
-    ],
+    [(lambda: Norm(32, 1e-6), RMSNorm(1e-6, False)), (lambda: Norm(48, 1e-3), RMSNorm(1e-3, False)),
+     (lambda: Gemma(32), RMSNorm(1e-6, True)), (lambda: nn.RMSNorm(32, eps=1e-5), RMSNorm(1e-5, False)),
+     (lambda: nn.RMSNorm(32, eps=1e-5, device="meta"), RMSNorm(1e-5, False)),
+     (lambda: nn.RMSNorm(32), None),  # its eps depends on the dtype of its input
+     (lambda: nn.RMSNorm(32, eps=1e-5, elementwise_affine=False), None), (lambda: nn.LayerNorm(32), None),
+     (lambda: nn.LayerNorm(32, bias=False), None), (lambda: Centred(32), None), (lambda: EpsOutside(32), None),
+     (lambda: nn.Linear(32, 32), None)],
     ids=["norm", "another eps", "gain of 1 + weight", "torch's", "torch's on meta", "eps by dtype", "no gain",
-         "LayerNorm", "LayerNorm without bias", "centred", "eps outside", "linear"],  # fmt: skip
-)
+         "LayerNorm", "LayerNorm without bias", "centred", "eps outside", "linear"],
+)  # fmt: skip
 def test_a_norm_is_told_by_what_it_computes(make, meaning):
     assert as_rms_norm(make()) == meaning
 
@@ -69,42 +62,18 @@ class Small(nn.Module):
         return self.body(self, x)
 
 
-def twice(m, x):
-    return m.a(m.norm(x)) + m.a(m.norm(x * 2))
-
-
-def viewed(m, x):
-    return m.a(m.norm(x).flatten(0, 1)).view(x.shape)
-
-
-def by_hand(m, x):
-    h = m.norm(x)
-    return m.a(h) + linear(h, m.b.weight)
-
-
 def written(m, x):
     h = m.norm(x)
     h += 1
     return m.a(h)
 
 
-def written_by_a_list(m, x):
-    h = m.norm(x)
-    torch._foreach_add_([h], 1.0)  # returns nothing
-    return m.a(h)
-
-
-def read_later(m, x):
-    h = m.norm(x)
-    y = m.a(h)
-    return y * h.sum()
-
-
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("body", "why"),
     [
         (lambda m, x: m.a(m.norm(x)), ""),
-        (twice, ""),
+        (lambda m, x: m.a(m.norm(x)) + m.a(m.norm(x * 2)), ""),
         (lambda m, x: m.a(m.norm(x)) + m.b(x), ""),
         (lambda m, x: m.a(input=m.norm(x)), ""),
         (lambda m, x: m.a(m.norm(x)) + m.b(m.norm(x)), "read by 2 linears"),
@@ -112,16 +81,16 @@ def read_later(m, x):
         (lambda m, x: m.a(m.norm(x)) + m.a(x), "a reads something else"),
         (lambda m, x: m.a(m.norm(x).relu()), "relu"),
         (lambda m, x: m.a(x), "not run"),
-        (viewed, ""),
+        (lambda m, x: m.a(m.norm(x).flatten(0, 1)).view(x.shape), ""),
         (lambda m, x: m.a(m.norm(x).transpose(0, 1)), "transpose"),
         (lambda m, x: m.a(m.norm(x)[:1]), "slice"),
         (lambda m, x: m.a(m.norm(x).view(-1, 64)[:, :32]), "view"),
         (lambda m, x: m.a(m.norm(x).flatten(0, 1)) * m.norm(x).view(-1, 32).sum(), "sum"),
         (lambda m, x: m.a(m.norm(x)) * m.norm(x).shape[-1], ""),
-        (by_hand, "read by"),
+        (lambda m, x: m.a(h := m.norm(x)) + linear(h, m.b.weight), "read by"),
         (written, "add_"),
-        (written_by_a_list, "add_"),
-        (read_later, "sum"),
+        (lambda m, x: (h := m.norm(x), torch._foreach_add_([h], 1.0), m.a(h))[-1], "add_"),  # which returns nothing
+        (lambda m, x: m.a(h := m.norm(x)) * h.sum(), "sum"),
         (lambda m, x: m.a(m.norm(x))[x > 0], "cannot run on shapes"),
     ],
     ids=range(20),
@@ -149,35 +118,29 @@ def test_one_norm_folded_the_other_left(te):
     assert type(attention.in_norm) is nn.RMSNorm
 
 
-def test_a_zero_centred_gain(stand_in):
-    made = Small(lambda m, x: m.a(m.norm(x)))
-    made.norm = Gemma(32)
-    nn.init.normal_(made.norm.weight)
-    want = made(X)
-    assert "norm" in replace_linears(made, PLAN, target="cuda", example_inputs=(X,)).done
-    torch.testing.assert_close(made(X), want, rtol=1e-4, atol=1e-5)
-
-
-def test_a_slice_in_front_and_a_view_behind(stand_in):
-    """As DeepSeek-V3 has it: what is normed is part of a wider product, and the result is arranged anew."""
-    made = Small(lambda m, x: m.a(m.norm(x[..., :32]).view(4, 8, 32)))
-    wide = torch.randn(2, 16, 48)
-    want = made(wide)
-    assert "norm" in replace_linears(made, PLAN, target="cuda", example_inputs=(wide,)).done
-    torch.testing.assert_close(made(wide), want, rtol=1e-4, atol=1e-5)
-
-
 class Arranging(Norm):
     def forward(self, x):
         return super().forward(x).contiguous()
 
 
-def test_a_view_that_the_norms_input_cannot_have(stand_in):
-    made = Small(lambda m, x: m.a(m.norm(x.transpose(0, 1)).view(-1, 32)))
-    made.norm = Arranging(32)
-    want = made(X)
-    assert "norm" in replace_linears(made, PLAN, target="cuda", example_inputs=(X,)).done
-    torch.testing.assert_close(made(X), want, rtol=1e-4, atol=1e-5)
+# Name -> (the norm, what reads it, lanes of the input).
+FOLDED = {
+    "a zero-centred gain": (Gemma, lambda m, x: m.a(m.norm(x)), 32),
+    # As DeepSeek-V3 has it: what is normed is part of a wider product, and the result is arranged anew.
+    "a slice in front and a view behind": (Norm, lambda m, x: m.a(m.norm(x[..., :32]).view(4, 8, 32)), 48),
+    "a view that its input cannot have": (Arranging, lambda m, x: m.a(m.norm(x.transpose(0, 1)).view(-1, 32)), 32),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_folded(stand_in, name):
+    norm, body, lanes = FOLDED[name]
+    made, x = Small(body), torch.randn(2, 16, lanes)
+    made.norm = norm(32)
+    nn.init.normal_(made.norm.weight)
+    want = made(x)
+    assert "norm" in replace_linears(made, PLAN, target="cuda", example_inputs=(x,)).done
+    torch.testing.assert_close(made(x), want, rtol=1e-4, atol=1e-5)
 
 
 def test_without_inputs_no_norm_is_touched(te):

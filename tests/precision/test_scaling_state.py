@@ -1,7 +1,4 @@
-"""A state of delayed scaling that was saved under one wrapping goes on under any other, or says what does not fit.
-
-A CPU multiplies no float8; the question is answered for it, and the reference computes.
-"""
+"""A state of delayed scaling that was saved under one wrapping goes on under any other, or says what does not fit."""
 
 from __future__ import annotations
 
@@ -20,30 +17,21 @@ from torch.nn.utils import parametrize
 import megacpp_compile
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.errors import ScalingStateError
-from megacpp_compile.passes import linear
 from megacpp_compile.precision import maxima
 
 pytestmark = [
     pytest.mark.usefixtures("float8", "no_kernels"),
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
     pytest.mark.xdist_group("saved scaling states"),  # one worker trains what is saved
 ]
 DIM, HIDDEN = 32, 48
 
 
-@pytest.fixture
-def float8(monkeypatch):
-    monkeypatch.setattr(linear, "no_float8", lambda device: "")
-    torch._dynamo.reset()
-
-
 @pytest.fixture(autouse=True)
-def group(monkeypatch):
+def group(monkeypatch, one_rank):
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)  # as small as others are asked to be
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    dist.destroy_process_group()
 
 
 class Block(nn.Module):
@@ -70,8 +58,6 @@ class Model(nn.Module):
 
 NAMES = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
 KEYS = {f"{name}:{kind}" for name in NAMES for kind in "xwg"}
-
-
 OPTIONS = {"precision": PrecisionPlan(rules=(("*", "fp8_delayed"),), gate=False)}
 
 
@@ -89,13 +75,9 @@ def with_checkpoints(model):
     return model
 
 
-def whole(model):
-    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))  # where there is a GPU FSDP2 would take it
-
-
-def sharded(model):
-    mesh = init_device_mesh("cpu", (1,))
-    for block in model.blocks:
+def sharded(model, *blocks):
+    mesh = init_device_mesh("cpu", (1,))  # where there is a GPU FSDP2 would take it
+    for block in blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -116,10 +98,10 @@ WRAPPED = {
     ),
     "compiled ddp": lambda model: (run := compiled(nn.parallel.DistributedDataParallel(model)), run),
     "checkpoints": lambda model: (with_checkpoints(model), compiled(model)),
-    "fsdp2": lambda model: (sharded(model), compiled(model)),
-    "whole fsdp2": lambda model: (whole(model), compiled(model)),
+    "fsdp2": lambda model: (sharded(model, *model.blocks), compiled(model)),
+    "whole fsdp2": lambda model: (sharded(model), compiled(model)),
     "by blocks": lambda model: (model, by_blocks(model)),
-    "fsdp2 by blocks": lambda model: (sharded(model), by_blocks(model)),
+    "fsdp2 by blocks": lambda model: (sharded(model, *model.blocks), by_blocks(model)),
     "parametrised": lambda model: (parametrised(model), compiled(model)),
 }
 PAIRS = [("plain", other) for other in WRAPPED]
@@ -162,6 +144,8 @@ def anew():
     return functools.cache(lambda how: step(wrapped(how)[1], 1))
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_saved_under_one_wrapping_and_loaded_under_another(saved, anew, one, other):
     """The step behind it gives the bits that it gives where nothing was saved, and pushes the past on."""
@@ -178,6 +162,7 @@ def test_saved_under_one_wrapping_and_loaded_under_another(saved, anew, one, oth
     assert torch.equal(step(run, 1), want)
 
 
+@pytest.mark.end_to_end
 def test_what_was_loaded_last_counts_before_fsdp2_has_gathered_anything():
     column = torch.arange(1.0, maxima.HISTORY + 2)
     model, run = wrapped("fsdp2", dict.fromkeys(KEYS, column))
@@ -187,6 +172,7 @@ def test_what_was_loaded_last_counts_before_fsdp2_has_gathered_anything():
     assert all(torch.equal(state[key][1:], (2 if key.endswith("w") else 1) * column[:-1]) for key in KEYS)
 
 
+@pytest.mark.end_to_end
 def test_a_tied_weight_is_saved_once_and_loaded_by_any_of_its_names():
     model = Model()
     model.blocks[1].up.weight = model.blocks[0].up.weight
@@ -200,6 +186,7 @@ def test_a_tied_weight_is_saved_once_and_loaded_by_any_of_its_names():
     assert torch.equal(megacpp_compile.scaling_state(model)["blocks.0.up.weight:g.1"], column)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("how", WRAPPED)
 def test_what_does_not_fit_is_named_and_nothing_is_loaded(how):
     model, _ = wrapped(how)
@@ -208,8 +195,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(how):
         "blocks.0.norm.weight:x": "no linear's weight, but of shape (32,)",
         "blocks.0.up.weight:y": "does not end with a tensor of a linear, :x, :w, :g",
         "module.blocks.0.up.weight:x": "no parameter of the model (the closest is blocks.0.up.weight)",
-        "head:x": "no parameter of the model",
-        "blocks.1.up.weight:g": f"not a tensor of {maxima.HISTORY + 1} numbers",
+        "head:x": "no parameter of the model", "blocks.1.up.weight:g": f"not a tensor of {maxima.HISTORY + 1} numbers",
     }
     state, before = dict.fromkeys([*KEYS, *wrong], column), len(maxima.AWAITED)
     with pytest.raises(ScalingStateError) as caught:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from megacpp_compile.passes import linear
 from megacpp_compile.precision.sentinel import RUNS_COMPILED, Sentinel, check
 from tests.frames import run
 
+from .models import Of
 from .wrapped import te_tensor, torchao_tensor
 
 assert semantic_ops()
@@ -38,12 +41,9 @@ def from_bits(b):
 
 # name -> (what it does, its operand, whether as plain bytes)
 PLANTED = {
-    "to": (lambda p: p.to(torch.bfloat16) * 2, False),
-    "float_of_a_slice": (lambda p: p[1:, ::2].float(), False),
-    "copy_into_a_wide_tensor": (copied, False),
-    "bytes_viewed_as_fp8": (lambda b: b.view(E4M3).to(torch.float32), True),
-    "bytes_decoded": (from_bits, True),
-    "looked_up": (lambda b: torch.arange(256.0)[b.long()], True),
+    "to": (lambda p: p.to(torch.bfloat16) * 2, False), "float_of_a_slice": (lambda p: p[1:, ::2].float(), False),
+    "copy_into_a_wide_tensor": (copied, False), "bytes_viewed_as_fp8": (lambda b: b.view(E4M3).to(torch.float32), True),
+    "bytes_decoded": (from_bits, True), "looked_up": (lambda b: torch.arange(256.0)[b.long()], True),
 }
 HARMLESS = {
     "views": (lambda p: p.view(-1)[3:].view(torch.uint8).clone().t(), False),
@@ -110,22 +110,14 @@ class Block(nn.Module):
         return torch.mm(x, self.weight.t())
 
 
-class Model(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(weight)])
-
-    def forward(self, x):
-        return self.blocks[0](x)
-
-
 class Dequantising(Block):
     def forward(self, x):
         return x @ self.weight.dequantize().t()
 
 
 def test_names_module_line_and_bytes():
-    model = Model(nn.Parameter(te_tensor(torch.randn(16, 8)), requires_grad=False))
+    weight = nn.Parameter(te_tensor(torch.randn(16, 8)), requires_grad=False)
+    model = nn.Sequential(collections.OrderedDict(blocks=nn.Sequential(Block(weight))))
     with Sentinel(model) as sentinel:
         model(torch.ones(2, 8, dtype=torch.bfloat16))
     assert sentinel.findings
@@ -148,11 +140,21 @@ class Decoded(torch.autograd.Function):
         return grad @ ctx.saved_tensors[0].float(), None
 
 
-class InBackward(nn.Module):
+class Held(nn.Module):
+    """A payload in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bits", payload(16, 16))
+
+    def forward(self, x):
+        return x @ self.bits.float()
+
+
+class InBackward(Held):
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.register_buffer("bits", payload(16, 16))
 
     def forward(self, x):
         return self.second(torch.relu(Decoded.apply(self.first(x), self.bits)))
@@ -162,15 +164,10 @@ class InBackward(nn.Module):
 def test_names_the_module_in_backward(again):
     """Also of what backward computes again."""
 
-    class Again(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = InBackward()
+    def body(m, x):
+        return checkpoint(m.inner, x, use_reentrant=False) if again else m.inner(x)
 
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False) if again else self.inner(x)
-
-    model = nn.Sequential(nn.Linear(16, 16), Again(), nn.Linear(16, 16))
+    model = nn.Sequential(nn.Linear(16, 16), Of(body, inner=InBackward()), nn.Linear(16, 16))
     with Sentinel() as sentinel:
         model(torch.ones(4, 16)).sum().backward()
     (one,) = sentinel.findings
@@ -196,22 +193,13 @@ def test_a_wrapper_is_asked_for_its_values():
 @pytest.mark.skipif(not RUNS_COMPILED, reason="this torch runs it in eager")
 def test_compiled_code_runs_compiled():
     """And what it leaves to the dispatcher is seen: under a mode torch runs a model in eager, unless told not to."""
-
-    class Decoding(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("bits", payload(16, 16))
-
-        def forward(self, x):
-            return x @ self.bits.float()
-
     ran = []
 
     def backend(gm, _):
         return lambda *args: ran.append(gm) or gm.forward(*args)
 
     torch._dynamo.reset()
-    model = nn.Sequential(Decoding())
+    model = nn.Sequential(Held())
     compiled = torch.compile(model, backend=backend)
     for _ in range(2):
         with Sentinel(model) as sentinel:
@@ -229,6 +217,7 @@ def test_weights_of_torchao_in_a_linear():
     assert sentinel.findings and sentinel.findings[0].bytes >= 2 * 16 * 32
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", [None, "fp8_current", "fp8_block"])
 def test_a_compiled_model_raises_no_alarm(monkeypatch, recipe):
     """Neither its graphs, with linears in float8 or without, nor what runs, forward and backward."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import megacpp_compile
 from megacpp_compile import record
@@ -18,13 +19,6 @@ from tests.memory.layered import MLP, Small
 
 NAME = "linear_cross_entropy"
 WORDS, DIM = 23, 24
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Body(nn.Module):
@@ -77,10 +71,12 @@ class Wrapped(nn.Module):
 class ByItself(nn.Module):
     """Runs its blocks in its own forward, as nanoGPT does."""
 
+    holder = nn.ModuleList
+
     def __init__(self):
         super().__init__()
-        self.inner = nn.ModuleDict({"embed": nn.Embedding(WORDS, DIM),
-                                    "layers": nn.ModuleList(Small(i, MLP(DIM)) for i in range(4))})  # fmt: skip
+        layers = self.holder([Small(i, MLP(DIM)) for i in range(4)])
+        self.inner = nn.ModuleDict({"embed": nn.Embedding(WORDS, DIM), "layers": layers})
         self.head = nn.Linear(DIM, WORDS, bias=False)
 
     def forward(self, ids, labels=None):
@@ -94,9 +90,9 @@ class ByItself(nn.Module):
 class InSequential(ByItself):
     """Goes around the forward of what holds its blocks."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner["layers"] = nn.Sequential(*self.inner["layers"])
+    @staticmethod
+    def holder(layers):
+        return nn.Sequential(*layers)
 
 
 def ids(length=6):
@@ -115,30 +111,32 @@ def agree(model, eager, length=6):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def reported(model, **options):
+    """The report of `model`, compiled and run beside a copy of it in eager."""
+    with record() as report:
+        agree(*both(model, **options))
+    return report
+
+
 def both(model, **options):
     """(`model` compiled by blocks, a copy in eager)."""
     eager = copy.deepcopy(model)
     return megacpp_compile.compile(model, **options), eager
 
 
-@pytest.mark.parametrize("kind", [LM, Tied], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [LM, Tied, Wrapped], ids=lambda k: k.__name__)
 def test_fires(no_kernels, kind):
-    with record() as report:
-        agree(*both(kind()))
+    report = reported(Wrapped(LM()) if kind is Wrapped else kind())
     assert report.counts[NAME] == 1 and not report.misses
-    assert [f.block for f in report.frames] == ["body.layers.0", ""]
+    inner = "model." if kind is Wrapped else ""
+    assert [f.block for f in report.frames] == [f"{inner}body.layers.0", ""]
     (site,) = [s for s in report.sites if s.pass_name == NAME]
-    assert site.fqn == ("head" if kind is LM else "")
+    assert site.fqn == ("" if kind is Tied else f"{inner}head")
     region = report.regions[-1]
     assert (region.fqns, region.module, region.treatment) == (("",), kind.__name__, "compiled")
 
 
-def test_under_a_wrapper(no_kernels):
-    with record() as report:
-        agree(*both(Wrapped(LM())))
-    assert report.counts[NAME] == 1 and not report.misses
-
-
+@pytest.mark.end_to_end
 def test_lengths_that_change(no_kernels):
     with record() as report:
         model, eager = both(LM())
@@ -150,30 +148,25 @@ def test_lengths_that_change(no_kernels):
 def test_without_labels_the_head_runs_in_eager(eager_backend):
     model, eager = both(LM())
     with record() as report:
-        torch.testing.assert_close(model(ids()), eager(ids()))
-    assert [f.block for f in report.frames] == ["body.layers.0"]
+        torch.testing.assert_close(got := model(ids()), eager(ids()))
+        got.square().mean().backward()  # of a model without a loss
+    assert [f.block for f in report.frames] == ["body.layers.0"] and not report.misses
 
 
 def test_all_of_the_rest(eager_backend):
-    model, eager = both(LM(), rest="compile")
-    with record() as report:
-        agree(model, eager)
-    assert report.counts[NAME] == 1
-    assert [f.block for f in report.frames] == ["body.layers.0", "body.norm", ""]
+    report = reported(LM(), rest="compile")
+    assert report.counts[NAME] == 1 and [f.block for f in report.frames] == ["body.layers.0", "body.norm", ""]
 
 
 def test_required(eager_backend):
     """Counted in calls of the model."""
-    with record() as report:
-        agree(*both(LM(), require={NAME: 1}))
-    assert report.counts[NAME] == 1
+    assert reported(LM(), require={NAME: 1}).counts[NAME] == 1
     with pytest.raises(megacpp_compile.errors.MegacppError, match=NAME):
         step(both(LM(), require={NAME: 2})[0])
 
 
 def test_disabled(eager_backend):
-    with record() as report:
-        agree(*both(LM(), disable=(NAME,)))
+    report = reported(LM(), disable=(NAME,))
     assert [f.block for f in report.frames] == ["body.layers.0"] and len(report.regions) == 4
 
 
@@ -191,38 +184,28 @@ def test_a_model_that_runs_its_blocks_itself(eager_backend, kind):
     assert report.counts.get(NAME, 0) == 0
 
 
-def test_a_loss_that_dynamo_leaves_to_eager(eager_backend):
-    @torch.compiler.disable
-    def loss(logits, labels):
-        return shifted(logits, labels)
-
-    with record() as report:
-        agree(*both(LM(loss=loss)))
-    assert [(m.pass_name, m.tag) for m in report.misses] == [(NAME, "eager-loss")]
-    assert "TORCH_LOGS=graph_breaks" in report.misses[0].reason
+@torch.compiler.disable
+def left_to_eager(logits, labels):
+    return shifted(logits, labels)
 
 
-def test_a_break_between_head_and_loss(no_kernels):
-    def loss(logits, labels):
-        torch._dynamo.graph_break()
-        return shifted(logits, labels)
+def behind_a_break(logits, labels):
+    torch._dynamo.graph_break()
+    return shifted(logits, labels)
 
-    with record() as report:
-        agree(*both(LM(loss=loss)))
-    assert [(m.pass_name, m.tag) for m in report.misses] == [(NAME, "another-frame")]
+
+@pytest.mark.parametrize(
+    ("loss", "tag", "said"),
+    [(left_to_eager, "eager-loss", "TORCH_LOGS=graph_breaks"), (behind_a_break, "another-frame", "")],
+)
+def test_a_loss_in_another_frame_is_a_miss(no_kernels, loss, tag, said):
+    report = reported(LM(loss=loss))
+    assert [(m.pass_name, m.tag) for m in report.misses] == [(NAME, tag)] and said in report.misses[0].reason
 
 
 def test_strict(no_kernels):
     """The graph breaks that keep blocks apart are meant."""
     agree(*both(LM(), strict=True))
-
-
-def test_a_model_without_a_loss(eager_backend):
-    with record() as report:
-        model, eager = both(LM())
-        model.zero_grad()
-        model(ids()).square().mean().backward()
-    assert not report.misses
 
 
 def test_copies_and_pickles_run_in_eager(eager_backend):
@@ -248,23 +231,21 @@ def test_estimated():
     assert outside.eager - outside.compiled > logits / 2, "log-probabilities are kept in eager, gradients by the op"
 
 
+@pytest.mark.end_to_end
 def test_a_model_of_transformers(no_kernels):
     """Whose loss function is a plain one that forward calls, and whose logits are returned beside the loss."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=32,
-        )
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32,
     )  # fmt: skip
-    compiled, eager = both(model, drop_outputs=("logits",))
+    compiled, eager = both(transformers.LlamaForCausalLM(config), drop_outputs=("logits",))
     for length in (6, 9, 5):
         tokens = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(length))
         with record() as report:
             losses = [m(input_ids=tokens, labels=tokens, use_cache=False).loss for m in (compiled, eager)]
-            for loss in losses:
-                loss.backward()
+            torch.autograd.backward(losses)
         torch.testing.assert_close(*losses)
         # Static, then of any length.
         assert report.counts.get(NAME, 0) == (length != 5) and not report.misses
@@ -272,28 +253,18 @@ def test_a_model_of_transformers(no_kernels):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_sharded_by_fsdp2(no_kernels):
+def test_sharded_by_fsdp2(no_kernels, one_rank):
     """The head's weight is another object inside the forward than outside of it."""
-    from torch import distributed
-    from torch.distributed.fsdp import fully_shard
-
-    if not distributed.is_gloo_available():
-        pytest.skip("no gloo")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = distributed.init_device_mesh("cpu", (1,))
-        model = LM()
-        eager = copy.deepcopy(model)
-        for layer in model.body.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        with record() as report:
-            got = step(megacpp_compile.compile(model))
-        for a, b in zip(got, step(eager), strict=True):
-            torch.testing.assert_close(getattr(a, "_local_tensor", a), b, rtol=1e-4, atol=1e-6)
-        assert report.counts[NAME] == 1 and not report.misses
-    finally:
-        distributed.destroy_process_group()
+    model = LM()
+    eager = copy.deepcopy(model)
+    for layer in model.body.layers:
+        fully_shard(layer, mesh=one_rank)
+    fully_shard(model, mesh=one_rank)
+    with record() as report:
+        got = step(megacpp_compile.compile(model))
+    for a, b in zip(got, step(eager), strict=True):
+        torch.testing.assert_close(getattr(a, "_local_tensor", a), b, rtol=1e-4, atol=1e-6)
+    assert report.counts[NAME] == 1 and not report.misses
 
 
 def test_logits_that_are_returned(no_kernels):

@@ -2,8 +2,7 @@
 
 Inductor's code generation is left out: its passes over the joint graph and the partitioner run as ever, and so do the
 lowerings; the two graphs that come out are then executed as they are. What is saved is what the forward graph hands to
-autograd, counted by storage, without parameters and inputs.
-"""
+autograd, counted by storage, without parameters and inputs."""
 
 from __future__ import annotations
 
@@ -13,11 +12,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._functorch import partitioners
+from torch._inductor import compile_fx as inductor
 from torch.fx import GraphModule
 
 import megacpp_compile
+from tests.precision.models import equal
 
 # Up to torch 2.13 attention draws random numbers for all the partitioner knows, and runs again with the random state of
 # the first time, which is saved. From 2.14 on the partitioner looks whether there is dropout.
@@ -50,8 +52,6 @@ def _draw(size: Any, seed: Tensor, mode: str, *, offset: int = 0) -> Tensor:
 
 @contextlib.contextmanager
 def without_code(graphs: list[GraphModule]):
-    import torch._inductor.compile_fx as inductor
-
     whole = inductor.compile_fx
 
     def execute(gm: GraphModule, example_inputs: Any, **_: Any) -> Any:
@@ -63,12 +63,7 @@ def without_code(graphs: list[GraphModule]):
                 node.target = _draw
         gm.recompile()
         graphs.append(gm)
-
-        def run(args: Any) -> Any:
-            return gm(*args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return make_boxed_func(gm.forward)
 
     def compile_fx(*args: Any, **kwargs: Any) -> Any:
         return whole(*args, **{"inner_compile": execute, **kwargs})
@@ -103,9 +98,7 @@ def step(model: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any], 
 
 def same(one: Step, other: Step) -> bool:
     """Bit by bit."""
-    return torch.equal(one.output, other.output) and all(
-        torch.equal(a, b) for a, b in zip(one.gradients, other.gradients, strict=True)
-    )
+    return equal([one.output, *one.gradients], [other.output, *other.gradients])
 
 
 def count(gm: GraphModule, *names: str) -> int:

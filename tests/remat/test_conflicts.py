@@ -14,16 +14,22 @@ from megacpp_compile import analysis
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import BlockKindError, CaptureError, MegacppError, TwoPoliciesError
 from tests.remat import models
-from tests.remat.steps import cores, count, same, step
+from tests.remat.steps import cores, count, same, step, without_code
 
 X = models.hidden()
 FULL = {"policy": {"ablock": "full_plus_norms", "eblock": "selective", "last_layer": "full_plus_norms"}}
 
 
-def test_dropout():
-    model = models.llama(2, dropout=0.5)
-    plain, policed = step(model, (X,), {}), step(model, (X,), FULL)
+def less(model, options=FULL, around=None):
+    """(a step without a policy, one that keeps less under `options`), the same to the last bit."""
+    plain, policed = (step(model, (X,), o, around) for o in ({}, options))
     assert same(plain, policed) and policed.saved < plain.saved
+    return plain, policed
+
+
+@pytest.mark.end_to_end
+def test_dropout():
+    _, policed = less(models.llama(2, dropout=0.5))
     # The mask is drawn again from the seed, which is not.
     assert count(policed.graphs[1], "inductor_seeds") == 0 < count(policed.graphs[0], "inductor_seeds")
 
@@ -48,6 +54,8 @@ class Averaging(models.SwiGLU):
         return y * (self.new * 2) * self.mean
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", [FULL["policy"], 0.0], ids=str)
 def test_what_the_forward_writes(policy):
     """Regression: backward recomputed from a buffer's new value where the forward had read its old one."""
@@ -62,12 +70,12 @@ def test_what_the_forward_writes(policy):
         torch.testing.assert_close(mine, theirs, msg=name)
 
 
+@pytest.mark.end_to_end
 def test_autocast():
-    model = models.llama(2)
-    plain, policed = (step(model, (X,), o, torch.autocast("cpu", torch.bfloat16)) for o in ({}, FULL))
-    assert same(plain, policed) and policed.saved < plain.saved
+    less(models.llama(2), around=torch.autocast("cpu", torch.bfloat16))
 
 
+@pytest.mark.end_to_end
 def test_dynamic_shapes():
     model = models.llama(1)
     policed = step(model, (models.hidden(40),), FULL, dynamic=True)
@@ -77,28 +85,26 @@ def test_dynamic_shapes():
     assert any(isinstance(n.meta.get("val"), torch.SymInt) for n in policed.graphs[0].graph.nodes)
 
 
+@pytest.mark.end_to_end
 def test_frames_between_graph_breaks():
     """Each keeps less; a pattern for blocks that are in another frame is no error there."""
-    model = models.llama(2, broken=True)
     options = {**FULL, "block_kinds": {"layers.*.first": "ablock", "first": "ablock"}}
-    plain, policed = step(model, (X,), {}), step(model, (X,), options)
-    assert same(plain, policed) and policed.saved < plain.saved
+    _, policed = less(models.llama(2, broken=True), options)
     given_up, *compiled = policed.report.frames  # the loop over layers, and each layer
     assert given_up.graph_break and not given_up.captured
     assert len(compiled) > 1 and all(f.remat for f in compiled)
 
 
+@pytest.mark.end_to_end
 def test_checkpoint_in_the_model_is_honoured():
-    model = models.llama(2, checkpointed=True)
-    plain, policed = step(model, (X,), {}), step(model, (X,), {"policy": "selective"})
-    assert same(plain, policed) and policed.saved < plain.saved
+    plain, policed = less(models.llama(2, checkpointed=True), {"policy": "selective"})
     assert cores(policed.graphs[1]) == cores(plain.graphs[1]) == 2
 
 
-def routed(checkpointed):
+def routed(checkpointed, layers=2):
     torch.manual_seed(0)
-    layers = (models.Layer(models.Experts(bias=False), models.SwiGLU(), checkpointed=checkpointed) for _ in range(2))
-    return models.Model(*layers)
+    made = (models.Layer(models.Experts(bias=False), models.SwiGLU(), checkpointed=checkpointed) for _ in range(layers))
+    return models.Model(*made)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +118,8 @@ def no_checkpoint():
     return step(routed(False), (X,), {})
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.xdist_group("remat routers")
 @pytest.mark.parametrize("policy", ["selective", 0.0], ids=str)
 def test_a_router_in_a_checkpoint_chooses_once(policy, user_checkpoint, no_checkpoint):
@@ -125,6 +133,7 @@ def test_a_router_in_a_checkpoint_chooses_once(policy, user_checkpoint, no_check
     assert policed.saved < no_checkpoint.saved
 
 
+@pytest.mark.end_to_end
 @pytest.mark.xdist_group("remat routers")
 def test_without_a_policy_a_checkpoint_is_the_users_but_for_the_choice(user_checkpoint, no_checkpoint):
     """As under Inductor alone the whole region runs again, but for the router's choice and what it is made from."""
@@ -135,38 +144,31 @@ def test_without_a_policy_a_checkpoint_is_the_users_but_for_the_choice(user_chec
     assert user_checkpoint.saved < no_checkpoint.saved
 
 
+@pytest.mark.end_to_end
 def test_a_frame_that_falls_back_chooses_once_too():
     """It keeps its regions as Dynamo has them, and chooses in them."""
-    torch.manual_seed(0)
-    model = models.Model(models.Layer(models.Experts(bias=False), models.SwiGLU(), checkpointed=True))
     with mock.patch.object(analysis, "capture", side_effect=CaptureError("planted")):
-        fallen = step(model, (X,), {})
+        fallen = step(routed(True, layers=1), (X,), {})
     assert not fallen.report.frames[0].captured
     assert count(fallen.graphs[0], "aten.topk") == 1 and count(fallen.graphs[1], "aten.topk") == 0
 
 
-def refused(options, **kwargs):
-    with pytest.raises(MegacppError) as caught:
-        step(models.llama(2, **kwargs), (X,), options)
-    return caught.value
+@pytest.mark.parametrize(
+    ("budget", "options", "error", "says"),
+    [(1.0, {"strict": True}, TwoPoliciesError, "torch.utils.checkpoint"),
+     (0.5, {}, TwoPoliciesError, "activation_memory_budget = 0.5"),
+     (1.0, {"block_kinds": {"layer.*.firs": "mblock"}}, BlockKindError, "layers.0.first")],
+    ids=["checkpoint in the model", "global budget", "pattern without a hit"],
+)  # fmt: skip
+def test_refused(budget, options, error, says):
+    model = models.llama(2, checkpointed="strict" in options)
+    with pytest.raises(MegacppError) as caught, torch._functorch.config.patch(activation_memory_budget=budget):
+        step(model, (X,), {"policy": "selective", **options})
+    assert isinstance(caught.value, error)
+    assert says in (caught.value.close if error is BlockKindError else str(caught.value))
 
 
-def test_strict_refuses_checkpoint_in_the_model():
-    error = refused({"policy": "selective", "strict": True}, checkpointed=True)
-    assert isinstance(error, TwoPoliciesError) and "torch.utils.checkpoint" in str(error)
-
-
-def test_a_global_budget_beside_a_policy():
-    with torch._functorch.config.patch(activation_memory_budget=0.5):
-        error = refused({"policy": "selective"})
-    assert isinstance(error, TwoPoliciesError) and "activation_memory_budget = 0.5" in str(error)
-
-
-def test_a_pattern_without_a_hit():
-    error = refused({"policy": "selective", "block_kinds": {"layer.*.firs": "mblock"}})
-    assert isinstance(error, BlockKindError) and "layers.0.first" in error.close
-
-
+@pytest.mark.end_to_end
 def test_blocks_are_what_the_user_says():
     made = step(models.llama(2), (X,), {"policy": "selective", "block_kinds": {"layers.1.second": "rblock"}})
     assert {k: v["blocks"] for k, v in made.remat.items()} == {"ablock": 2, "eblock": 1, "rblock": 1, "": 0}
@@ -188,15 +190,10 @@ def test_a_pass_of_the_users_runs_first():
 
 
 def test_no_plan_for_inference():
-    with torch.no_grad(), megacpp_compile.record() as report:
-        torch._dynamo.reset()
-        compiled = torch.compile(
-            models.llama(1), backend=megacpp_compile.backend, options={"policy": "full", "inductor": {}}
-        )
-        from tests.remat.steps import without_code
-
-        with without_code([]):
-            compiled(X)
+    torch._dynamo.reset()
+    options = {"policy": "full", "inductor": {}}
+    with torch.no_grad(), megacpp_compile.record() as report, without_code([]):
+        torch.compile(models.llama(1), backend=megacpp_compile.backend, options=options)(X)
     assert [f.remat for f in report.frames] == [None]
 
 

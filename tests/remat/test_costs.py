@@ -32,33 +32,33 @@ def call(op, *args):
     return graph.call_function(op.default, tuple(nodes))
 
 
+def meta(*size, dtype=torch.float32):
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
 def test_experts_in_float8():
     tokens, d, n, experts, chosen = 64, 16, 24, 4, 2
-    x, indices = torch.empty(tokens, d, device="meta"), torch.empty(tokens, chosen, dtype=torch.long, device="meta")
-    up, down = [torch.empty(n, d, device="meta")] * experts, [torch.empty(d, n, device="meta")] * experts
-    common = x, indices, torch.empty(tokens, chosen, device="meta"), up, up, down, "silu", "out_in", torch.bfloat16, True
+    up, down = [meta(n, d)] * experts, [meta(d, n)] * experts
+    routed = meta(tokens, d), meta(tokens, chosen, dtype=torch.long), meta(tokens, chosen)
+    common = *routed, up, up, down, "silu", "out_in", torch.bfloat16, True
     wide, fp8 = (flops(call(torch.ops.megacpp.moe, *common, precision)) for precision in ("", "fp8_current"))
     assert wide == flops(call(torch.ops.megacpp.moe, *common)) == 2 * tokens * chosen * 3 * n * d
     assert fp8 == 0.8 * wide
 
 
-def test_linears_in_float8():
-    x, w = torch.empty(64, 32, device="meta"), torch.empty(48, 32, device="meta")
-    scale = torch.empty((), device="meta")
-    node = call(torch.ops.megacpp.fp8_linear, x, [w], x, scale, w, scale, [], "e4m3", torch.bfloat16)
-    assert flops(node) == 64 * 48 * 32
-
-
-def test_a_gemm_chosen_by_measurement_is_a_gemm():
+def test_gemms_in_float8_take_half_the_time_and_one_chosen_by_measurement_the_whole():
     importlib.import_module("megacpp_compile.lowerings._gemm.autotune")  # where the op is registered
-    x, w = torch.empty(64, 32, device="meta"), torch.empty(32, 48, device="meta")
-    assert flops(call(torch.ops.megacpp.tuned_mm, x, w)) == 2 * 64 * 48 * 32
+    ops, x, w, scale, wide = torch.ops.megacpp, meta(64, 32), meta(48, 32), meta(), torch.bfloat16
+    payload = meta(48, 32, dtype=torch.float8_e4m3fn)
+    assert flops(call(ops.fp8_linear, x, [w], x, scale, w, scale, [], "e4m3", wide)) == 64 * 48 * 32
+    assert flops(call(ops.linear_fp8_weight, x, payload, meta(1, 1), None, wide)) == 64 * 48 * 32
+    assert flops(call(ops.tuned_mm, x, meta(32, 48))) == 2 * 64 * 48 * 32
 
 
 def test_a_latent_that_is_given_is_not_computed_again():
     """Two GEMMs a projection; down to 16 of 24 channels once more where the latent is not there."""
-    x, w_down, w_up = (torch.empty(size, device="meta") for size in ((128, 32), (24, 32), (80, 16)))
-    grad_up, rest, rrms, latent = (torch.empty(128, n, device="meta") for n in (80, 8, 1, 16))
+    x, w_down, w_up = meta(128, 32), meta(24, 32), meta(80, 16)
+    grad_up, rest, rrms, latent = (meta(128, n) for n in (80, 8, 1, 16))
     common = [grad_up], rest, x, w_down, None, None, [w_up], rrms, 0, 16
     given = flops(call(torch.ops.megacpp.down_norm_up_backward, *common, latent))
     assert given == 2 * 128 * 2 * (24 * 32 + 80 * 16)
@@ -76,11 +76,6 @@ def rand(*size, dtype=torch.float32):
     return torch.randn(*size, dtype=dtype)
 
 
-def of_case(op, label):
-    args = CASES[op][label](rand, torch.float32)
-    return flops(call(getattr(torch.ops.megacpp, op), *args)), counted(op, args)
-
-
 @pytest.mark.parametrize(
     ("op", "label"),
     [("norm_linear", "qkv"), ("norm_linear", "one_no_gain"), ("sparse_mla", "one_head"),
@@ -90,8 +85,8 @@ def of_case(op, label):
      ("linear_cross_entropy_backward", "gradient_of_a_sum")],
 )  # fmt: skip
 def test_gemms_of_an_op_are_counted(op, label):
-    own, found = of_case(op, label)
-    assert own == found > 0
+    args = CASES[op][label](rand, torch.float32)
+    assert flops(call(getattr(torch.ops.megacpp, op), *args)) == counted(op, args) > 0
 
 
 @pytest.mark.parametrize("label", ["chunk_128", "whole_chunks", "group_of_each_head", "one_batch_odd_length"])
@@ -107,10 +102,3 @@ def test_a_scan_counts_its_gemms(label):
     padded = t / (chunks * length)
     own = flops(call(torch.ops.megacpp.ssd_scan, *args))
     assert own == pytest.approx((counted("ssd_scan", args) - carried - summed) * padded, rel=1e-2)
-
-
-def test_a_weight_in_float8_takes_half_the_time():
-    x, payload = torch.empty(64, 32, device="meta"), torch.empty(48, 32, device="meta", dtype=torch.float8_e4m3fn)
-    scale = torch.empty(1, 1, device="meta")
-    node = call(torch.ops.megacpp.linear_fp8_weight, x, payload, scale, None, torch.bfloat16)
-    assert flops(node) == 64 * 48 * 32

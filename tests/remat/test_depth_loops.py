@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
-from megacpp_compile.errors import BadOptionError
 from megacpp_compile.remat.depth_loops import calls_of
 from tests.remat import models
 from tests.remat.steps import KEEPS_RANDOM_STATE, cores, same, step
@@ -43,21 +42,20 @@ def steps():
 pytestmark = pytest.mark.xdist_group("depth loops")
 
 
-def test_gradients_are_the_same_to_the_last_bit(steps):
-    assert same(steps["kinds"], steps["none"]) and same(steps["full"], steps["none"])
-
-
+@pytest.mark.end_to_end
 def test_all_calls_but_the_last_run_again(steps):
-    """Cores of the trunk and of the last call are saved; so is what passes from call to call."""
+    """Cores of the trunk and of the last call are saved; so is what passes from call to call. Gradients are the same to
+    the last bit."""
+    assert same(steps["kinds"], steps["none"]) and same(steps["full"], steps["none"])
     assert cores(steps["full"].graphs[1]) == DEPTHS - 1 and cores(steps["kinds"].graphs[1]) == 0
     assert steps["none"].saved > steps["kinds"].saved > steps["full"].saved
-    of_one = X.numel() * 4
     spared = steps["kinds"].saved - steps["full"].saved
     # Of each call queries, keys, values and the core's result, and two of SwiGLU's, three times as wide; less what
     # running again takes beside.
-    assert spared >= (DEPTHS - 1) * 8 * of_one
+    assert spared >= (DEPTHS - 1) * 8 * X.nbytes
 
 
+@pytest.mark.end_to_end
 def test_the_report_has_a_block_for_each_call(steps):
     found = steps["full"].remat
     assert found["ablock"]["blocks"] == 1 + DEPTHS
@@ -66,6 +64,7 @@ def test_the_report_has_a_block_for_each_call(steps):
     assert steps["full"].predicted == steps["full"].saved - states
 
 
+@pytest.mark.end_to_end
 def test_entries_beside_it():
     of = CheckpointingPolicy
     assert [of().entry("ablock", last, True) for last in (False, True)] == ["full", "never"]
@@ -73,11 +72,6 @@ def test_entries_beside_it():
     assert of(budget=0.5).entry("ablock", False, True) == "never"
     assert of(depth_loop="full_plus_norms").entry("eblock", False, True) == "full_plus_norms"
     assert of.of(of(depth_loop="kinds").to_dict()) == of(depth_loop="kinds")
-    with pytest.raises(BadOptionError, match=r"policy\.depth_loop"):
-        of(depth_loop="never")
-
-
-# --- what is a loop
 
 
 class Calls(nn.Module):
@@ -90,36 +84,24 @@ class Calls(nn.Module):
         return self.body(self, x)
 
 
-def in_a_row(m, x):
-    return m.block(m.block(m.block(x)))
+# Name -> (what is called, numbers of the calls that are layers, whether other layers are beside them).
+BODIES = {
+    "in a row": (lambda m, x: m.block(m.block(m.block(x))), {0, 1, 2}, False),
+    "beside others": (lambda m, x: m.block(m.block(m.others(x))), {0, 1}, True),
+    # As one attention block between state-space layers: no loop.
+    "between others": (lambda m, x: m.block(m.others(m.block(x))), set(), None),
+    # None reads the other's result.
+    "of two inputs": (lambda m, x: m.block(x) + m.block(x + 1), set(), None),
+    # Tokens do not mix in it.
+    "a cell": (lambda m, x: m.others(m.cell(m.cell(x).tanh())), set(), None),
+}
 
 
-def beside_others(m, x):
-    return m.block(m.block(m.others(x)))
-
-
-def between_others(m, x):
-    """As one attention block between state-space layers: no loop."""
-    return m.block(m.others(m.block(x)))
-
-
-def of_two_inputs(m, x):
-    """None reads the other's result."""
-    return m.block(x) + m.block(x + 1)
-
-
-def a_cell(m, x):
-    """Tokens do not mix in it."""
-    return m.others(m.cell(m.cell(x).tanh()))
-
-
-@pytest.mark.parametrize(
-    ("body", "numbers", "beside"),
-    [(in_a_row, {0, 1, 2}, False), (beside_others, {0, 1}, True), (between_others, set(), None),
-     (of_two_inputs, set(), None), (a_cell, set(), None)],
-    ids=lambda p: getattr(p, "__name__", ""),
-)  # fmt: skip
-def test_what_is_a_loop(body, numbers, beside):
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", BODIES)
+def test_what_is_a_loop(name):
+    body, numbers, beside = BODIES[name]
     found = {}
 
     def look(gm, _):

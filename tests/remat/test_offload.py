@@ -22,8 +22,13 @@ def plain():
     return step(models.llama(3), (models.hidden(),), {"policy": "full"})
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", ["inputs", "all"])
 def test_what_waits_in_main_memory(plain, what, monkeypatch):
+    """By default nothing does."""
+    assert count(plain.graphs[0], "megacpp.offload") == 0
+    assert all(kind["offloaded"] == 0 for kind in plain.remat.values())
     monkeypatch.setattr(offload, "LEAST", BETWEEN)
     monkeypatch.setattr(host_copies, "AHEAD", BETWEEN)
     policy = {"ablock": "full", "eblock": "full", "offload": what}
@@ -39,11 +44,6 @@ def test_what_waits_in_main_memory(plain, what, monkeypatch):
     assert "offloaded" in str(made.report)
 
 
-def test_nothing_by_default(plain):
-    assert count(plain.graphs[0], "megacpp.offload") == 0
-    assert all(kind["offloaded"] == 0 for kind in plain.remat.values())
-
-
 class Users(CustomPartitionerFn):
     calls = 0
 
@@ -57,6 +57,7 @@ class Users(CustomPartitionerFn):
         return "users"
 
 
+@pytest.mark.end_to_end
 def test_a_partitioner_of_the_users_runs_first():
     options = {"policy": {"offload": "inputs"}, "inductor": {"custom_partitioner_fn": Users()}}
     made = step(models.llama(2), (models.hidden(),), options)
@@ -64,6 +65,7 @@ def test_a_partitioner_of_the_users_runs_first():
     assert offload.Offload(Users()).uuid() != offload.Offload().uuid()
 
 
+@pytest.mark.end_to_end
 def test_copies():
     x = torch.randn(3, 4).t()
     there = torch.ops.megacpp.offload(x)
@@ -75,6 +77,7 @@ def test_copies():
     torch.library.opcheck(torch.ops.megacpp.reload.default, (there, x.device))
 
 
+@pytest.mark.end_to_end
 def test_what_left_before_is_asked_for(monkeypatch):
     """In the reverse order, up to a limit; what nobody keeps is forgotten."""
     values = [torch.full((4,), float(i)) for i in range(6)]
@@ -97,31 +100,26 @@ def test_what_left_before_is_asked_for(monkeypatch):
     assert not copies.back(copies.leave(torch.ones(0))).numel()
 
 
+@pytest.mark.end_to_end
 def test_the_order_of_copies_in_generated_code(monkeypatch):
     """Copies from the device are waited for a layer later, and those to it are begun a layer earlier."""
     done: list[tuple[str, int]] = []
     names: dict[int, int] = {}
 
-    class Noted(host_copies.HostCopies):
-        def leave(self, x):
-            there = super().leave(x)
-            names[there.data_ptr()] = len(names)
-            done.append(("leave", names[there.data_ptr()]))
+    def noted(name, plain):
+        def method(self, t):
+            if name != "leave":
+                done.append((name, names[t.data_ptr()]))
+                return plain(self, t)
+            there = plain(self, t)
+            done.append((name, names.setdefault(there.data_ptr(), len(names))))
             return there
 
-        def left(self, there):
-            done.append(("left", names[there.data_ptr()]))
-            super().left(there)
+        return method
 
-        def ask(self, there):
-            done.append(("ask", names[there.data_ptr()]))
-            super().ask(there)
-
-        def back(self, there):
-            done.append(("back", names[there.data_ptr()]))
-            return super().back(there)
-
-    monkeypatch.setattr(host_copies, "_copies", {torch.device("cpu"): Noted(torch.device("cpu"))})
+    copies = host_copies.HostCopies
+    kind = type("Noted", (copies,), {n: noted(n, getattr(copies, n)) for n in ("leave", "left", "ask", "back")})
+    monkeypatch.setattr(host_copies, "_copies", {torch.device("cpu"): kind(torch.device("cpu"))})
     blocks = (torch.nn.Linear(models.DIM, models.DIM), torch.nn.Tanh())
     layers = [models.Layer(*blocks) for _ in range(4)]
     x, model = models.hidden().requires_grad_(), models.Model(*layers)
@@ -135,6 +133,7 @@ def test_the_order_of_copies_in_generated_code(monkeypatch):
                     ("ask", 2), ("back", 2), ("ask", 1), ("ask", 0), ("back", 1), ("back", 0)]  # fmt: skip
 
 
+@pytest.mark.end_to_end
 def test_blocks_that_are_graphs_pass_their_inputs_through_main_memory():
     """What one hands on is the next one's input."""
     x, model = models.hidden().requires_grad_(), models.llama(4)

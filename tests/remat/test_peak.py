@@ -11,8 +11,10 @@ from megacpp_compile.errors import BadOptionError, PeakUnreachableError
 from megacpp_compile.lowerings.linear_cross_entropy import chunks, linear_cross_entropy
 from megacpp_compile.report.report import Report
 from tests.memory.layered import Model as Layered
+from tests.precision.models import Of
 from tests.remat import models
 from tests.remat.steps import step
+from tests.sharding.one_rank import one_rank  # noqa: F401
 
 
 @pytest.fixture
@@ -30,26 +32,34 @@ def idle_kernels(monkeypatch):
     monkeypatch.setattr(async_compile.AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
 
 
-def test_predicted_is_what_the_code_of_inductor_allocates(one_thread, idle_kernels):
-    """Nothing is predicted where the code comes from a cache."""
-    torch._dynamo.reset()
-    model, x = models.llama(1), models.hidden(512).requires_grad_()
+def measured(model, *inputs):
+    """(report, memory at the peak of a step of `model` under a budget, beside what was there before)"""
     with megacpp_compile.record() as report, torch._inductor.config.patch(force_disable_caches=True):
         compiled = torch.compile(model, backend=megacpp_compile.backend, options={"policy": 0.4})
 
         def run():
-            return torch.autograd.grad(compiled(x), [x, *model.parameters()], torch.ones_like(x))
+            out = compiled(*inputs)
+            return torch.autograd.grad(out, [inputs[0], *model.parameters()], torch.ones_like(out))
 
         run()
     # Parameters and input were there before: both figures are of what the step allocates.
-    measured = report.measure(run, "cpu")
-    assert measured == pytest.approx(report.predicted_step, rel=0.05)
+    return report, report.measure(run, "cpu")
+
+
+@pytest.mark.end_to_end
+def test_predicted_is_what_the_code_of_inductor_allocates(one_thread, idle_kernels):
+    """Nothing is predicted where the code comes from a cache."""
+    torch._dynamo.reset()
+    model = models.llama(1)
+    report, found = measured(model, models.hidden(512).requires_grad_())
+    assert found == pytest.approx(report.predicted_step, rel=0.05)
     assert report.predicted_peak > report.predicted_step + sum(p.nbytes for p in model.parameters())
     assert "measured memory at the peak of a step" in str(report)
     again = Report.from_json(report.to_json())
-    assert (again.measured["step"], again.frames) == (measured, report.frames)
+    assert (again.measured["step"], again.frames) == (found, report.frames)
 
 
+@pytest.mark.end_to_end
 def test_a_limit_reaches_the_graph_and_the_report():
     model = models.llama(2)
     high = step(model, (models.hidden(),), {"policy": {"peak_gib": 1.0}})
@@ -65,8 +75,8 @@ def test_a_limit_reaches_the_graph_and_the_report():
         step(model, (models.hidden(),), {"policy": {"peak_gib": reserve + 1e-4, "reserve_gib": reserve}})
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-def test_ranks_plan_by_the_one_that_has_most(monkeypatch):
+@pytest.mark.end_to_end
+def test_ranks_plan_by_the_one_that_has_most(monkeypatch, request):
     """The other rank is one of another model's: what it says is put where it would arrive."""
     model, gather = models.llama(2), torch.distributed.all_gather_object
 
@@ -79,12 +89,9 @@ def test_ranks_plan_by_the_one_that_has_most(monkeypatch):
         every.append(own + 3 * 2**28)
 
     alone = before(same_on_ranks=True)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
-        assert before() == alone < 3 * 2**28 == before(same_on_ranks=True)
-    finally:
-        torch.distributed.destroy_process_group()
+    request.getfixturevalue("one_rank")
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    assert before() == alone < 3 * 2**28 == before(same_on_ranks=True)
 
 
 def test_kinds_of_blocks_that_share_a_limit():
@@ -92,32 +99,19 @@ def test_kinds_of_blocks_that_share_a_limit():
         megacpp_compile.compile(Layered(4, dense=1), policy={"peak_gib": 1.0}, whole_below=0)
 
 
-class Head(torch.nn.Module):
-    """A layer, and a loss of which the op keeps no logits."""
-
-    def __init__(self, width, words):
-        super().__init__()
-        self.layer, self.head = torch.nn.Linear(width, width), torch.nn.Linear(width, words, bias=False)
-
-    def forward(self, x, target):
-        x = torch.nn.functional.silu(self.layer(x))
-        return linear_cross_entropy(x, self.head.weight, None, target, None, -100, 0.0, 1.0, None, 0.0, "sum", "xw")[0]
+def loss(m, x, target):
+    """A layer's, of which the op keeps no logits."""
+    x, how = torch.nn.functional.silu(m.layer(x)), (None, -100, 0.0, 1.0, None, 0.0, "sum", "xw")
+    return linear_cross_entropy(x, m.head.weight, None, target, *how)[0]
 
 
+@pytest.mark.end_to_end
 def test_what_an_op_holds_while_it_runs_is_counted(one_thread, monkeypatch):
     """Logits of a chunk, here most of what a step takes; measured on a CPU, where the reference has some of them at once."""
     tokens, words, rows = 1024, 4096, 256
     monkeypatch.setattr(chunks, "CPU_BYTES", rows * words * 4)
     torch._dynamo.reset()
-    model, target = Head(32, words), torch.arange(tokens)
-    x = torch.randn(tokens, 32, requires_grad=True)
-    with megacpp_compile.record() as report, torch._inductor.config.patch(force_disable_caches=True):
-        compiled = torch.compile(model, backend=megacpp_compile.backend, options={"policy": 0.4})
-
-        def run():
-            return torch.autograd.grad(compiled(x, target), [x, *model.parameters()])
-
-        run()
-    measured = report.measure(run, "cpu")
-    assert rows * words * 4 < measured < tokens * words * 4 * 2
-    assert measured == pytest.approx(report.predicted_step, rel=0.1)
+    model = Of(loss, layer=torch.nn.Linear(32, 32), head=torch.nn.Linear(32, words, bias=False))
+    report, found = measured(model, torch.randn(tokens, 32, requires_grad=True), torch.arange(tokens))
+    assert rows * words * 4 < found < tokens * words * 4 * 2
+    assert found == pytest.approx(report.predicted_step, rel=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import pytest
@@ -21,27 +22,26 @@ def test_of():
     assert CheckpointingPolicy.of(conv.to_dict()) == conv
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("selectiv", "Did you mean 'selective'"),
-        ({"ablok": "full"}, "Did you mean 'ablock'"),
-        ({"ablock": "conv_bc_only"}, "policy.ablock"),
-        ({"last_layer": "nevr"}, "Did you mean 'never'"),
-        ({"recompute_kv_upproj": 1}, "True or False"),
-        ({"same_on_ranks": 1}, "True or False"),
-        (3, "a CheckpointingPolicy"),
-        ({"peak_gib": 0}, "above 0"),
-        ({"peak_gib": "72"}, "GiB"),
-        ({"peak_gib": 72, "budget": 0.5}, "policy.budget is given"),
-        ({"reserve_gib": -1}, "from 0"),
-        ({"offload": "input"}, "Did you mean 'inputs'"),
-        ({"fp8_wrapper": "te"}, "'te_checkpoint'"),
-    ],
-)
+REFUSED = [
+    ("selectiv", "Did you mean 'selective'"), ({"ablok": "full"}, "Did you mean 'ablock'"),
+    ({"ablock": "conv_bc_only"}, "policy.ablock"), ({"last_layer": "nevr"}, "Did you mean 'never'"),
+    ({"recompute_kv_upproj": 1}, "True or False"), ({"same_on_ranks": 1}, "True or False"),
+    (3, "a CheckpointingPolicy"), ({"peak_gib": 0}, "above 0"), ({"peak_gib": "72"}, "GiB"),
+    ({"peak_gib": 72, "budget": 0.5}, "policy.budget is given"), ({"reserve_gib": -1}, "from 0"),
+    ({"offload": "input"}, "Did you mean 'inputs'"), ({"fp8_wrapper": "te"}, "'te_checkpoint'"),
+    ({"depth_loop": "never"}, r"policy\.depth_loop"), ({"recompute": "core_atn"}, "Did you mean 'core_attn'"),
+    ({"recompute": ("mlp", 3)}, "policy.recompute"), ({"recompute": 3}, "names among"),
+    *(({"stream_group": size}, r"policy\.stream_group") for size in (0, -2, 1.5, True, "2")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "words"), REFUSED, ids=str)
 def test_refused(value, words):
     with pytest.raises(BadOptionError, match=words):
         CheckpointingPolicy.of(value)
+    if isinstance(value, dict) and value.keys() <= {field.name for field in dataclasses.fields(CheckpointingPolicy)}:
+        with pytest.raises(BadOptionError, match=words):
+            CheckpointingPolicy(**value)
 
 
 def test_the_last_layer():
@@ -54,12 +54,8 @@ def test_the_last_layer():
 def test_the_pass_keys_caches_by_policy_and_kinds():
     """Its `uuid` is part of the keys of Inductor's caches; a key can only be made of what pickles."""
     one, other, limited = CheckpointingPolicy(), CheckpointingPolicy(budget=0.5), CheckpointingPolicy(peak_gib=1)
-    made = [
-        TagForRemat(one, {}),
-        TagForRemat(other, {}),
-        TagForRemat(one, {"a": "mblock"}),
-        TagForRemat(one, {}, made_up),
-    ]
+    given = (one, {}), (other, {}), (one, {"a": "mblock"}), (one, {}, made_up)
+    made = [TagForRemat(*args) for args in given]
     assert len({repr(p.uuid()) for p in made}) == 4
     # What else is on the device counts for a limit, and for nothing else.
     around = [TagForRemat(p, {}, around=StepContext(given=n)) for p in (one, limited) for n in (0, 1)]

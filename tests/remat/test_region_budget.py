@@ -63,6 +63,8 @@ def test_beside_a_policy(covers):
         step(Model(covers, 0.5), (X,), {"policy": "selective"})
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @needs_regions
 def test_without_a_policy(covers):
     """Semantic ops are of the region of what they replace: the partitioner misses no part of it. Without Inductor's own

@@ -1,15 +1,12 @@
 """Models under "fp8_delayed" whose weights are shared out over ranks, run by two of them; what each saw, as plain numbers.
 
-A CPU multiplies no float8; the question is answered for it, and the reference computes.
-"""
+A CPU multiplies no float8; the question is answered for it, and the reference computes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,9 +25,9 @@ import megacpp_compile
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.passes import linear
 from tests.lowerings import relative_error
-from tests.ranks import see_cases, start
+from tests.precision.models import equal
+from tests.sharding.seen import RANKS
 
-RANKS = 2
 DIM, HIDDEN, STEPS = 32, 64, 4
 
 
@@ -118,24 +115,12 @@ CASES: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], torch.dtype
 CACHED = ("tensor_parallel", "fsdp2_tensor_parallel", "traced_fsdp")
 
 
-def outcomes(names: tuple[str, ...] = tuple(CASES)) -> dict[str, list[dict[str, Any]]]:
-    """Case -> what each rank saw. A rank that fails says so in place of what it saw."""
-    with tempfile.TemporaryDirectory() as folder:
-        start(_rank, (folder, names), RANKS)
-        seen = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
-    return {name: [of_rank[name] for of_rank in seen] for name in names}
-
-
-def _rank(rank: int, folder: str, names: tuple[str, ...]) -> None:
+@contextlib.contextmanager
+def around() -> Iterator[None]:
     from tests.conftest import kernels_left_out
 
-    @contextlib.contextmanager
-    def around() -> Iterator[None]:
-        with kernels_left_out(), mock.patch.object(linear, "no_float8", lambda device: ""):
-            yield
-
-    seen = see_cases(rank, RANKS, folder, names, lambda name, mesh: _run(name, mesh, rank), around)
-    torch.save(seen, Path(folder, f"{rank}.pt"))
+    with kernels_left_out(), mock.patch.object(linear, "no_float8", lambda device: ""):
+        yield
 
 
 def batches(rank: int, same: bool) -> list[torch.Tensor]:
@@ -156,8 +141,7 @@ def cached(make: Callable[[], nn.Module], xs: list[torch.Tensor]) -> tuple[bool,
         model = make()
         with megacpp_compile.record() as report, megacpp_compile.cached_weight_casts():
             results.append(train(compiled(model, "fp8_current", cache_weight_casts=kept), model, xs))
-    same = all(torch.equal(g, w) for gs, ws in zip(*results, strict=True) for g, w in zip(gs, ws, strict=True))
-    return same, {site.note for site in report.sites}
+    return all(map(equal, *results)), {site.note for site in report.sites}
 
 
 def train(run: Callable[..., torch.Tensor], model: nn.Module, xs: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -173,18 +157,18 @@ def train(run: Callable[..., torch.Tensor], model: nn.Module, xs: list[torch.Ten
     return steps
 
 
-def _run(name: str, mesh: DeviceMesh, rank: int) -> dict[str, Any]:
+def run(name: str, mesh: DeviceMesh) -> dict[str, Any]:
     over, dtype, same = CASES[name]
-    xs = batches(rank, same)
+    xs = batches(mesh.get_local_rank(), same)
     make = lambda: over(Model(dtype), mesh)  # noqa: E731
     eager = make()
     want = train(eager, eager, xs[:STEPS])
     seen: dict[str, Any] = {"errors": {}}
     for recipe in ("fp8_current", "fp8_delayed"):
         model = make()
-        run = compiled(model, recipe)
+        call = compiled(model, recipe)
         with megacpp_compile.record() as report:
-            got = train(run, model, xs[:STEPS])
+            got = train(call, model, xs[:STEPS])
         errors = [relative_error(g, w) for gs, ws in zip(got, want, strict=True) for g, w in zip(gs, ws, strict=True)]
         seen["errors"][recipe] = max(errors)
     seen["last"] = got[-1]
@@ -197,13 +181,8 @@ def _run(name: str, mesh: DeviceMesh, rank: int) -> dict[str, Any]:
     seen["own"] = {n: float(p.detach().abs().max()) for n, p in parts.items()}
     seen["largest"] = {n: float(p.detach().abs().max()) for n, p in Model(dtype).named_parameters()}
 
-    goes_on = train(run, model, xs[STEPS:])
+    goes_on = train(call, model, xs[STEPS:])
     again = make()
     megacpp_compile.load_scaling_state(again, state)
     restarted = train(compiled(again, "fp8_delayed"), again, xs[STEPS:])
-    seen["restarted"] = all(
-        torch.equal(g, w)
-        for gs, ws in zip(restarted, goes_on, strict=True)
-        for g, w in zip(gs, ws, strict=True)
-    )
-    return seen
+    return seen | {"restarted": all(map(equal, restarted, goes_on))}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import tempfile
+import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
-from tests.ranks import see_cases, start
+from megacpp_compile import record
+from megacpp_compile.lowerings.linear_cross_entropy import chunks, linear_cross_entropy
 
-RANKS = 2
 DIM, WORDS, IGNORED = 12, 22, -100
 
 
@@ -34,8 +32,16 @@ class Head(nn.Module):
         return self.body(self, torch.tanh(self.first(x)), labels)
 
 
-def flattened(m, x, labels):
-    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten())
+def flattened(m, x, labels, **how):
+    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), **how)
+
+
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def full(t):
+    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def labels_on(logits, labels):
@@ -45,15 +51,13 @@ def labels_on(logits, labels):
     return DTensor.from_local(labels, logits.device_mesh, [Replicate()], run_check=False)
 
 
-def whole(m, x, labels):
+def whole(m, x, labels, **how):
     """Without `loss_parallel`, where eager gathers all logits."""
     logits = m.proj(x).flatten(0, 1)
-    return F.cross_entropy(logits, labels_on(logits, labels.flatten()))
+    return F.cross_entropy(logits, labels_on(logits, labels.flatten()), **how)
 
 
-def smoothed(m, x, labels):
-    logits = m.proj(x).flatten(0, 1)
-    return F.cross_entropy(logits, labels_on(logits, labels.flatten()), label_smoothing=0.1, reduction="sum")
+smoothed = functools.partial(whole, label_smoothing=0.1, reduction="sum")
 
 
 def shifted(m, x, labels):
@@ -67,43 +71,28 @@ def scaled(m, x, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def each_row(m, x, labels):
-    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
-
-
 def z_loss(m, x, labels):
     """Log-sum-exps of all ranks' words, beside their loss."""
     logits = m.proj(x).flatten(0, 1)
-    penalty = torch.logsumexp(logits, -1).square().mean()
-    penalty = penalty.to_local() if isinstance(penalty, DTensor) else penalty
     loss = F.cross_entropy(logits, labels_on(logits, labels.flatten()), label_smoothing=0.1)
-    return (loss.to_local() if isinstance(loss, DTensor) else loss) + 0.1 * penalty
+    return local(loss) + 0.1 * local(torch.logsumexp(logits, -1).square().mean())
 
 
 def logsumexp_alone(m, x, labels):
     """No loss of targets: no head, and still no rank has all logits."""
-    found = m.proj(x).logsumexp(dim=(2,), keepdim=True)
-    return found.to_local() if isinstance(found, DTensor) else found
+    return local(m.proj(x).logsumexp(dim=(2,), keepdim=True))
 
 
 def gathered(m, x, labels):
     """Every rank has all words for the time of the loss."""
-    weight = m.proj.weight
-    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    return F.cross_entropy(F.linear(x, weight).flatten(0, 1), labels.flatten())
-
-
-def words_second(m, x, labels):
-    return F.cross_entropy(m.proj(x).transpose(1, 2), labels)
+    return F.cross_entropy(F.linear(x, full(m.proj.weight)).flatten(0, 1), labels.flatten())
 
 
 def kept(m, x, labels):
     """Logits that something else reads: the loss alone is of all ranks' words."""
     logits = m.proj(x)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    if not isinstance(logits, DTensor):
-        return loss + 1e-2 * logits.square().mean()
-    return loss.to_local() + 1e-2 * logits.full_tensor().square().mean()
+    return local(loss) + 1e-2 * full(logits).square().mean()
 
 
 def columns(mesh, model):
@@ -115,9 +104,8 @@ def on_dtensors(mesh, model):
     """Weights that are DTensors, and hidden states made one by hand."""
     for name, parameter in list(model.proj.named_parameters()):
         model.proj.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
-    model.proj.register_forward_pre_hook(
-        lambda module, args: (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False),)
-    )
+    enter = lambda module, args: (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False),)  # noqa: E731
+    model.proj.register_forward_pre_hook(enter)
     return model
 
 
@@ -136,23 +124,18 @@ class Case:
 
 
 CASES = {
-    "flattened": Case(flattened),
-    "bias": Case(flattened, bias=True),
+    "flattened": Case(flattened), "bias": Case(flattened, bias=True),
     "weights_on_dtensors": Case(flattened, on_dtensors, bias=True),
     "without_loss_parallel": Case(whole, around=contextlib.nullcontext),
-    "smoothed": Case(smoothed, around=contextlib.nullcontext),
-    "shifted": Case(shifted),
-    "scaled": Case(scaled, bias=True),
-    "each_row": Case(each_row),
-    "words_second": Case(words_second),
-    "dynamic": Case(flattened, dynamic=True),
-    "verified": Case(flattened, options={"verify": "each", "strict": True}),
+    "smoothed": Case(smoothed, around=contextlib.nullcontext), "shifted": Case(shifted),
+    "scaled": Case(scaled, bias=True), "each_row": Case(functools.partial(flattened, reduction="none")),
+    "words_second": Case(lambda m, x, labels: F.cross_entropy(m.proj(x).transpose(1, 2), labels)),
+    "dynamic": Case(flattened, dynamic=True), "verified": Case(flattened, options={"verify": "each", "strict": True}),
     "ignored": Case(smoothed, all_ignored=True, around=contextlib.nullcontext),
     "log_sum_exps": Case(z_loss, bias=True, around=contextlib.nullcontext),
     "logsumexp_alone": Case(logsumexp_alone, fires=0),
-    "gathered": Case(gathered, on_dtensors, around=contextlib.nullcontext),
-    "kept": Case(kept, fires=0),
-}  # fmt: skip
+    "gathered": Case(gathered, on_dtensors, around=contextlib.nullcontext), "kept": Case(kept, fires=0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,14 +155,9 @@ class Op:
 
 
 OPS = {
-    "sum": Op(),
-    "no_bias": Op(bias=False),
-    "uneven": Op((5, 17), smoothing=0.1),
-    "chunks": Op(chunk=4, smoothing=0.1, softcap=2.0),
-    "uneven_chunks": Op((3, 19), chunk=4),
-    "z_loss": Op(z_loss=0.1),
-    "all": Op(weighted=True, smoothing=0.2, softcap=1.5, z_loss=0.05),
-    "all_ignored": Op(ignored=10, z_loss=0.1),
+    "sum": Op(), "no_bias": Op(bias=False), "uneven": Op((5, 17), smoothing=0.1),
+    "chunks": Op(chunk=4, smoothing=0.1, softcap=2.0), "uneven_chunks": Op((3, 19), chunk=4), "z_loss": Op(z_loss=0.1),
+    "all": Op(weighted=True, smoothing=0.2, softcap=1.5, z_loss=0.05), "all_ignored": Op(ignored=10, z_loss=0.1),
     "rows": Op(reduction="none"),
     "all_of_rows": Op((9, 13), weighted=True, smoothing=0.2, softcap=1.5, z_loss=0.05, reduction="none", chunk=4),
     "float32": Op(dtype=torch.float32, smoothing=0.1),
@@ -188,8 +166,6 @@ OPS = {
 
 def _run_op(op: Op, rank: int) -> dict[str, Any]:
     """Errors of the loss, the log-sum-exps and all gradients, relative to the largest value of each."""
-    from megacpp_compile.lowerings.linear_cross_entropy import chunks, linear_cross_entropy
-
     torch.manual_seed(5)
     words, tokens = sum(op.parts), 10
     x, w, b = torch.randn(tokens, DIM), torch.randn(words, DIM), torch.randn(words)
@@ -226,28 +202,17 @@ def _run_op(op: Op, rank: int) -> dict[str, Any]:
     return {"error": max(errors.values()), "errors": errors, "loss": parts["loss"].sum().item()}
 
 
-def outcomes(names: tuple[str, ...] = (*CASES, *OPS)) -> dict[str, list[dict[str, Any]]]:
-    """Case, or call of the op, -> what each rank saw. A rank that fails says so in place of what it saw."""
-    with tempfile.TemporaryDirectory() as folder:
-        start(_rank, (folder, names), RANKS)
-        seen = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    return {name: [of_rank[name] for of_rank in seen] for name in names}
-
-
-def _rank(rank: int, folder: str, names: tuple[str, ...]) -> None:
+def around() -> Any:
     from tests.conftest import kernels_left_out
 
-    seen = see_cases(
-        rank, RANKS, folder, names,
-        lambda name, mesh: _run(CASES[name], mesh) if name in CASES else _run_op(OPS[name], rank),
-        lambda: kernels_left_out(lambda gm: None), seconds=60,
-    )  # fmt: skip
-    Path(folder, f"{rank}.json").write_text(json.dumps(seen))
+    return kernels_left_out(lambda gm: None)
+
+
+def run(name: str, mesh: Any) -> dict[str, Any]:
+    return _run(CASES[name], mesh) if name in CASES else _run_op(OPS[name], mesh.get_local_rank())
 
 
 def _run(case: Case, mesh: Any) -> dict[str, Any]:
-    from megacpp_compile import record
-
     torch._dynamo.reset()
     values = []
     for parallel in (False, True):
@@ -261,11 +226,10 @@ def _run(case: Case, mesh: Any) -> dict[str, Any]:
             run = torch.compile(case.parallel(mesh, model), backend="megacpp", dynamic=case.dynamic,
                                 options=case.options or None)  # fmt: skip
         with record() as report, case.around() if parallel else contextlib.nullcontext():
-            loss = run(x, labels)
-            loss = loss.to_local() if isinstance(loss, DTensor) else loss
+            loss = local(run(x, labels))
             loss.square().sum().backward()
         found = {"loss": loss.detach(), "x": x.grad} | {name: p.grad for name, p in model.named_parameters()}
-        values.append({n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()})
+        values.append({n: full(t) for n, t in found.items()})
     alone, ranks = values
     errors = {n: float((ranks[n] - t).abs().max() / t.abs().max().clamp_min(1e-6)) for n, t in alone.items()}
     ops = [site.op for site in report.sites if site.pass_name == "linear_cross_entropy"]

@@ -1,15 +1,13 @@
-"""Parallel models, each run by two ranks eagerly and compiled. `outcomes` starts the ranks, and says what was seen."""
+"""Parallel models, each run by two ranks eagerly and compiled."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import tempfile
+import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,22 +16,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from megacpp_compile import record
+from megacpp_compile.backends import automatic
+from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.passes import sparse_mla
-from tests.ranks import see_cases, start
+from megacpp_compile.targets.rates import Rates
 from tests.sharding.expert_parallel import expert_parallel
+from tests.sharding.seen import RANKS
 
-RANKS = 2
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 PLAN = {"q_up": ColwiseParallel(), "kv_up": ColwiseParallel(), "o": RowwiseParallel()}
 
@@ -46,6 +41,8 @@ def rotated(x, cos, sin):
 class MLA(nn.Module):
     """Plain multi-head latent attention, with as many heads as its projections make."""
 
+    last_alone = False
+
     def __init__(self, dim=32, heads=4, nope=8, rope=4, v=8, latent=16):
         super().__init__()
         self.nope, self.rope, self.v, self.latent = nope, rope, v, latent
@@ -56,18 +53,17 @@ class MLA(nn.Module):
         self.o = nn.Linear(heads * v, dim, bias=False)
 
     def forward(self, x, cos, sin):
-        batch, tokens, _ = x.shape
-        q = self.q_up(self.q_norm(self.q_down(x))).view(batch, tokens, -1, self.nope + self.rope).transpose(1, 2)
+        queries, angles = (x[:, -1:], (cos[-1:], sin[-1:])) if self.last_alone else (x, (cos, sin))
+        batch, tokens, _ = queries.shape
+        q = self.q_up(self.q_norm(self.q_down(queries))).view(batch, tokens, -1, self.nope + self.rope).transpose(1, 2)
         q_nope, q_rope = q.split([self.nope, self.rope], -1)
         latent, k_rope = self.kv_down(x).split([self.latent, self.rope], -1)
-        kv = self.kv_up(self.kv_norm(latent)).view(batch, tokens, -1, self.nope + self.v).transpose(1, 2)
+        kv = self.kv_up(self.kv_norm(latent)).view(batch, x.shape[1], -1, self.nope + self.v).transpose(1, 2)
         k_nope, v = kv.split([self.nope, self.v], -1)
-        k_rope = rotated(k_rope.view(batch, tokens, 1, self.rope).transpose(1, 2), cos, sin)
-        q = torch.cat([q_nope, rotated(q_rope, cos, sin)], -1)
+        k_rope = rotated(k_rope.view(batch, x.shape[1], 1, self.rope).transpose(1, 2), cos, sin)
+        q = torch.cat([q_nope, rotated(q_rope, *angles)], -1)
         k = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
-        out = self.attend(q, k, v)
-        return self.o(out.transpose(1, 2).reshape(batch, tokens, -1))
-
+        return self.o(self.attend(q, k, v).transpose(1, 2).reshape(batch, tokens, -1))
 
     def attend(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -84,18 +80,10 @@ class HeadsOfARank(MLA):
 class Decoding(MLA):
     """The last token attends to the latents of all, which it expands."""
 
-    def forward(self, x, cos, sin):
-        batch, rows, _ = x.shape
-        q = self.q_up(self.q_norm(self.q_down(x[:, -1:]))).view(batch, 1, -1, self.nope + self.rope).transpose(1, 2)
-        q_nope, q_rope = q.split([self.nope, self.rope], -1)
-        latent, k_rope = self.kv_down(x).split([self.latent, self.rope], -1)
-        kv = self.kv_up(self.kv_norm(latent)).view(batch, rows, -1, self.nope + self.v).transpose(1, 2)
-        k_nope, v = kv.split([self.nope, self.v], -1)
-        k_rope = rotated(k_rope.view(batch, rows, 1, self.rope).transpose(1, 2), cos, sin)
-        k = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
-        q = torch.cat([q_nope, rotated(q_rope, cos[-1:], sin[-1:])], -1)
-        out = F.scaled_dot_product_attention(q, k, v)
-        return self.o(out.transpose(1, 2).reshape(batch, 1, -1))
+    last_alone = True
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
 
 
 class Sparse(MLA):
@@ -122,41 +110,30 @@ class FeedForward(nn.Module):
 
 
 class FeedForwards(nn.Module):
-    def __init__(self, layers):
+    """Behind layers of attention, in which passes fire, or by themselves."""
+
+    def __init__(self, layers, attention=False):
         super().__init__()
+        self.attention = nn.ModuleList(MLA() for _ in range(layers if attention else 0))
         self.layers = nn.ModuleList(FeedForward() for _ in range(layers))
 
     def forward(self, x, cos, sin):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class LayersOfAttention(nn.Module):
-    """Layers in which passes fire."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.attention = nn.ModuleList(MLA() for _ in range(layers))
-        self.layers = nn.ModuleList(FeedForward() for _ in range(layers))
-
-    def forward(self, x, cos, sin):
-        for attention, layer in zip(self.attention, self.layers, strict=True):
-            x = layer(x + attention(x, cos, sin))
+        for i, layer in enumerate(self.layers):
+            x = layer(x + self.attention[i](x, cos, sin) if self.attention else x)
         return x
 
 
 class Around(nn.Module):
-    """MLA with something before or behind it."""
+    """MLA with something before or behind it, or as a residual's branch behind a norm."""
 
-    def __init__(self, before=None, behind=None):
+    def __init__(self, before=None, behind=None, residual=False):
         super().__init__()
-        self.mla, self.before, self.behind = MLA(), before, behind
+        self.mla, self.before, self.behind, self.residual = MLA(), before, behind, residual
         self.norm, self.gain = nn.RMSNorm(32, eps=1e-6), nn.Parameter(torch.rand(32) + 0.5)
 
     def forward(self, x, cos, sin):
         x = self.before(self, x) if self.before else x
-        x = self.mla(x, cos, sin)
+        x = x + self.mla(self.norm(x), cos, sin) if self.residual else self.mla(x, cos, sin)
         return self.behind(self, x) if self.behind else x
 
 
@@ -202,19 +179,16 @@ def tensor_parallel(mesh, model=None, plan=PLAN):
     return parallelize_module(model or MLA(), mesh, plan)
 
 
-def feed_forwards(mesh, layers=1, make=FeedForwards):
+def feed_forwards(mesh, layers=1, attention=False):
     plan = {"up": ColwiseParallel(), "gate": ColwiseParallel(), "down": RowwiseParallel()}
     whole = {f"layers.{i}.{name}": style for i in range(layers) for name, style in plan.items()}
-    attention = {f"attention.{i}.{name}": style for i in range(layers) for name, style in PLAN.items()}
-    return tensor_parallel(mesh, make(layers), whole | (attention if make is LayersOfAttention else {}))
+    whole |= {f"attention.{i}.{name}": style for i in range(layers if attention else 0) for name, style in PLAN.items()}
+    return tensor_parallel(mesh, FeedForwards(layers, attention), whole)
 
 
 def frames_of_any_size():
     """Are planned under `policy="auto"`, at rates by which GEMMs take nearly all of the time; a plan is taken wherever it
     saves less, whatever the peak, which in layers as small as these is attention's."""
-    from megacpp_compile.backends import automatic
-    from megacpp_compile.targets.rates import Rates
-
     slow = Rates(1e9, 1e13, "slow gemms")
     taken = {"worth_taking": lambda plan, none: plan.saved < none.saved}
     return mock.patch.multiple(automatic, LEAST_READ=0, rates=lambda target: slow, **taken)
@@ -225,16 +199,10 @@ def uneven(mesh):
     return tensor_parallel(mesh, MLA(heads=1, v=9), {"kv_up": ColwiseParallel(output_layouts=Replicate())})
 
 
-def replicated(mesh, **parts):
+def replicated(mesh, placed=Replicate(), **parts):  # noqa: B008
     """MLA as on one device, with one gain alone that is a DTensor."""
     model = Around(**parts)
-    model.gain = nn.Parameter(distribute_tensor(model.gain.detach(), mesh, [Replicate()]))
-    return model
-
-
-def gathered_gain(mesh):
-    model = Around(behind=lambda model, x: x * model.gain.full_tensor())
-    model.gain = nn.Parameter(distribute_tensor(model.gain.detach(), mesh, [Shard(0)]))
+    model.gain = nn.Parameter(distribute_tensor(model.gain.detach(), mesh, [placed]))
     return model
 
 
@@ -264,20 +232,14 @@ def on_dtensors(mesh, model=None, sequence=False):
 
 
 def sequence_parallel(mesh):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.mla = nn.RMSNorm(32, eps=1e-6), MLA()
-
-        def forward(self, x, cos, sin):
-            return x + self.mla(self.norm(x), cos, sin)
-
-    whole = PrepareModuleInput(
+    whole = parallel.PrepareModuleInput(
         input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None), use_local_output=True
     )
     plan = {f"mla.{name}": style for name, style in PLAN.items()}
-    plan |= {"norm": SequenceParallel(), "mla": whole, "mla.o": RowwiseParallel(output_layouts=Shard(1))}
-    return parallelize_module(Block(), mesh, plan)
+    plan |= {"norm": parallel.SequenceParallel(), "mla": whole, "mla.o": RowwiseParallel(output_layouts=Shard(1))}
+    model = Around(residual=True)
+    del model.gain
+    return parallelize_module(model, mesh, plan)
 
 
 def frozen_region(model, x):
@@ -360,7 +322,7 @@ CASES: dict[str, Case] = {
         estimated=("up.weight", "gate.weight", "down.weight"),
     ),  # fmt: skip
     "planned": Case(
-        lambda mesh: feed_forwards(mesh, 2, LayersOfAttention), options={"policy": "auto", "strict": True},
+        lambda mesh: feed_forwards(mesh, 2, attention=True), options={"policy": "auto", "strict": True},
         around=frames_of_any_size, tokens=256,
     ),  # fmt: skip
     "sparse": Case(
@@ -374,7 +336,10 @@ CASES: dict[str, Case] = {
     "checkpointed": Case(in_a_region),
     "checkpointed_selectively": Case(in_a_selective_region),
     "sequence_parallel": Case(sequence_parallel, tokens=3),
-    "gathered_gain": Case(gathered_gain, dynamic=True, batches=(2, 3)),
+    "gathered_gain": Case(
+        lambda mesh: replicated(mesh, Shard(0), behind=lambda model, x: x * model.gain.full_tensor()),
+        dynamic=True, batches=(2, 3),
+    ),  # fmt: skip
     "frozen_region": Case(lambda mesh: replicated(mesh, before=frozen_region)),
     "dtensor_out": Case(lambda mesh: replicated(mesh, behind=as_dtensor)),
     "written": Case(lambda mesh: replicated(mesh, before=written)),
@@ -391,30 +356,17 @@ CASES: dict[str, Case] = {
 }
 
 
-def outcomes(names: tuple[str, ...] = tuple(CASES)) -> dict[str, list[dict[str, Any]]]:
-    """Case -> what each rank saw. A rank that fails says so in place of what it saw."""
-    with tempfile.TemporaryDirectory() as folder:
-        start(_rank, (folder, names), RANKS)
-        seen = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    return {name: [of_rank[name] for of_rank in seen] for name in names}
-
-
-def _rank(rank: int, folder: str, names: tuple[str, ...]) -> None:
+def around() -> Any:
     from tests.conftest import kernels_left_out
 
-    seen = see_cases(
-        rank, RANKS, folder, names, lambda name, mesh: _run(CASES[name], mesh),
-        lambda: kernels_left_out(lambda gm: [_note(node.target) for node in gm.graph.nodes]),
-    )  # fmt: skip
-    Path(folder, f"{rank}.json").write_text(json.dumps(seen))
+    return kernels_left_out(lambda gm: [_note(node.target) for node in gm.graph.nodes])
+
+
+def run(name: str, mesh: DeviceMesh) -> dict[str, Any]:
+    return _run(CASES[name], mesh)
 
 
 def _run(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
-    import logging
-
-    from megacpp_compile import record
-    from megacpp_compile.config.warn_once import warn_once
-
     warn_once.cache_clear()
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -444,10 +396,14 @@ def _run(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
         "error": max(errors.values()), "worst": max(errors, key=errors.__getitem__), "kinds": [want["kind"], got["kind"]],
         "eager": want["collectives"], "compiled": got["collectives"], "graphs": graphs, "said": said,
         "placed": [want["placed"], got["placed"]], "sites": dict(report.counts),
-        "frames": [[f.captured, f.reason] for f in report.frames],
-        "auto": [f.auto for f in report.frames],
+        "frames": [[f.captured, f.reason] for f in report.frames], "auto": [f.auto for f in report.frames],
         "misses": [[m.pass_name, m.reason] for m in report.misses], "ops": [site.op for site in report.sites],
     }  # fmt: skip
+
+
+def tables(tokens: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.outer(torch.arange(tokens).float(), torch.tensor([1.0, 0.1])).repeat(1, 2)
+    return angles.cos(), angles.sin()
 
 
 def _step(case: Case, mesh: DeviceMesh, compiled: Callable[[nn.Module], Any]) -> dict[str, Any]:
@@ -455,15 +411,15 @@ def _step(case: Case, mesh: DeviceMesh, compiled: Callable[[nn.Module], Any]) ->
     torch.manual_seed(0)
     model = case.make(mesh)
     run = compiled(model)
-    angles = torch.outer(torch.arange(max(case.tokens, 6)).float(), torch.tensor([1.0, 0.1])).repeat(1, 2)
+    angles = tables(max(case.tokens, 6))
     for batch in case.batches:
         model.zero_grad()
         x = torch.randn(batch, case.tokens, 32, requires_grad=True)
         collectives = []
         with (case.mode or nullcontext)(), case.around():
             if run is not model:  # compiling runs collectives
-                float(run(x, angles.cos(), angles.sin()).detach().sum())
-            out, kinds = _counted(lambda x=x: run(x, angles.cos(), angles.sin()), run is model)
+                float(run(x, *angles).detach().sum())
+            out, kinds = _counted(lambda x=x: run(x, *angles), run is model)
             if not isinstance(out, DTensor):
                 float(out.detach().sum())  # nothing is freed with a collective under way
         collectives.append(kinds)
@@ -476,12 +432,8 @@ def _step(case: Case, mesh: DeviceMesh, compiled: Callable[[nn.Module], Any]) ->
     placed = {n: str(p.grad.placements) for n, p in model.named_parameters() if isinstance(p.grad, DTensor)}
     # Eager may leave a gradient as partial sums.
     values = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in values.items() if t is not None}
-    return {
-        "values": {n: t.detach() for n, t in values.items()},
-        "collectives": collectives,
-        "placed": placed,
-        "kind": isinstance(out, DTensor),
-    }
+    values = {n: t.detach() for n, t in values.items()}
+    return {"values": values, "collectives": collectives, "placed": placed, "kind": isinstance(out, DTensor)}
 
 
 # Collectives since `_counted` looked last: each call in eager, and each node of a graph that ran. Torch's profiler would

@@ -10,18 +10,12 @@ from torch.distributed import _functional_collectives as collectives
 from megacpp_compile import record
 from tests.sharding import ranks
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo")
-
 SITES = {"mla_rope_q": 1, "mla_rope_kv": 1, "down_norm_up": 2}
 
 
 @pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
+def group(one_rank):
+    return dist.group.WORLD
 
 
 @torch._dynamo.disable
@@ -44,6 +38,8 @@ def written(mla, y, *tables):
     return mla(y, *tables)
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("how", "options", "across"),
     [
@@ -54,8 +50,7 @@ def written(mla, y, *tables):
     ],
 )
 def test_it_enters_a_frame(no_kernels, group, how, options, across):
-    angles = torch.outer(torch.arange(6).float(), torch.tensor([1.0, 0.1])).repeat(1, 2)
-    mla, tables = ranks.MLA(), (angles.cos(), angles.sin())
+    mla, tables = ranks.MLA(), ranks.tables()
     x = torch.randn(2, 6, 32, requires_grad=True)
 
     def step(x, how):

@@ -24,15 +24,7 @@ from tests.sharding.ranks import MLA
 DIM, LAYERS = 16, 3
 
 
-@pytest.fixture(autouse=True)
-def group():
-    if not dist.is_gloo_available():
-        pytest.skip("no gloo")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
@@ -100,6 +92,8 @@ def test_a_cut_site_names_the_buckets_and_what_helps(no_kernels, small, caplog):
     assert "the end of a bucket of DDP" in report.summary()
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("megabytes", "cut_sites"), [(0.002, 6), (0.004, 2), (0.006, 0)])
 def test_every_site_fires_or_is_told_as_cut(no_kernels, small, megabytes, cut_sites):
     """All of these buckets end inside of the query's RoPE, behind its view and transpose: what is left is enough for it."""
@@ -162,9 +156,6 @@ def test_require_says_what_cut_the_sites(no_kernels, small):
     assert caught.value.fired == 0 and "DDP cuts the graph inside of it" in str(caught.value)
 
 
-# --- wrappers
-
-
 def plain(layer):
     return layer
 
@@ -177,6 +168,8 @@ def compiled_inside(layer):
     return torch.compile(layer, backend="eager")
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("ddp", [False, True])
 @pytest.mark.parametrize("wrap", [plain, checkpointed, compiled_inside])
 def test_require_counts_behind_wrappers(wrap, ddp, no_kernels, small):
@@ -191,6 +184,7 @@ def test_require_counts_behind_wrappers(wrap, ddp, no_kernels, small):
         torch.compile(wrapped, backend="megacpp", options={"require": {"down_norm_up": LAYERS + 1}})(torch.randn(5, DIM))
 
 
+@pytest.mark.end_to_end
 def test_require_counts_behind_fsdp(no_kernels, recwarn):
     model, x = Model(), torch.randn(5, DIM)
     for i, layer in enumerate(model.layers):

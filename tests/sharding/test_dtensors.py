@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megacpp_compile import record
 from megacpp_compile._torch._registry import release
 from megacpp_compile.errors import NotCapturedError
-from tests.ranks import ON_ONE_WORKER
 from tests.sharding import ranks
-from tests.thinned import case_of
+from tests.sharding.seen import ON_RANKS
 
 pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    ON_ONE_WORKER,
-]
+    *ON_RANKS,
+    pytest.mark.rare(
+        "tensor_parallel_no_grad", "tensor_parallel_dynamic", "checkpointed", "gathered_gain", "dtensor_out",
+        "local_experts", "on_dtensors_sequence", "frozen_region", "decoding",
+    ),
+]  # fmt: skip
+CASES_OF = ranks
 
-MLA_SITES = {"mla_rope_q": 1, "mla_rope_kv": 1}
-PAIRS = {"down_norm_up": 2}
+SITES = {"mla_rope_q": 1, "mla_rope_kv": 1, "down_norm_up": 2}
+TWICE = {name: 2 * n for name, n in SITES.items()}
 EXPERTS = {"moe": 1}
 OLD = release(torch.__version__) < (2, 10)
 # Models whose compiled collectives are others than eager's. What two linears read, as gate and up do, is one tensor whose
@@ -41,16 +43,16 @@ ELSEWHERE = {
     "planned": [{"all_reduce": 4}, {"all_reduce": 6}],
 }
 OTHER_SITES = {
-    "tensor_parallel_second_batch": {name: 2 * n for name, n in (MLA_SITES | PAIRS).items()},
+    "tensor_parallel_second_batch": TWICE,
     # Dynamo knows the first batch's size in a frame with DTensors from torch 2.10 on, and compiles for the second anew.
-    "tensor_parallel_dynamic": {name: n if OLD else 2 * n for name, n in (MLA_SITES | PAIRS).items()},
+    "tensor_parallel_dynamic": SITES if OLD else TWICE,
     "decoding": {"mla_decode": 1, "down_norm_up": 1},
     "sparse": {"sparse_mla": 1, "down_norm_up": 1},
     "compressed": {"compressed_linear": 2},
-    "planned": {name: 2 * n for name, n in (MLA_SITES | PAIRS).items()},
+    "planned": TWICE,
     "uneven": {"down_norm_up": 1},
     "written": {},
-    **dict.fromkeys(("experts", "sharded_experts"), MLA_SITES | PAIRS | EXPERTS),
+    **dict.fromkeys(("experts", "sharded_experts"), SITES | EXPERTS),
     **dict.fromkeys(("local_experts", "experts_in_parts"), EXPERTS),
 }
 # Cases of which torch 2.9 runs a part without a graph, where collectives are not counted.
@@ -59,161 +61,96 @@ WRITTEN = "writes to a DTensor or to memory that one shares"
 
 
 # Cases that tests here read without a parameter of that name.
-READ = (
-    "tensor_parallel",
-    "tensor_parallel_inference",
-    "planned",
-    "on_dtensors",
-    "uneven",
-    "written",
-    "experts_in_parts",
-)
+READ = ("tensor_parallel", "tensor_parallel_inference", "planned", "on_dtensors", "uneven", "written",
+        "experts_in_parts")  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def seen(request):
-    """What ranks saw of the cases that this run's tests are about."""
-    about = {case_of(item) for item in request.session.items}
-    return ranks.outcomes(tuple(name for name in ranks.CASES if name in about or name in READ))
-
-
-def compiled(seen, case):
-    """What each rank saw."""
-    for rank in seen[case]:
-        assert "failed" not in rank, rank["failed"]
-    return seen[case]
-
-
-def fired(rank):
-    return {name: n for name, n in rank["sites"].items() if n}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(ranks.CASES))
 def test_results_gradients_and_collectives_are_those_of_eager(seen, case):
-    for rank in compiled(seen, case):
+    """And what is local fires on every rank."""
+    for rank in seen(case):
         assert rank["error"] < ranks.CASES[case].tolerance, rank["worst"]
         assert rank["kinds"][0] == rank["kinds"][1]
-        if case not in ELSEWHERE and case not in UNCOUNTED:
+        if case in ELSEWHERE:
+            assert rank["compiled"] == ELSEWHERE[case]
+        elif case not in UNCOUNTED:
             assert rank["compiled"] == rank["eager"]
+        assert {name: n for name, n in rank["sites"].items() if n} == OTHER_SITES.get(case, SITES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "sites"),
-    [
-        *((name, MLA_SITES | PAIRS) for name in ranks.CASES if name not in OTHER_SITES),
-        *OTHER_SITES.items(),
-    ],
-)
-def test_what_is_local_fires_on_every_rank(seen, case, sites):
-    assert [fired(rank) for rank in compiled(seen, case)] == [sites] * ranks.RANKS
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["tensor_parallel", "tensor_parallel_inference"])
 def test_tensor_parallel_mla_sums_once_in_forward(seen, case):
     """At the output projection; backward sums the gradients of both latents."""
-    for rank in seen[case]:
+    for rank in seen(case):
         forward, *backward = rank["compiled"]
         assert forward == {"all_reduce": 1}
         assert backward == ([] if case.endswith("inference") else [{"all_reduce": 2}])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in ranks.CASES if "experts" in name and name not in UNCOUNTED])
 def test_rows_go_to_experts_and_back_by_all_to_all(seen, case):
     """Their counts, then the rows, then the results; backward sends gradients of both the other way, and recomputes none
     of it under a policy: ranks whose plans differ still meet."""
-    for rank in compiled(seen, case):
+    for rank in seen(case):
         assert rank["compiled"] == [{"all_to_all_single": 3}, {"all_to_all_single": 2}]
         assert set(rank["ops"]) >= {"megacpp::moe_sorted"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name, case in ranks.CASES.items() if case.count_graphs])
 def test_no_more_graphs_than_dynamo_alone_makes(seen, case):
-    for rank in compiled(seen, case):
+    for rank in seen(case):
         assert rank["graphs"]["megacpp"] == rank["graphs"]["eager"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(OLD, reason="torch 2.9 reads these numbers within the graph")
 def test_a_dispatch_that_breaks_the_graph_says_how_not_to(seen):
-    for rank in seen["experts_in_parts"]:
+    for rank in seen("experts_in_parts"):
         assert {name for name, _ in rank["misses"]} == {"moe"}
         for _, reason in rank["misses"]:
             assert "rows go to each rank" in reason and "capture_scalar_outputs = True" in reason
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", sorted(ELSEWHERE))
-def test_a_model_on_dtensors_communicates_where_ranks_part(seen, case):
-    for rank in compiled(seen, case):
-        assert rank["compiled"] == ELSEWHERE[case]
-
-
-@pytest.mark.slow
 def test_auto_plans_a_frame_with_dtensors_alike_on_all_ranks(seen):
     """And sums over ranks run no second time."""
-    one, *others = compiled(seen, "planned")
+    one, *others = seen("planned")
     assert [found["taken"] for found in one["auto"]] == [True]
     assert all(other["auto"] == one["auto"] for other in others)
 
 
-@pytest.mark.slow
 def test_gradients_of_replicated_weights_are_whole(seen):
     """Where eager leaves partial sums for the optimizer, or FSDP2, to add up."""
     shared = ("q_down.weight", "q_norm.weight", "kv_down.weight", "kv_norm.weight")
-    for rank in seen["on_dtensors"]:
+    for rank in seen("on_dtensors"):
         eager, ours = rank["placed"]
         assert {eager[name] for name in shared} == {"(Partial(sum),)"}
         assert {ours[name] for name in shared} == {"(Replicate(),)"}
         assert {name: p for name, p in eager.items() if name not in shared}.items() <= ours.items()
 
 
-@pytest.mark.slow
 def test_an_up_projection_of_uneven_shards_is_a_near_miss_with_its_cause(seen):
-    for rank in seen["uneven"]:
-        reasons = [reason for name, reason in rank["misses"] if name == "down_norm_up"]
-        assert len(reasons) == 1
-        for reason in reasons:
-            assert "a DTensor's linear of tensors placed (R), (S(0))" in reason and "summed over ranks" in reason
+    for rank in seen("uneven"):
+        (reason,) = (reason for name, reason in rank["misses"] if name == "down_norm_up")
+        assert "a DTensor's linear of tensors placed (R), (S(0))" in reason and "summed over ranks" in reason
 
 
-@pytest.mark.slow
 def test_a_frame_that_writes_to_a_dtensor_warns_once_with_the_line_and_what_to_do(seen):
-    for rank in seen["written"]:
+    for rank in seen("written"):
         (said,) = rank["said"]
         assert "compiled by Inductor alone" in said and WRITTEN in said and "add_" in said
         assert "ranks.py" in said and "compute a new tensor" in said
         assert [captured for captured, _ in rank["frames"]] == [False]
 
 
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
-def tables():
-    angles = torch.outer(torch.arange(6).float(), torch.tensor([1.0, 0.1])).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
 def test_a_model_without_dtensors_has_the_same_rope_sites(eager_backend):
     with record() as report:
-        torch.compile(ranks.MLA(), backend="megacpp")(torch.randn(2, 6, 32), *tables())
-    assert {name: n for name, n in report.counts.items() if n} == MLA_SITES | PAIRS
+        torch.compile(ranks.MLA(), backend="megacpp")(torch.randn(2, 6, 32), *ranks.tables())
+    assert {name: n for name, n in report.counts.items() if n} == SITES
 
 
-def test_such_a_frame_is_an_error_under_strict(no_kernels, mesh):
-    model = torch.compile(ranks.CASES["written"].make(mesh), backend="megacpp", options={"strict": True})
+def test_such_a_frame_is_an_error_under_strict(no_kernels, one_rank):
+    model = torch.compile(ranks.CASES["written"].make(one_rank), backend="megacpp", options={"strict": True})
     with pytest.raises(NotCapturedError, match=WRITTEN):
-        model(torch.randn(2, 6, 32), *tables())
+        model(torch.randn(2, 6, 32), *ranks.tables())
 
 
 @pytest.mark.parametrize(
@@ -227,9 +164,9 @@ def test_such_a_frame_is_an_error_under_strict(no_kernels, mesh):
     ],
     ids=["dtensor", "local", "out", "view", "inplace"],
 )
-def test_writes_fall_back_and_are_seen_as_in_eager(no_kernels, mesh, write):
+def test_writes_fall_back_and_are_seen_as_in_eager(no_kernels, one_rank, write):
     def make():
-        return distribute_tensor(torch.linspace(-1.0, 1.0, 32), mesh, [Replicate()])
+        return distribute_tensor(torch.linspace(-1.0, 1.0, 32), one_rank, [Replicate()])
 
     def function(gain, x):
         x = x.sin().cos() * 2.0
@@ -244,12 +181,13 @@ def test_writes_fall_back_and_are_seen_as_in_eager(no_kernels, mesh, write):
     assert WRITTEN in report.frames[0].reason
 
 
-def test_a_precision_plan_names_products_on_dtensors(no_kernels, mesh):
+def test_a_precision_plan_names_products_on_dtensors(no_kernels, one_rank):
     model = ranks.MLA()
     model.o = torch.nn.Linear(32, 32)  # its bias is added once, behind the sum over ranks
-    model = ranks.tensor_parallel(mesh, model)
+    model = ranks.tensor_parallel(one_rank, model)
     with record() as report, torch.no_grad():
-        torch.compile(model, backend="megacpp", options={"precision": "fp8_current"})(torch.randn(2, 6, 32), *tables())
+        run = torch.compile(model, backend="megacpp", options={"precision": "fp8_current"})
+        run(torch.randn(2, 6, 32), *ranks.tables())
     rows = {row["fqn"]: row for row in report.frames[0].precision if row["kind"] == "linear"}
     assert set(rows) == {"q_down", "q_up", "kv_down", "kv_up", "o"}
     assert rows["o"]["effective"] == "as written" and rows["o"]["requested"] != "bf16"
@@ -264,9 +202,9 @@ def test_a_precision_plan_names_products_on_dtensors(no_kernels, mesh):
      (torch.nn.ReLU(), ("*.up", "*.gate"), "relu, which made")],
     ids=["another reader", "its maker"],
 )  # fmt: skip
-def test_what_is_summed_over_ranks_is_the_value_itself_to_compress(no_kernels, mesh, norm, names, why):
+def test_what_is_summed_over_ranks_is_the_value_itself_to_compress(no_kernels, one_rank, norm, names, why):
     """A linear by column reads a value through a sum of its gradient, which holds no memory of its own."""
-    model = ranks.feed_forwards(mesh)
+    model = ranks.feed_forwards(one_rank)
     model.layers[0].norm = norm
     options = {"compress": {"names": names}, "require": {"compressed_linear": 0}}
     with record() as report:
