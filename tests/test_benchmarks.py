@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 import types
@@ -15,17 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import benchmarks.parallel as parallel
+import benchmarks.xla_zoo as xla_zoo
 from benchmarks import __main__ as suite
-from benchmarks import (
-    compression_loss,
-    harness,
-    kernels,
-    performance_page,
-    recall_table,
-    rounding_loss,
-    variants,
-    xla_zoo,
-)
+from benchmarks import compression_loss, harness, kernels, performance_page, recall_table, rounding_loss, variants
 from benchmarks.ceilings import Work
 from benchmarks.peers import transformer_engine
 from benchmarks.subjects import fp8_gemms, remat_peaks, rope
@@ -35,23 +29,23 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys, no_kernels):
-    """Runs the suite in this process; gives its exit code and what it wrote about each subject."""
-    # Compiling C++ is what takes the time: `no_kernels` has none for our rows, and the row of Inductor stops short too.
+    """Runs the suite in this process; gives its exit code, what it wrote about each subject, and what it printed."""
+    # `no_kernels` has no C++ for our rows, and the row of Inductor stops short too.
     monkeypatch.setattr(variants, "VARIANTS", {})
     monkeypatch.setattr(variants, "inductor", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
     monkeypatch.setattr(rope, "LAYOUTS", rope.LAYOUTS[:1])
+
+    def run(*subjects: str) -> tuple[int, dict[str, dict], str]:
+        chosen = [arg for name in subjects for arg in ("--subject", name)]
+        code = suite.main(["--device", "cpu", "--quick", "--turns", "2", "--plain", "--out", str(tmp_path), *chosen])
+        return code, {s: json.loads((tmp_path / f"{s}.json").read_text()) for s in subjects}, capsys.readouterr().out
+
     settings = ("recompile_limit", "fail_on_recompile_limit_hit")
     with torch._dynamo.config.patch({name: getattr(torch._dynamo.config, name) for name in settings}):
-
-        def run(*subjects: str) -> tuple[int, dict[str, dict], str]:
-            chosen = [arg for name in subjects for arg in ("--subject", name)]
-            code = suite.main(["--device", "cpu", "--quick", "--turns", "2", "--plain", "--out", str(tmp_path), *chosen])
-            return code, {s: json.loads((tmp_path / f"{s}.json").read_text()) for s in subjects}, capsys.readouterr().out
-
         yield run
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_predicted_peaks_stand_beside_measured_ones(run, monkeypatch):
     """Of graphs that run as they are, so by how much they differ says nothing here."""
     monkeypatch.setattr(remat_peaks, "BUDGETS", [0.5])
@@ -67,7 +61,7 @@ def test_predicted_peaks_stand_beside_measured_ones(run, monkeypatch):
     assert "MiB measured" in printed and "on the device" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.end_to_end
 def test_whole_path(run, tmp_path):
     code, documents, printed = run("rope", "down_norm_up", "block")
     assert code == 0, printed
@@ -105,15 +99,14 @@ def general_gemm(a, b, out_dtype, layout, use_split_accumulator):
     return (left.float() @ right.float().t() * a.scale * b.scale).to(out_dtype), None, None, None
 
 
+@pytest.mark.end_to_end
 def test_gemms_in_float8(run, monkeypatch):
     """Each multiplies the same payloads; Transformer Engine's by a stand-in that has its layouts."""
     names = {"bfloat16, cuBLAS", "torch._scaled_mm", "Transformer Engine's general_gemm"}
     code, documents, printed = run("fp8_gemms")
     assert code == 0 and "not here: asked for with --with-te" in printed
-    te = types.SimpleNamespace(
-        DType=types.SimpleNamespace(kFloat8E4M3=torch.float8_e4m3fn, kFloat8E5M2=torch.float8_e5m2),
-        Float8Tensor=Wrapped, Float8CurrentScalingQuantizer=lambda *_: None,
-    )  # fmt: skip
+    dtypes = types.SimpleNamespace(kFloat8E4M3=torch.float8_e4m3fn, kFloat8E5M2=torch.float8_e5m2)
+    te = types.SimpleNamespace(DType=dtypes, Float8Tensor=Wrapped, Float8CurrentScalingQuantizer=lambda *_: None)
     monkeypatch.setattr(transformer_engine, "load", lambda wanted=True: te)
     extensions = types.SimpleNamespace(general_gemm=general_gemm)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.cpp_extensions", extensions)
@@ -125,6 +118,7 @@ def test_gemms_in_float8(run, monkeypatch):
     assert len([*fp8_gemms.sizes()]) == 16 and all(s.n % 16 == s.k % 16 == 0 for s in fp8_gemms.sizes())
 
 
+@pytest.mark.end_to_end
 def test_head(run):
     """The op by itself and in a frame, beside what else keeps no logits; on a CPU the kernels' rows say what they need."""
     code, documents, printed = run("head")
@@ -159,6 +153,26 @@ def check_table(table: dict) -> None:
             assert r["ok"] and r["error"] <= r["bound"] and r["errors"]["grad x" if "grad x" in r["errors"] else "grad q"] > 0
 
 
+def wrong(*args):
+    raise RuntimeError("no such luck")
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(("ours", "code", "says", "missing"), [
+    (lambda model: lambda *args: model(*args) * 1.01, 1, "WRONG", None),
+    (wrong, 1, "FAILED: RuntimeError: no such luck", "no such luck"),
+    (variants.ours({"no_such_option": True}), 0, "no_such_option", "no_such_option"),
+], ids=["wrong", "raises", "an option this version lacks"])  # fmt: skip
+def test_a_bad_row_is_marked_and_costs_no_other(run, monkeypatch, ours, code, says, missing):
+    rows = {"eager": ("eager", lambda model: model), "megacpp": ("ours", ours)}
+    monkeypatch.setattr(variants, "compilers", lambda subject: rows)
+    left, documents, printed = run("down_norm_up")
+    eager, bad = (row(documents["down_norm_up"], name) for name in rows)
+    assert left == code and says in printed and eager["ok"] and "ms" in eager
+    assert missing in bad["missing"] if missing else bad["ok"] is False and bad["error"] > bad["bound"]
+    assert bad.get("failed", False) == ("FAILED" in says)
+
+
 def check_page(documents: dict[str, dict], folder: Path) -> None:
     text = performance_page.page([folder / f"{s}.json" for s in documents], folder / "docs/figures", folder / "docs")
     for subject, document in documents.items():
@@ -170,58 +184,29 @@ def check_page(documents: dict[str, dict], folder: Path) -> None:
     assert "Toy sizes" in text
 
 
-def test_a_wrong_row_is_marked_and_fails_the_run(run, monkeypatch):
-    def off_by_a_little(model):
-        return lambda *args: model(*args) * 1.01
-
-    rows = {"eager": ("eager", lambda model: model), "megacpp": ("ours", off_by_a_little)}
-    monkeypatch.setattr(variants, "compilers", lambda subject: rows)
-    code, documents, printed = run("down_norm_up")
-    assert code == 1
-    wrong = row(documents["down_norm_up"], "megacpp")
-    assert wrong["ok"] is False and wrong["error"] > wrong["bound"]
-    assert "WRONG" in printed and row(documents["down_norm_up"], "eager")["ok"]
-
-
-def test_a_row_that_raises_fails_the_run_and_costs_no_other(run, monkeypatch):
-    def broken(model):
-        raise RuntimeError("no such luck")
-
-    rows = {"eager": ("eager", lambda model: model), "megacpp": ("ours", broken)}
-    monkeypatch.setattr(variants, "compilers", lambda subject: rows)
-    code, documents, printed = run("down_norm_up")
-    assert code == 1 and "FAILED: RuntimeError: no such luck" in printed
-    assert row(documents["down_norm_up"], "megacpp")["failed"] and "ms" in row(documents["down_norm_up"], "eager")
-
-
-def test_an_option_this_version_lacks_is_a_reason(run, monkeypatch):
-    rows = {"eager": ("eager", lambda model: model), "megacpp": ("ours", variants.ours({"no_such_option": True}))}
-    monkeypatch.setattr(variants, "compilers", lambda subject: rows)
-    code, documents, _ = run("down_norm_up")
-    assert code == 0 and "no_such_option" in row(documents["down_norm_up"], "megacpp")["missing"]
-
-
 def test_errors_of_other_shapes_and_of_what_is_no_number_are_infinite():
     one = torch.ones(2, 3)
-    assert harness.relative_errors([one.t()], [one]) == [float("inf")]
-    assert harness.relative_errors([one, one], [one]) == [float("inf")]
-    assert harness.relative_errors([one * float("nan")], [one]) == [float("inf")]
+    for got in ([one.t()], [one, one], [one * float("nan")]):
+        assert harness.relative_errors(got, [one]) == [float("inf")]
     assert harness.relative_errors([one], [one]) == [0.0]
 
 
-def test_rows_that_are_asked_for():
+SETTINGS = harness.Settings(torch.device("cpu"), True, 1, 1.0, 0, None)  # type: ignore[arg-type]
+
+
+def test_rows_and_subjects_that_are_asked_for():
     names = [("eager", "eager"), ("Inductor", "inductor"), ("megacpp", "ours"), ("megacpp, float8", "ours"), ("GEMMs", "limit")]
     rows = [harness.Contestant(name, kind, harness.Runner) for name, kind in names]  # type: ignore[arg-type]
-    settings = harness.Settings(torch.device("cpu"), True, 1, 1.0, 0, None)  # type: ignore[arg-type]
-    assert list(filter(settings.measured, rows)) == rows
-    asked = dataclasses.replace(settings, rows=("float8",))
+    assert list(filter(SETTINGS.measured, rows)) == rows
+    asked = dataclasses.replace(SETTINGS, rows=("float8",))
     assert [row.name for row in filter(asked.measured, rows)] == ["eager", "Inductor", "megacpp, float8", "GEMMs"]
+    with pytest.warns(FutureWarning, match="fp8_products is now called fp8_gemms"):
+        assert suite.parse(["--subject", "fp8_products"]).subject == ["fp8_gemms"]
 
 
 def test_floor_of_rope():
     """The bytes, counted by hand for one token of one head: q's 64 lanes both ways, 128 + 64 lanes read, 192 written."""
-    settings = harness.Settings(torch.device("cpu"), True, 1, 1.0, 0, None)  # type: ignore[arg-type]
-    p = rope.problem(rope.Layout("one", heads=1), 1, 1, settings)
+    p = rope.problem(rope.Layout("one", heads=1), 1, 1, SETTINGS)
     tables = 2 * 64 * 2
     forward = 2 * (64 + 64 + 128 + 64 + 192) + tables
     assert rope.work(p)[harness.FORWARD] == Work(bytes=forward)
@@ -229,13 +214,12 @@ def test_floor_of_rope():
 
 
 INTERPRETED = """
-import torch
 from benchmarks import harness, kernels
-from benchmarks.subjects import remat_peaks, rope
-settings = harness.Settings(torch.device("cpu"), True, 1, 1.0, 0, None)
+from benchmarks.subjects import rope
+from tests.test_benchmarks import SETTINGS
 for layout in rope.LAYOUTS:
     layout = rope.dataclasses.replace(layout, heads=min(layout.heads, 3))
-    p = rope.problem(layout, 1, 5, settings)
+    p = rope.problem(layout, 1, 5, SETTINGS)
     eager = harness.training(p.model, p.inputs, p.leaves, p.grads).results()
     got = kernels.mla_rope(layout, p.inputs, p.grads, rope.NOPE, rope.ROPE, False).results()
     errors = harness.relative_errors(got, p.reference())
@@ -244,9 +228,12 @@ for layout in rope.LAYOUTS:
 """
 
 
+@pytest.mark.end_to_end
 def test_kernels_are_called_rightly_in_every_layout():
     pytest.importorskip("triton")
-    done = python("-c", INTERPRETED, TRITON_INTERPRET="1")
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    environ = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -260,25 +247,18 @@ def test_without_a_gpu_it_says_so(capsys):
         kernels.lowering("mla_rope_q", torch.device("cpu"))
 
 
-def test_help():
-    done = python("-m", "benchmarks", "--help")
-    assert done.returncode == 0 and "--subject" in done.stdout and "benchmarks.compile_time" in done.stdout
-
-
-def test_an_old_subject_is_taken_with_a_warning():
-    with pytest.warns(FutureWarning, match="fp8_products is now called fp8_gemms"):
-        assert suite.parse(["--subject", "fp8_products"]).subject == ["fp8_gemms"]
-
-
-@pytest.mark.parametrize("module", [
-    "performance_page", "compile_time", "saved_for_backward", "recall_table", "rounding_loss", "xla_programs", "xla_sparse_mla", "xla_zoo",
-    "compression_loss", "parallel", "titan",
+@pytest.mark.parametrize(("module", "says"), [
+    ("__main__", "--subject"), ("__main__", "benchmarks.compile_time"),
+    *((module, "python -m benchmarks") for module in [
+        "performance_page", "compile_time", "saved_for_backward", "recall_table", "rounding_loss", "xla_programs",
+        "xla_sparse_mla", "xla_zoo", "compression_loss", "parallel", "titan",
+    ]),
 ])  # fmt: skip
-def test_other_measurements_have_help(module, monkeypatch, capsys):
+def test_measurements_have_help(module, says, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     with pytest.raises(SystemExit) as left:
         importlib.import_module(f"benchmarks.{module}").main()
-    assert "python -m benchmarks" in capsys.readouterr().out + str(left.value)
+    assert says in capsys.readouterr().out + str(left.value)
 
 
 def test_models_on_xla_are_judged_by_sites_and_errors(tmp_path, monkeypatch, capsys):
@@ -315,10 +295,9 @@ def test_recall_under_other_conditions(tmp_path, capsys):
         "dynamic": [recalled("b", moe=1, rope_qk=1), recalled("a", mla_rope_q=1, rope_qk=1), recalled("c", moe=1),
                     {**failed, "name": "e"}],
     }  # fmt: skip
-    files = []
     for name, results in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(results))
-        files.append(f"{name}={tmp_path / name}.json")
+    files = [f"{name}={tmp_path / name}.json" for name in runs]
     recall_table.main(files)
     page = capsys.readouterr().out
     for line in (
@@ -343,19 +322,14 @@ def test_recall_under_other_conditions(tmp_path, capsys):
     assert (tmp_path / "recall.png").stat().st_size > 1000
 
 
-def test_rounding_changes_a_loss_a_little():
-    text = rounding_loss.standard_library_text()
-    plain = rounding_loss.final_loss(text, 1, 3)
-    assert plain == rounding_loss.final_loss(text, 1, 3)
-    for change in ({"noise": 1e-3}, {"gradients": "e4m3"}, {"gradients": "e5m2"}):
-        assert 0 < abs(rounding_loss.final_loss(text, 1, 3, **change) / plain - 1) < 1e-2
-
-
-def test_projections_change_a_loss_a_little():
+@pytest.mark.end_to_end
+def test_rounding_and_projections_change_a_loss_a_little():
     """The figures are of hundreds, and of several seeds (docs/compression.md)."""
     text = rounding_loss.standard_library_text()
     plain = rounding_loss.final_loss(text, 1, 3)
-    assert plain == compression_loss.final_loss(text, 1, 3), "the same runs"
+    assert plain == rounding_loss.final_loss(text, 1, 3) == compression_loss.final_loss(text, 1, 3), "the same runs"
+    for change in ({"noise": 1e-3}, {"gradients": "e4m3"}, {"gradients": "e5m2"}):
+        assert 0 < abs(rounding_loss.final_loss(text, 1, 3, **change) / plain - 1) < 1e-2
     for redraw in (False, True):
         loss = compression_loss.final_loss(text, 1, 3, "*.down_proj", redraw)
         assert loss == compression_loss.final_loss(text, 1, 3, "*.down_proj", redraw)
@@ -366,26 +340,19 @@ def test_projections_change_a_loss_a_little():
 
 
 @pytest.mark.parametrize(("other", "code"), [([2.0, 1.00005], 0), ([2.0, 1.001], 1), ([2.0, float("nan")], 1)])
-def test_losses_over_each_other(tmp_path, other, code):
-    files = []
-    for device, losses in (("cpu", [2.0, 1.0]), ("xla", other)):
-        files.append(str(tmp_path / f"{device}.json"))
-        runs = [{"backend": name, "device": device, "losses": losses} for name in ("eager", "megacpp")]
-        Path(files[-1]).write_text(json.dumps(runs))
-    done = python("examples/overlay.py", *files, "--tolerance", "1e-4")
-    assert done.returncode == code, done.stderr
-    assert "megacpp on xla beside megacpp on cpu: largest relative difference" in done.stdout
-
-
-def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **env}, capture_output=True, text=True
-    )
+def test_losses_over_each_other(tmp_path, monkeypatch, capsys, other, code):
+    files = [tmp_path / "cpu.json", tmp_path / "xla.json"]
+    for file, losses in zip(files, ([2.0, 1.0], other), strict=True):
+        runs = [{"backend": name, "device": file.stem, "losses": losses} for name in ("eager", "megacpp")]
+        file.write_text(json.dumps(runs))
+    monkeypatch.setattr(sys, "argv", ["overlay.py", *map(str, files), "--tolerance", "1e-4"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / "examples/overlay.py"), run_name="__main__")
+    assert (left.value.code or 0) == code
+    assert "megacpp on xla beside megacpp on cpu: largest relative difference" in capsys.readouterr().out
 
 
 def test_decoding_with_a_model(monkeypatch, tmp_path):
-    """Every row decodes from the same rows, whatever cache they are in."""
     pytest.importorskip("transformers")
     from benchmarks import decode_model
 
@@ -400,6 +367,7 @@ def test_decoding_with_a_model(monkeypatch, tmp_path):
     assert rows["turboquant"]["bytes"] < rows["fp8"]["bytes"] < rows["latents"]["bytes"] == rows["plain"]["bytes"]
 
 
+@pytest.mark.end_to_end
 def test_rotations_in_a_block(capsys, tmp_path, no_kernels):
     from benchmarks import rope_in_block
 
@@ -410,3 +378,61 @@ def test_rotations_in_a_block(capsys, tmp_path, no_kernels):
     assert row["block"] == "toy"
     timed = {"block": "a", "ms": 1.0, "floor": 0.8, "x": 1.25, "rest_ms": 2.0, "all_ms": 9.0, "kernels": {"k": 1.0}}
     assert rope_in_block.table([timed]).splitlines()[1].split() == ["a", "1.000", "0.800", "1.25", "2.000", "9.00"]
+
+
+def measured_on_ranks():
+    """As `parallel.measure` leaves it: a layer fires two sites, and two layers were compiled."""
+
+    def row(name, ms, losses, peak, sites):
+        of_ranks = [{"peak_mib": peak, "sites": sites, "fell": [], "misses": []}] * 2
+        return {"name": name, "ms": {"median": ms}, "losses": losses, "graphs": 2, "of_ranks": of_ranks, "first_s": 1.0}
+
+    rows = [row("eager", 20.0, [1.0, 0.5], 300.0, {}), row("Inductor", 10.0, [1.0, 0.5001], 200.0, {}),
+            row("megacpp", 9.0, [1.0, 0.5002], 100.0, {"down_norm_up": 4, "mla_rope_q": 2})]  # fmt: skip
+    alone = {"down_norm_up": 2, "mla_rope_q": 1}
+    return {"what": "tensor parallel", "ranks": 2, "sites_of_one_device": alone, "rows": rows}
+
+
+def judged(change):
+    found = measured_on_ranks()
+    change(found["rows"][2])
+    parallel.judge(found)
+    return found
+
+
+def test_ratios_and_distances_on_ranks():
+    found = judged(lambda row: None)
+    ours = found["rows"][2]
+    assert (ours["wrong"], ours["per_inductor"], ours["peak_per_inductor"]) == ([], 0.9, 0.5)
+    assert ours["off"] == pytest.approx(4e-4)
+    assert "tensor parallel, 2 ranks; one device fires down_norm_up 2, mla_rope_q 1" in parallel.shown(found)
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda row: row["losses"].__setitem__(1, 0.51), "losses are 2.0e-02 from eager's, Inductor's 2.0e-04"),
+    (lambda row: row["of_ranks"].__setitem__(1, row["of_ranks"][0] | {"sites": {"down_norm_up": 4}}), "every rank"),
+    (lambda row: row["of_ranks"][0]["sites"].update(mla_rope_q=1), "every rank"),
+    (lambda row: row.update(graphs=3), "3 graphs, where Inductor has 2"),
+], ids=["losses", "a rank", "a layer", "graphs"])  # fmt: skip
+def test_what_is_wrong_on_ranks(change, says):
+    found = judged(change)
+    (wrong,) = found["rows"][2]["wrong"]
+    assert says in wrong and f"WRONG: {wrong}" in parallel.shown(found)
+
+
+@pytest.mark.end_to_end
+def test_whole_path_of_parallel_on_one_rank(no_kernels, tmp_path, monkeypatch, capsys):
+    of_one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in of_one.items():
+        monkeypatch.setenv(name, value)
+    settings = ("recompile_limit", "capture_scalar_outputs")
+    out = tmp_path / "parallel.json"
+    asked = ["--device", "cpu", "--quick", "--layers", "1", "--steps", "2", "--turns", "1", "--calls", "1"]
+    with torch._dynamo.config.patch({name: getattr(torch._dynamo.config, name) for name in settings}):
+        code = parallel.main([*asked, "--how", "tensor", "--rows", "eager", "megacpp", "--out", str(out)])
+    (found,) = json.loads(out.read_text())["measured"]
+    assert code == 0 and found["ranks"] == 1
+    eager, ours = found["rows"]
+    assert found["sites_of_one_device"] == ours["of_ranks"][0]["sites"]
+    assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-2)  # bfloat16, two steps
+    assert "down_norm_up" in capsys.readouterr().out

@@ -27,16 +27,8 @@ from torch import nn
 action, path = sys.argv[1:]
 torch._inductor.config.cpp.simdlen = 1  # scalar C++ compiles in a part of the time
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down, self.norm, self.up = nn.Linear(32, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 32, bias=False)
-
-    def forward(self, x):
-        return self.up(self.norm(self.down(x)))
-
 torch.manual_seed(0)
-block, x = Block(), torch.randn(4, 32)
+block, x = nn.Sequential(nn.Linear(32, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 32, bias=False)), torch.randn(4, 32)
 loaded = megacpp_compile.load_cache(path, strict=True) if action == "load" else None
 with megacpp_compile.record() as report:
     out = torch.compile(block, backend="megacpp")(x)
@@ -44,21 +36,22 @@ with megacpp_compile.record() as report:
 held = megacpp_compile.save_cache(path) if action == "save" else loaded
 torch.testing.assert_close(out, block(x))
 print(json.dumps({
-    "out": out.tolist(), "grad": block.down.weight.grad.tolist(), "artifacts": held.artifacts, "bytes": held.bytes,
+    "out": out.tolist(), "grad": block[0].weight.grad.tolist(), "artifacts": held.artifacts, "bytes": held.bytes,
     "cached": [frame.cached for frame in report.frames], "fired": report.counts["down_norm_up"],
 }))
 """
 
 
 def one(action, path, caches):
-    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches), "OMP_NUM_THREADS": "1",
-               "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches)}
+    environ |= dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")
     command = [sys.executable, "-c", ONE_PROCESS, action, str(path)]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.end_to_end
 def test_code_goes_from_one_process_to_another(tmp_path):
     path = tmp_path / "model.cache"
     first = one("save", path, tmp_path / "first")
@@ -71,17 +64,8 @@ def test_code_goes_from_one_process_to_another(tmp_path):
     assert list(tmp_path.glob("*.partial")) == []
 
 
-def header(path, **changed):
-    magic, head, payload = path.read_bytes().split(b"\n", 2)
-    found = json.loads(head)
-    found["made_by"] |= changed
-    path.write_bytes(b"\n".join((magic, json.dumps(found).encode(), payload)))
-    return path
-
-
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """A file with a payload that torch is not asked to read."""
     info = torch.compiler._cache.CacheInfo()
     info.artifacts["inductor"].append("key")
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"payload", info))
@@ -94,7 +78,10 @@ def file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", ["device", "machine", "python", "torch", "megacpp_compile"])
 def test_a_file_of_something_else(what, file, caplog):
-    header(file, **{what: "another"})
+    magic, head, payload = file.read_bytes().split(b"\n", 2)
+    found = json.loads(head)
+    found["made_by"][what] = "another"
+    file.write_bytes(b"\n".join((magic, json.dumps(found).encode(), payload)))
     with pytest.raises(CompileCacheError, match=rf"{re.escape(str(file))}: {what} was 'another' where it was made"):
         load_cache(file, strict=True)
     with caplog.at_level(logging.WARNING, "megacpp_compile"):
@@ -103,11 +90,10 @@ def test_a_file_of_something_else(what, file, caplog):
 
 
 @pytest.mark.parametrize(("blob", "why"), [
-    (b"", "it is no file of `save_cache`"),
-    (b"a model's weights", "it is no file of `save_cache`"),
-    (b"megacpp_compile cache 1\nhead without end", "it is no file of `save_cache`"),
-    (b"megacpp_compile cache 1\n{}\n", "its header cannot be read"),
-    (b"megacpp_compile cache 1\nnot json\n", "its header cannot be read"),
+    *((blob, "it is no file of `save_cache`") for blob in (
+        b"", b"a model's weights", b"megacpp_compile cache 1\nhead without end",
+    )),
+    *((b"megacpp_compile cache 1\n" + head, "its header cannot be read") for head in (b"{}\n", b"not json\n")),
 ])  # fmt: skip
 def test_a_file_that_is_none(blob, why, tmp_path):
     (tmp_path / "code").write_bytes(blob)
@@ -127,12 +113,9 @@ def test_artifacts_that_torch_cannot_read(answer, file, monkeypatch):
     assert load_cache(file) is None
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_no_file_and_nothing_to_save(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         load_cache(tmp_path / "none")
-
-
-def test_nothing_to_save(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
     with pytest.raises(CompileCacheError, match="nothing has been compiled in this process"):
         save_cache(tmp_path / "code")

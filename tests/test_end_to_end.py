@@ -10,69 +10,30 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
+from tests.corpus.spellings import PlainMLA, tables
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-    ),
-]
+ON_CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
 HEADS, NOPE, ROPE, V = 4, 32, 16, 24
 SITES = {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * h.to(x.dtype)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
-class Block(nn.Module):
+class Block(PlainMLA):
     """As a user writes it: heads first, the shared key row expanded, everything out of place."""
 
-    def __init__(self, dim: int = 128, q_rank: int = 64, kv_rank: int = 48):
-        super().__init__()
-        self.q_a, self.q_n = nn.Linear(dim, q_rank, bias=False), RMSNorm(q_rank)
-        self.q_b = nn.Linear(q_rank, HEADS * (NOPE + ROPE), bias=False)
-        self.kv_a, self.kv_n = nn.Linear(dim, kv_rank + ROPE, bias=False), RMSNorm(kv_rank)
-        self.kv_b = nn.Linear(kv_rank, HEADS * (NOPE + V), bias=False)
-        self.o = nn.Linear(HEADS * V, dim, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, tokens, _ = x.shape
-        q = self.q_b(self.q_n(self.q_a(x))).view(batch, tokens, HEADS, NOPE + ROPE).transpose(1, 2)
-        latent, key = self.kv_a(x).split([self.kv_n.weight.shape[0], ROPE], -1)
-        kv = self.kv_b(self.kv_n(latent)).view(batch, tokens, HEADS, NOPE + V).transpose(1, 2)
-        q_nope, q_rope = q.split([NOPE, ROPE], -1)
-        k_nope, v = kv.split([NOPE, V], -1)
-        key = rotated(key.view(batch, 1, tokens, ROPE), cos, sin).expand(-1, HEADS, -1, -1)
-        q, k = torch.cat((q_nope, rotated(q_rope, cos, sin)), -1), torch.cat((k_nope, key), -1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(out.transpose(1, 2).reshape(batch, tokens, -1))
+    def __init__(self):
+        super().__init__(128, HEADS, 64, 48, NOPE, ROPE, V)
 
 
 class QueriesReadTwice(Block):
     """The projection is read again after its rotation: nobody may have overwritten it."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        raw = self.q_b(self.q_n(self.q_a(x)))
-        return super().forward(x, cos, sin) + raw.square().mean(-1, keepdim=True)
+        return super().forward(x, cos, sin) + self._query(x).square().mean(-1, keepdim=True)
 
 
 class Checkpointed(Block):
@@ -80,16 +41,9 @@ class Checkpointed(Block):
         return x + checkpoint(super().forward, x, cos, sin, use_reentrant=False)
 
 
-def tables(tokens: int, device: str) -> tuple[Tensor, Tensor]:
-    angle = torch.outer(torch.arange(tokens), 1.0 / 10000 ** (torch.arange(0, ROPE, 2) / ROPE))
-    angle = torch.cat((angle, angle), -1).to(device)
-    return angle.cos(), angle.sin()
-
-
 def train(function, module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
-    """The output and the gradients of the input and every parameter."""
     x = x.detach().requires_grad_()
-    cos, sin = (t.to(x.dtype) for t in tables(x.shape[1], x.device.type))
+    cos, sin = (t.to(x.dtype) for t in tables("full", x.shape[1], ROPE, device=x.device))
     out = function(x, cos, sin)
     return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], grad)]
 
@@ -118,15 +72,15 @@ def kernels_serve(request, device):
 
 
 CASES = {
-    "default": (Block, {}, SITES),
-    "latents kept": (Block, {"keep_latents": True}, SITES),
+    "default": (Block, {}, SITES), "latents kept": (Block, {"keep_latents": True}, SITES),
     "merged": (Block, {"fuse_shared_input_gemms": True, "keep_latents": True}, SITES),
     "measured blocks": (Block, {"autotune": True}, SITES),
     "read twice": (QueriesReadTwice, {}, {"mla_rope_q": 1, "mla_rope_kv": 1}),
     "checkpointed": (Checkpointed, {}, SITES),
-}
+}  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_exactly_as_eager(kernels_serve, device, case):
@@ -158,14 +112,14 @@ def test_trains_as_exactly_as_eager(kernels_serve, device, case):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_small_sites_are_left_to_inductor(device):
-    """And the report says so."""
     block = Block().to(device)
     with megacpp_compile.record() as report:
-        megacpp_compile.explain(block, torch.randn(2, 8, 128, device=device), *tables(8, device))
+        megacpp_compile.explain(block, torch.randn(2, 8, 128, device=device), *tables("full", 8, ROPE, device=device))
     expected = "small" if device == "cuda" else ""
     assert report.sites and all(s.effective == "reference" and expected in s.reason for s in report.sites)
 
 
+@pytest.mark.end_to_end
 def test_a_batch_of_one(no_kernels):
     """Torch 2.13's attention patterns fail on it on CPU; the frame is compiled without them, its rewrites stay."""
     torch._dynamo.reset()

@@ -1,4 +1,5 @@
-"""Expert and Mamba-2 layers through the whole compiler on a GPU, with the kernels, however small the tensors.
+"""Layers of experts, Mamba-2, delta rules and linear attention through the whole compiler on a GPU, with the kernels,
+however small the tensors.
 
 On CPU the tests of each pass compare results; what only a GPU shows is here: that its kernels serve in what Inductor
 compiles, that they are as exact, and that nobody waits for the device.
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 
 import megacpp_compile
 from benchmarks.models import Scan
+from tests.corpus.delta.block import CHUNKED, LINEAR, PlainDelta
+from tests.corpus.delta.block import TOKENS as BY_TOKEN
 from tests.lowerings.gluon_kernels import LEAST_CHUNKS, needs_hopper, told
-from tests.test_end_to_end import EXACT, more_by_chance
+from tests.test_end_to_end import EXACT, ON_CUDA, more_by_chance
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = ON_CUDA
 DIM, HIDDEN, EXPERTS, CHOICES, TOKENS = 64, 96, 8, 2, 200
 
 
@@ -32,7 +35,7 @@ def kernels_serve(kernels_of_any_size):
 class Expert(nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate, self.up = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(DIM, HIDDEN, bias=False)
+        self.gate, self.up = (nn.Linear(DIM, HIDDEN, bias=False) for _ in range(2))
         self.down = nn.Linear(HIDDEN, DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,8 +59,6 @@ class Experts(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Mamba-2, its scan in chunks of einsums."""
-
     def __init__(self, heads: int = 4, p: int = 16, n: int = 16, groups: int = 2, chunk: int = 16):
         super().__init__()
         self.p, self.n, self.inner, self.states, self.scan = p, n, heads * p, groups * n, Scan(chunk)
@@ -91,9 +92,7 @@ def results(function, module: nn.Module, args: tuple[Tensor, ...], grad: Tensor)
     return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], grad)]
 
 
-def compare(
-    make, args: tuple[Tensor, ...], sites: dict[str, int], bound: float, fullgraph: bool = True, dynamic: bool = False
-):
+def compare(make, args: tuple[Tensor, ...], sites: dict[str, int], bound: float, dynamic: bool = False):
     """Outputs and gradients in bfloat16 err at most `bound` times as much as eager's, by float64; gives the step.
 
     Over several draws of the input: a gradient of a few numbers (one a head) is more or less exact by chance, by how
@@ -103,8 +102,8 @@ def compare(
     half = copy.deepcopy(exact).bfloat16()
     exact.load_state_dict(half.state_dict())
     with megacpp_compile.record() as report:
-        compiled = torch.compile(half, backend="megacpp", options={"strict": True}, fullgraph=fullgraph,
-                                 dynamic=dynamic or None)  # fmt: skip
+        how = {"backend": "megacpp", "options": {"strict": True}, "dynamic": dynamic or None}
+        compiled = torch.compile(half, fullgraph=True, **how)
         errors = []
         for _ in range(DRAWS):
             args = (torch.randn_like(args[0]), *args[1:])
@@ -132,21 +131,26 @@ def never_waits(step) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def random(*lengths: int) -> Tensor:
+    return torch.randn(*lengths, DIM, device="cuda", dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("routing", ["spread", "two experts only"])
 def test_experts(routing):
-    x = torch.randn(TOKENS, DIM, device="cuda", dtype=torch.bfloat16)
+    x = random(TOKENS)
     scores = torch.randn(TOKENS, EXPERTS, device="cuda")
     if routing != "spread":
         scores[:, [1, 5]] += 100
     never_waits(compare(Experts, (x, scores), {"moe": 1}, 1.25))
 
 
+MIXERS = {"ssd_scan": 1, "causal_conv1d": 1, "gated_rms_norm": 1}
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("batch, tokens", [(1, 16), (2, 80)])
 def test_mixer(groups, batch, tokens):
-    x = torch.randn(batch, tokens, DIM, device="cuda", dtype=torch.bfloat16)
-    step = compare(lambda: Mixer(groups=groups), (x,), {"ssd_scan": 1, "causal_conv1d": 1, "gated_rms_norm": 1}, 1.35)
-    never_waits(step)
+    never_waits(compare(lambda: Mixer(groups=groups), (random(batch, tokens),), MIXERS, 1.35))
 
 
 @needs_hopper
@@ -164,10 +168,30 @@ def test_mixer_in_gluon(monkeypatch, dynamic):
         monkeypatch.setattr(_hopper, name, told(getattr(_hopper, name), launched))
     joined, backward = [], _hopper.backward
     monkeypatch.setattr(_hopper, "backward", lambda *args: joined.append(args[-1]) or backward(*args))
-    x = torch.randn(2, 320, DIM, device="cuda", dtype=torch.bfloat16)
-    sites = {"ssd_scan": 1, "causal_conv1d": 1, "gated_rms_norm": 1}
-    step = compare(lambda: Mixer(heads=8, p=64, n=128, chunk=64), (x,), sites, 1.35, dynamic=dynamic)
+    step = compare(lambda: Mixer(heads=8, p=64, n=128, chunk=64), (random(2, 320),), MIXERS, 1.35, dynamic=dynamic)
     launched.clear()
     never_waits(step)
     assert launched == [walk, walk, walk, *others] and not _hopper.kernels.missing
     assert joined and all(into is not None for into in joined)
+
+
+DELTA = {name: (CHUNKED[name], {"chunk": 64}, 192, {"gated_delta_rule": 1}) for name in (
+    "rows_in_place", "solved_at_once", "no_gate_row_by_row", "channel_gates",
+)}  # fmt: skip
+DELTA |= {name: (BY_TOKEN[name], {}, 24, {"token_loop": 1}) for name in (
+    "sums_of_products", "einsums_channel_gates", "no_gate",
+)}  # fmt: skip
+
+
+def delta(spelling, **sizes):
+    return lambda: PlainDelta(spelling, dim=DIM, groups=2, heads=4, width=32, values=32, wide=True, **sizes)
+
+
+@pytest.mark.parametrize("name", DELTA)
+def test_delta_rules(name):
+    spelling, sizes, tokens, sites = DELTA[name]
+    never_waits(compare(delta(spelling, **sizes), (random(2, tokens),), sites, 1.5))
+
+
+def test_a_linear_attention_token_by_token():
+    compare(delta(LINEAR["rate_by_token"]), (random(2, 24),), {"token_loop": 1}, 1.5)

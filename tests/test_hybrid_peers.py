@@ -36,11 +36,9 @@ def norm(x, weight, bias, *, eps):
 
 @pytest.fixture
 def hybrid_lm(monkeypatch):
-    """The script, with the plain kernels above."""
-    script = importlib.import_module("benchmarks.hybrid_lm")
     kernels = hugging_face.Kernels(mixer, norm, moe.grouped_mm_experts_forward)
     monkeypatch.setattr(hugging_face, "kernels", lambda: kernels)
-    return script
+    return importlib.import_module("benchmarks.hybrid_lm")
 
 
 def gradients(model) -> dict[str, Tensor]:
@@ -63,9 +61,8 @@ def test_it_is_the_same_model(hybrid_lm):
     torch.manual_seed(0)
     plain = plain_hybrid.HybridLM(plain_hybrid.TINY)
     wired = hybrid_lm.MODELS["hugging_face"](copy.deepcopy(plain))
-    blocks = [type(layer.block) for layer in wired.layers]
     m, e, a = hugging_face.Mixer, hugging_face.Experts, plain_hybrid.Attention
-    assert blocks == [m, e, m, a, e, m]
+    assert [type(layer.block) for layer in wired.layers] == [m, e, m, a, e, m]
     tokens, targets = torch.randint(0, 256, (2, 2, 64))
     losses = [F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) for model in (plain, wired)]
     torch.autograd.backward(losses)

@@ -18,6 +18,11 @@ ROOT = Path(__file__).parents[1]
 PASSED = "<testsuites><testsuite tests='1' failures='0' errors='0' skipped='0'/></testsuites>"
 
 
+def launched(path, model=None, x=None, **how):
+    record = launch_record(Model() if model is None else model, torch.randn(6, 8) if x is None else x, path=path, **how)
+    return record, json.loads(path.read_text())
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -33,11 +38,10 @@ OPTIONS = {"policy": {"ablock": "full", "recompute": ("moe",)}, "disable": "moe"
 
 
 def test_one_file_says_it_all(tmp_path):
-    model, path = Model(), tmp_path / "launch.json"
+    model = Model()
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    found = launch_record(model, torch.randn(6, 8), path=path, options=OPTIONS, folder=ROOT, scale=torch.ones(1))
+    found, data = launched(tmp_path / "a", model, options=OPTIONS, folder=ROOT, scale=torch.ones(1))
     assert isinstance(found, LaunchRecord)
-    data = json.loads(path.read_text())
     assert data == json.loads(found.to_json()) and data["format"] == 1
     assert data["model"] == {"class": "Model", "parameters": 8 * 4 + 4 + 8 * 8 + 8, "trainable": 8 * 4 + 4 + 8 * 8}
     assert data["inputs"] == [{"shape": [6, 8], "dtype": "float32"}, {"shape": [1], "dtype": "float32"}]
@@ -50,13 +54,10 @@ def test_one_file_says_it_all(tmp_path):
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-def test_a_plan_is_in_it(tmp_path):
-    config = Config(precision="fp8_current")
-    data = json.loads(launch_record(Model(), torch.randn(6, 8), path=tmp_path / "a", options=config).to_json())
+def test_a_plan_and_what_is_no_plain_data_are_in_it(tmp_path):
+    _, data = launched(tmp_path / "a", options=Config(precision="fp8_current"))
     assert data["precision"]["roles"]["experts"] == "fp8_current" and data["policy"] == "auto"
 
-
-def test_what_is_no_plain_data_is_there_by_its_repr(tmp_path):
     class Pass:
         def __repr__(self):
             return "<a pass>"
@@ -64,10 +65,8 @@ def test_what_is_no_plain_data_is_there_by_its_repr(tmp_path):
         def __call__(self, graph):
             pass
 
-    options = {"inductor": {"post_grad_custom_post_pass": Pass()}}
-    launch_record(Model(), torch.randn(6, 8), path=tmp_path / "a", options=options)
-    found = json.loads((tmp_path / "a").read_text())["options"]["inductor"]
-    assert found == {"post_grad_custom_post_pass": "<a pass>"}
+    _, data = launched(tmp_path / "a", options={"inductor": {"post_grad_custom_post_pass": Pass()}})
+    assert data["options"]["inductor"] == {"post_grad_custom_post_pass": "<a pass>"}
 
 
 def test_a_model_that_reads_values_is_launched_all_the_same(tmp_path):
@@ -75,7 +74,7 @@ def test_a_model_that_reads_values_is_launched_all_the_same(tmp_path):
         def forward(self, x):
             return x * float(x.sum())
 
-    found = launch_record(Reads(), torch.randn(3), path=tmp_path / "a")
+    found, _ = launched(tmp_path / "a", Reads(), torch.randn(3))
     assert "cannot run on shapes alone" in found.estimate["refused"]
 
 
@@ -83,38 +82,29 @@ def test_what_cannot_be_launched(tmp_path):
     for model, options, error in (({}, {}, NotAModuleError), (Model(), {"polcy": 1}, UnknownOptionError),
                                   (Model(), {"policy": "fulll"}, BadOptionError)):  # fmt: skip
         with pytest.raises(error):
-            launch_record(model, torch.randn(6, 8), path=tmp_path / "a", options=options)
+            launched(tmp_path / "a", model, options=options)
     assert not list(tmp_path.iterdir())
 
 
-# --- attached to evidence
-
-
-def launched(tmp_path, **changed):
-    path = tmp_path / "launch.json"
-    record = launch_record(Model(), torch.randn(6, 8), path=path, folder=ROOT)
-    if changed:
-        data = json.loads(path.read_text())
-        data["machine"].update(changed)
-        path.write_text(json.dumps(data))
-    return path, record
+def evidence(tmp_path, **launch):
+    return run.run("dense_fa4_contract", "ci", tmp_path / "records", ROOT, lambda *_: PASSED, **launch)[0]
 
 
 def test_evidence_names_its_launch(tmp_path):
-    path, record = launched(tmp_path)
-    records = tmp_path / "records"
-    found, _ = run.run("dense_fa4_contract", "ci", records, ROOT, lambda *_: PASSED, launch=path)
-    assert found[0].launch == record.digest and read(records) == found
+    record, _ = launched(tmp_path / "a", folder=ROOT)
+    found = evidence(tmp_path, launch=tmp_path / "a")
+    assert found[0].launch == record.digest and read(tmp_path / "records") == found
     assert Record.of(json.loads(found[0].to_json())) == found[0]
-    found, _ = run.run("dense_fa4_contract", "ci", records, ROOT, lambda *_: PASSED)
-    assert found[0].launch is None
+    assert evidence(tmp_path)[0].launch is None
 
 
 @pytest.mark.parametrize(("key", "other"), [("host", "elsewhere"), ("commit", "0" * 12), ("label", "sm_121a")])
 def test_a_launch_of_another_machine_or_code_is_none_of_its(tmp_path, key, other):
-    path, _ = launched(tmp_path, **{key: other})
+    _, data = launched(tmp_path / "a", folder=ROOT)
+    data["machine"][key] = other
+    (tmp_path / "a").write_text(json.dumps(data))
     with pytest.raises(EvidenceError, match=f"its {key} is {other!r}"):
-        run.run("dense_fa4_contract", "ci", tmp_path / "records", ROOT, lambda *_: PASSED, launch=path)
+        evidence(tmp_path, launch=tmp_path / "a")
     assert not (tmp_path / "records").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -20,13 +21,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PASSES = sorted(p.stem for p in (PACKAGE / "passes").glob("*.py") if not p.stem.startswith("_"))
 OPS = sorted(p.parent.name for p in (PACKAGE / "lowerings").glob("[!_]*/__init__.py"))
 
-LONGEST_FILE = 400
 # On an idle machine; the shortest of several runs, as whatever else runs can only add to it.
 LONGEST_IMPORT = 0.050
-HEAVY = ("triton", "transformer_engine", "torch_xla", "jax")
-
-
-# --- passes
 
 
 def test_pass_order():
@@ -36,6 +32,9 @@ def test_pass_order():
         "gated_delta_rule", "gated_linear_attention", "gated_rms_norm", "mla_rope_q", "mla_rope_kv", "rope_qk",
         "ssd_scan", "norm_linear", "compressed_linear",
     )  # fmt: skip
+    assert sorted(pass_names()) == PASSES
+    for i, p in enumerate(all_passes()):
+        assert set(p.after) <= set(pass_names()[:i])
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -49,15 +48,6 @@ def test_pass(name):
     assert (TESTS / "passes" / f"test_{name}.py").exists()
 
 
-def test_the_driver_runs_every_pass():
-    assert sorted(pass_names()) == PASSES
-    for i, p in enumerate(all_passes()):
-        assert set(p.after) <= set(pass_names()[:i])
-
-
-# --- ops
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_op(op):
     assert (PACKAGE / "lowerings" / op / "reference.py").exists()
@@ -65,76 +55,50 @@ def test_op(op):
     assert importlib.import_module(f"megacpp_compile.lowerings.{op}").__doc__, "an op's folder begins with its contract"
 
 
-# --- files
-
-
-def test_no_file_is_too_long():
+def test_files_are_short_and_named_by_what_they_hold():
     lengths = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in SOURCES}
-    assert not {name: n for name, n in lengths.items() if n > LONGEST_FILE}
-
-
-def test_no_utils():
+    assert not {name: n for name, n in lengths.items() if n > 400}
     assert not [p for p in SOURCES if p.stem in ("utils", "util", "helpers", "misc")]
+    assert len(list(PACKAGE.glob("*.py"))) <= 10, "a newcomer reads the root first"
 
 
-@pytest.mark.parametrize("folder", ["passes", "matchers", "frontend"])
-def test_nothing_asks_for_a_device(folder):
-    """What is recognised names ops; which kernel serves one is the lowerings' to say."""
-    for path in (PACKAGE / folder).rglob("*.py"):
-        assert not [m for m in imported(path) if m.startswith(("triton", "torch_xla", "torch.cuda"))], path
-
-
-# --- who imports whom
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def imported(path: Path) -> set[str]:
-    """The modules a file imports anywhere in it, in functions too."""
+    """The modules a file imports anywhere in it, in functions too, from outside of the package."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert path.is_relative_to(PACKAGE)
-            above = path.relative_to(PACKAGE.parent).with_suffix("").parts[: -node.level or None]
-            module = ".".join((*above, *(node.module or "").split("."))) if node.level else node.module or ""
+        elif isinstance(node, ast.ImportFrom) and not node.level:
             # `from package import module` names a module as well as `from module import name` does.
-            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
-def test_imports_go_down():
-    """The contracts of import-linter in pyproject.toml, which `make lint` checks, too."""
-    found = subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())"],
-        capture_output=True, text=True, cwd=PACKAGE.parent,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stdout
+DEVICES = ("triton", "torch_xla", "torch.cuda")
 
 
-def test_the_root_is_short():
-    """Ten modules at most beside the packages: a newcomer reads the root first."""
-    assert len(list(PACKAGE.glob("*.py"))) <= 10
+@pytest.mark.parametrize(("folder", "refused"), [
+    # What is recognised names ops; which kernel serves one is the lowerings' to say.
+    ("passes", DEVICES), ("matchers", DEVICES), ("frontend", DEVICES),
+    # Config alone asks Inductor's settings for their names, to say where an unknown option belongs.
+    *((folder, ("torch._inductor",)) for folder in ("passes", "matchers", "lowerings", "frontend", "config")),
+])  # fmt: skip
+def test_what_a_folder_does_not_import(folder, refused):
+    allowed = {PACKAGE / "config/options.py", PACKAGE / "lowerings/_gemm/autotune.py"} if refused != DEVICES else set()
+    for path in {*(PACKAGE / folder).rglob("*.py")} - allowed:
+        assert not [m for m in imported(path) if m.startswith(refused)], path
 
 
-@pytest.mark.parametrize("folder", ["passes", "matchers", "lowerings", "frontend", "config"])
-def test_inductor_is_behind_the_backends(folder):
-    """Config alone asks Inductor's settings for their names, to say where an unknown option belongs."""
-    allowed = {"config/options.py", "lowerings/_gemm/autotune.py"}
-    for path in (PACKAGE / folder).rglob("*.py"):
-        found = [m for m in imported(path) if m.startswith("torch._inductor")]
-        assert not found or str(path.relative_to(PACKAGE)) in allowed, path
-
-
+@pytest.mark.end_to_end
 def test_config_alone_reads_the_environment():
-    reading = set()
-    for path in SOURCES:
-        names = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
-        if names & {"environ", "getenv"}:
-            reading.add(str(path.relative_to(PACKAGE)))
-    assert reading == {"config/environment.py"}
+    reads = {p for p in SOURCES for n in nodes(p) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")}
+    assert reads == {PACKAGE / "config/environment.py"}
 
-
-# --- torch's private parts
 
 # Attributes that begin with an underscore and belong to objects of torch or of another package, not to this one.
 ALLOWED = {
@@ -162,7 +126,7 @@ ALLOWED = {
 }  # fmt: skip
 
 
-def private_torch(tree: ast.AST) -> list[tuple[int, str]]:
+def private_torch(nodes: list[ast.AST]) -> list[tuple[int, str]]:
     """(line, path) of whatever a file names of torch's private parts: in imports, in chains of attributes that begin at
     torch or at anything imported from it, and as strings that `getattr` and its like are given."""
     names, found = {}, []
@@ -173,7 +137,7 @@ def private_torch(tree: ast.AST) -> list[tuple[int, str]]:
         if path.split(".")[0] == "torch" and private and not path.startswith("torch.ops."):
             found.append((line, path))
 
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 see(node.lineno, alias.name)
@@ -189,10 +153,10 @@ def private_torch(tree: ast.AST) -> list[tuple[int, str]]:
         return names.get(node.id, "") if isinstance(node, ast.Name) else ""
 
     # Names for parts of torch: `aten = torch.ops.aten`.
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and path_of(node.value).startswith("torch."):
             names |= {target.id: path_of(node.value) for target in node.targets if isinstance(target, ast.Name)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             see(node.lineno, path_of(node))
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr", "delattr"):
@@ -205,40 +169,30 @@ def private_torch(tree: ast.AST) -> list[tuple[int, str]]:
     return found
 
 
+OUTSIDE = [path for path in SOURCES if not path.is_relative_to(PACKAGE / "_torch")]
+
+
 def test_private_torch_is_behind_one_door():
-    found = {
-        f"{path.relative_to(PACKAGE)}:{line}": name
-        for path in SOURCES if not path.is_relative_to(PACKAGE / "_torch")
-        for line, name in private_torch(ast.parse(path.read_text()))
-    }  # fmt: skip
+    found = {f"{p.relative_to(PACKAGE)}:{line}": name for p in OUTSIDE for line, name in private_torch(nodes(p))}
     assert not found, f"private symbols of torch go through megacpp_compile/_torch: {found}"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch._dynamo",
-        "import torch._dynamo as d",
-        "from torch._subclasses import FakeTensor",
-        "from torch import _guards",
-        "from torch.utils import _pytree as pytree",
-        "import torch\ntorch._scaled_mm",
-        "import torch as t\nt.utils._pytree.tree_map(f, x)",
-        "from torch import amp\namp._enter_autocast()",
-        "import torch\ncc = torch.autograd\ncc._get_sequence_nr()",
-        "import torch\nhasattr(torch, '_grouped_mm')",
-        "import importlib\nimportlib.import_module('torch._inductor.config')",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "import torch._dynamo", "import torch._dynamo as d", "from torch._subclasses import FakeTensor",
+    "from torch import _guards", "from torch.utils import _pytree as pytree", "import torch\ntorch._scaled_mm",
+    "import torch as t\nt.utils._pytree.tree_map(f, x)", "from torch import amp\namp._enter_autocast()",
+    "import torch\ncc = torch.autograd\ncc._get_sequence_nr()", "import torch\nhasattr(torch, '_grouped_mm')",
+    "import importlib\nimportlib.import_module('torch._inductor.config')",
+])  # fmt: skip
 def test_the_door_is_watched(source):
-    assert private_torch(ast.parse(source))
+    assert private_torch(list(ast.walk(ast.parse(source))))
 
 
 def test_private_attributes_are_this_package_s_own():
     """Any other is of an object of torch or of another package, and is in the list with its reason."""
     own, used = set(), {}
-    for path in (p for p in SOURCES if not p.is_relative_to(PACKAGE / "_torch")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in OUTSIDE:
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -255,26 +209,24 @@ def test_private_attributes_are_this_package_s_own():
     assert not {attr: at for attr, at in used.items() if attr not in own and attr not in ALLOWED}
 
 
-# --- what an import costs
-
-IMPORT = f"""
+IMPORT = """
 import sys, time, torch
 began = time.perf_counter()
 import megacpp_compile
 print(time.perf_counter() - began)
-print([name for name in {HEAVY!r} if name in sys.modules])
+print([name for name in ("triton", "transformer_engine", "torch_xla", "jax") if name in sys.modules])
 """
 
 
+@pytest.mark.end_to_end
 def test_import_is_light():
     """torch may bring triton itself; ours must not. Imported first, torch shows what was there before."""
     seconds = []
     for _ in range(3):
-        out = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.split(
-            "\n"
-        )
-        assert out[1] == "[]"
-        seconds.append(float(out[0]))
+        done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+        took, heavy = done.stdout.splitlines()
+        assert heavy == "[]"
+        seconds.append(float(took))
         if min(seconds) < LONGEST_IMPORT:
             break
     assert min(seconds) < LONGEST_IMPORT, seconds

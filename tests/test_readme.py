@@ -13,16 +13,15 @@ PAGE = Path(__file__).parent.parent / "docs" / "first_report.md"
 
 def _settled(text):
     # Times vary, and with them and the path column widths; words and numbers do not.
-    text = re.sub(r"\b\d+\.\d\d\b", "T", text)
-    return [line for line in (" ".join(re.sub("[─]+", "", line).split()) for line in text.splitlines()) if line]
+    lines = re.sub("[─]+", "", re.sub(r"\b\d+\.\d\d\b", "T", text)).splitlines()
+    return [" ".join(line.split()) for line in lines if line.split()]
 
 
+@pytest.mark.end_to_end
 def test_the_example_prints_what_it_says(tmp_path, monkeypatch, capsys, no_kernels):
     """Kernels are left out: the report is made before there are any."""
     pytest.importorskip("rich")  # without it the same table is printed plainly
-    text = PAGE.read_text()
-    code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
-    shown = re.search(r"```text\n(.*?)```", text, re.S).group(1)
+    code, shown = (re.search(rf"```{kind}\n(.*?)```", PAGE.read_text(), re.S).group(1) for kind in ("python", "text"))
     (tmp_path / "example.py").write_text(code)
     torch._dynamo.reset()
     monkeypatch.setenv("COLUMNS", "120")

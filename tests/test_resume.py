@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch import nn
 from megacpp_compile import apply_checkpoints, check_resume
 from megacpp_compile.errors import NotAModuleError, ResumeError
 
-DIM, HEADS = 64, 4
+DIM = 64
 
 
 class Latents(nn.Module):
@@ -25,8 +23,6 @@ class Latents(nn.Module):
 
 
 class Whole(nn.Module):
-    """Ordinary attention, with norms of queries' and keys' heads."""
-
     def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(DIM, n) for n in (64, 32, 32, DIM))
@@ -66,36 +62,28 @@ def test_two_latents_of_one_width():
     """Then the order tells which projection belongs to which norm."""
     found = check_resume(model := Model(kv=24, rope=0, q=24, layers=2), model.state_dict())
     assert [x.down for x in found.latents[:2]] == ["ask.weight", "squeeze.weight"]
+    found = check_resume(model := Model(Whole), model.state_dict())
+    assert found.latents == (), "nothing else is taken for one"
 
 
-@pytest.mark.parametrize("zoo", ["DeepseekV3"])
-def test_latents_of_a_model_nobody_here_wrote(zoo):
+def test_latents_of_a_model_nobody_here_wrote():
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{zoo}Config")(
+    config = transformers.DeepseekV3Config(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8,
         qk_nope_head_dim=16, v_head_dim=16, intermediate_size=96, moe_intermediate_size=32, n_routed_experts=4,
         num_experts_per_tok=2, n_group=1, topk_group=1, vocab_size=32, first_k_dense_replace=1,
     )  # fmt: skip
     with torch.device("meta"):
-        model = getattr(transformers, f"{zoo}ForCausalLM")(config)
+        model = transformers.DeepseekV3ForCausalLM(config)
     found = check_resume(model, model.state_dict()).latents
     assert {(x.width, x.beside) for x in found} == {(16, 8), (24, 0)} and len(found) == 4
 
 
-def test_nothing_is_taken_for_a_latent_that_is_none():
-    model = Model(Whole)
-    assert check_resume(model, model.state_dict()).latents == ()
-
-
-@pytest.mark.parametrize(
-    ("widths", "said"),
-    [
-        ({"kv": 32}, r"the model has ask.weight \(24, 64\), squeeze.weight \(16 \+ 8, 64\); "
-                     r"the checkpoint has ask.weight \(24, 64\), squeeze.weight \(32 \+ 8, 64\)"),
-        ({"rope": 16}, r"squeeze.weight \(16 \+ 16, 64\)"),
-        ({"q": 48}, r"the checkpoint has ask.weight \(48, 64\)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("widths", "said"), [
+    ({"kv": 32}, r"the model has ask.weight \(24, 64\), squeeze.weight \(16 \+ 8, 64\); "
+                 r"the checkpoint has ask.weight \(24, 64\), squeeze.weight \(32 \+ 8, 64\)"),
+    ({"rope": 16}, r"squeeze.weight \(16 \+ 16, 64\)"), ({"q": 48}, r"the checkpoint has ask.weight \(48, 64\)"),
+])  # fmt: skip
 def test_other_widths_are_named_on_both_sides(widths, said):
     with pytest.raises(ResumeError, match=said) as caught:
         check_resume(Model(), Model(**widths).state_dict())
@@ -104,7 +92,6 @@ def test_other_widths_are_named_on_both_sides(widths, said):
 
 
 def test_a_checkpoint_without_mla():
-    """Names of what is missing, and shapes of both sides."""
     with pytest.raises(ResumeError) as caught:
         check_resume(Model(), Model(Whole).state_dict())
     text = str(caught.value)
@@ -115,14 +102,13 @@ def test_a_checkpoint_without_mla():
     assert "layers.2.attn.v.bias" in caught.value.unexpected
 
 
-def test_a_checkpoint_with_mla_for_a_model_without():
-    with pytest.raises(ResumeError, match=r"the model has no latents there, but q.weight \(64, 64\)"):
-        check_resume(Model(Whole), Model().state_dict())
-
-
-def test_fewer_layers():
-    with pytest.raises(ResumeError, match="the checkpoint has no such module"):
-        check_resume(Model(), Model(layers=2).state_dict())
+@pytest.mark.parametrize(("model", "other", "said"), [
+    ((Whole,), {}, r"the model has no latents there, but q.weight \(64, 64\)"),
+    ((), {"layers": 2}, "the checkpoint has no such module"),
+], ids=["model without MLA", "fewer layers"])  # fmt: skip
+def test_modules_that_one_side_lacks(model, other, said):
+    with pytest.raises(ResumeError, match=said):
+        check_resume(Model(*model), Model(**other).state_dict())
 
 
 def test_other_tensors_count_too():
@@ -144,23 +130,16 @@ def test_names_that_the_model_does_not_have():
 def test_a_tied_parameter_may_be_there_once():
     model = Model()
     model.head.weight = model.embed.weight
-    state = model.state_dict()
-    del state["head.weight"]
+    state = {n: t for n, t in model.state_dict().items() if n != "head.weight"}
     assert check_resume(model, state).tensors == len(state)
 
 
 def test_wrappers_and_devices_do_not_matter():
     with torch.device("meta"):
         model = Model()
-    plain = Model()
     apply_checkpoints(model)
-    assert len(check_resume(model, plain.state_dict()).latents) == 6
-    wrapped = {f"module.{n}": t for n, t in plain.state_dict().items()}
-    assert len(check_resume(model, wrapped).latents) == 6
-    compiled = {f"_orig_mod.{n}": t for n, t in copy.deepcopy(plain).state_dict().items()}
-    assert len(check_resume(model, compiled).latents) == 6
-
-
-def test_what_is_no_model():
+    for wrapper in ("", "module.", "_orig_mod."):
+        state = {f"{wrapper}{n}": t for n, t in Model().state_dict().items()}
+        assert len(check_resume(model, state).latents) == 6
     with pytest.raises(NotAModuleError):
         check_resume({}, {})

@@ -29,13 +29,10 @@ def test_an_op_suits_xla_or_says_why_it_does(op):
     assert _registry.preference(op, "tpu") == (("tpu_xla", "reference") if own else ("reference",))
 
 
-def test_who_compiles_for_a_target():
-    assert backend_for(TPU, []) is openxla
-    assert backend_for(CPU, []) is backend_for(CUDA, []) is inductor
-
-
 @pytest.mark.parametrize("module", [inductor, openxla, torch_tpu])
 def test_a_backend_defines_the_protocol(module):
+    assert backend_for(TPU, []) is openxla
+    assert backend_for(CPU, []) is backend_for(CUDA, []) is inductor
     for name in (n for n in vars(Backend) if not n.startswith("_")):
         wanted = list(inspect.signature(getattr(Backend, name)).parameters)[1:]
         assert list(inspect.signature(getattr(module, name)).parameters)[: len(wanted)] in (
@@ -43,15 +40,13 @@ def test_a_backend_defines_the_protocol(module):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("there", ["", "torch_xla", "torch_tpu"])
-def test_tpu_asks_for_one_of_its_packages(monkeypatch, there):
-    found = importlib.util.find_spec("json")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == there else None)
-    if there:
+def test_tpu_asks_for_one_of_its_packages(monkeypatch):
+    for there in ("torch_xla", "torch_tpu"):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=there: pytest if name == there else None)
         assert resolve_target("tpu", []) is TPU
-    else:
-        with pytest.raises(TargetUnavailableError, match="torch_xla or torch_tpu"):
-            resolve_target("tpu", [])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TargetUnavailableError, match="torch_xla or torch_tpu"):
+        resolve_target("tpu", [])
 
 
 @pytest.mark.parametrize(("kinds", "wanted"), [

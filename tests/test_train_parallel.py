@@ -21,10 +21,7 @@ import torch.distributed as dist
 from tests.conftest import kernels_left_out, quick_compilers
 from tests.ranks import ON_ONE_WORKER, start
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    ON_ONE_WORKER,
-]
+pytestmark = [pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"), ON_ONE_WORKER]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = "--device cpu --steps 2 --batch 4 --length 16 --dim 32 --layers 1 --experts 4".split()
@@ -61,19 +58,16 @@ def _rank(rank: int, ports: list[int], folder: str, runs: list[list[str]]) -> No
 
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("localhost", 0))
+        sockets = [held.enter_context(socket.create_server(("localhost", 0))) for _ in range(count)]
         return [one.getsockname()[1] for one in sockets]
 
 
-@pytest.fixture(scope="module")
-def of_two(tmp_path_factory):
+@pytest.fixture
+def of_two(tmp_path):
     """What two ranks print: with heads cut over them, and with experts."""
     runs = [["--tp", "2", "--policy", "selective"], ["--ep", "2"]]
-    folder = tmp_path_factory.mktemp("ranks")
-    start(_rank, (free_ports(len(runs)), str(folder), runs), 2)
-    return [[(folder / f"{i}.{rank}").read_text() for rank in range(2)] for i in range(len(runs))]
+    start(_rank, (free_ports(len(runs)), str(tmp_path), runs), 2)
+    return [[(tmp_path / f"{i}.{rank}").read_text() for rank in range(2)] for i in range(len(runs))]
 
 
 def losses(printed: str, name: str) -> list[float]:
@@ -81,8 +75,8 @@ def losses(printed: str, name: str) -> list[float]:
     return [float(loss) for loss in row]
 
 
-@pytest.mark.slow
-def test_ranks_train_to_the_losses_of_one(of_two, no_kernels):
+@pytest.mark.end_to_end
+def test_ranks_train_to_the_losses_of_one_and_fuse(of_two, no_kernels):
     torch._dynamo.reset()
     code, alone, errors = started([*SMALL, "--compare", "inductor"])
     assert code == 0, alone + errors
@@ -93,10 +87,6 @@ def test_ranks_train_to_the_losses_of_one(of_two, no_kernels):
         assert first_rank.startswith("0\n") and other == "0\n"
         for name in ("eager", "megacpp"):
             assert losses(first_rank, name) == pytest.approx([first, last], abs=1e-3)
-
-
-@pytest.mark.slow
-def test_it_fuses_on_every_rank(of_two):
     by_heads, by_experts = (first for first, _ in of_two)
     assert "fused on every rank: moe 1, down_norm_up 1, mla_rope_q 1, mla_rope_kv 1" in by_heads
     # FSDP2 leaves the experts a frame of their own, which is compiled once more for another number of rows.
@@ -106,24 +96,14 @@ def test_it_fuses_on_every_rank(of_two):
         assert re.findall(r"^ +(\w+) 2/2 loss", printed, re.M) == ["eager", "megacpp"]
 
 
-@pytest.mark.parametrize(
-    ("options", "ranks", "words"),
-    [
-        ("--tp 3", 2, "--tp 3 does not divide 2 ranks: start with torchrun --nproc-per-node 3"),
-        (
-            "--tp 2 --fsdp 2",
-            2,
-            "not the number of ranks, 2: start with torchrun --nproc-per-node 4, or leave out --fsdp",
-        ),
-        ("--tp 2 --heads 3", 2, "--tp 2 does not divide --heads 3"),
-        ("--ep 2 --experts 3", 2, "--ep 2 does not divide --experts 3"),
-        ("--ep 2 --tp 2", 2, "--ep 2 does not divide --fsdp 1"),
-        ("--batch 3", 2, "--fsdp 2 does not divide --batch 3"),
-        ("--dim 24", 1, "--dim 24 is no multiple of 16"),
-        ("--steps 1", 1, "--steps must be at least 2"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "ranks", "words"), [
+    ("--tp 3", 2, "--tp 3 does not divide 2 ranks: start with torchrun --nproc-per-node 3"),
+    ("--tp 2 --fsdp 2", 2, "not the number of ranks, 2: start with torchrun --nproc-per-node 4, or leave out --fsdp"),
+    ("--tp 2 --heads 3", 2, "--tp 2 does not divide --heads 3"),
+    ("--ep 2 --experts 3", 2, "--ep 2 does not divide --experts 3"),
+    ("--ep 2 --tp 2", 2, "--ep 2 does not divide --fsdp 1"), ("--batch 3", 2, "--fsdp 2 does not divide --batch 3"),
+    ("--dim 24", 1, "--dim 24 is no multiple of 16"), ("--steps 1", 1, "--steps must be at least 2"),
+], ids=str)  # fmt: skip
 def test_what_does_not_fit_is_said_once(options, ranks, words):
     code, out, errors = started([*SMALL, *options.split()], RANK="0", WORLD_SIZE=str(ranks))
     assert code == 2 and not out and words in " ".join(errors.split())

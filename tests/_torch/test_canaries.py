@@ -18,28 +18,37 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacpp_compile._torch import (
-    _registry,
-    autocast,
-    autograd,
-    calls,
-    dispatch,
-    fakes,
-    functorch,
-    guards,
-    inductor,
-    modules,
-    translator,
-    variables,
-)
+import megacpp_compile._torch.translator as translator
+import megacpp_compile._torch.variables as variables
+from megacpp_compile._torch import autocast, autograd, calls, dispatch, fakes, functorch, guards, inductor, modules
 from megacpp_compile._torch import dynamo as door
 from megacpp_compile._torch import logging as torch_log
-from megacpp_compile._torch._registry import release
+from megacpp_compile._torch._registry import find, release
 from megacpp_compile._torch.ops import HigherOrderOperator, OpOverload, nn_linear, set_grad_enabled
 from megacpp_compile._torch.pytree import tree_leaves, tree_map
 from megacpp_compile._torch.symbols import RAISES, SYMBOLS
 from megacpp_compile.errors import BadOptionError
 from tests._torch.uses import PACKAGE, users
+
+
+def compiled(f, backend, *args):
+    torch.compiler.reset()
+    return torch.compile(f, backend=backend)(*args)
+
+
+class Seen(dispatch.TorchDispatchMode):
+    """What is called within, and `done` of each with its result."""
+
+    def __init__(self, done=lambda func, result: None):
+        super().__init__()
+        self.called, self.done = [], done
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.called.append(func)
+        result = func(*args, **(kwargs or {}))
+        self.done(func, result)
+        return result
+
 
 THEMES = sorted({s.name.partition(".")[0] for s in SYMBOLS.values() if s.name})
 
@@ -50,20 +59,15 @@ def test_torch_has_it(key):
     symbol, nothing = SYMBOLS[key], object()
     if release(symbol.seen.partition("-")[0]) > release(torch.__version__):
         pytest.skip(f"newer than torch {torch.__version__}")
-    assert _registry.find(symbol.path, nothing) is not nothing, (
+    assert find(symbol.path, nothing) is not nothing, (
         f"torch {torch.__version__} has no {symbol.path} (for {symbol.use}; seen in {symbol.seen}), which "
         f"{', '.join(users()[key])} use: {symbol.without}"
     )
 
 
-# --- the table
-
-
-def test_every_row_has_a_user():
+@pytest.mark.end_to_end
+def test_rows_are_complete_and_unique_and_have_users():
     assert not set(SYMBOLS) - set(users())
-
-
-def test_rows_are_complete_and_unique():
     assert len({s.path for s in SYMBOLS.values()}) == len(SYMBOLS)
     for symbol in SYMBOLS.values():
         first, last = map(release, symbol.seen.split("-"))
@@ -84,9 +88,6 @@ def test_types_are_those_of_the_table(theme):
     assert declared == {s.name: s.path for s in SYMBOLS.values() if s.name.startswith(f"{theme}.")}
 
 
-# --- what they do
-
-
 def test_fakes():
     mode = fakes.FakeTensorMode(allow_non_fake_inputs=True)
     fake = mode.from_tensor(torch.ones(2, 3), static_shapes=True)
@@ -96,33 +97,26 @@ def test_fakes():
         fake.sum().item()
     with mode, pytest.raises(fakes.DynamicOutputShapeException):
         fake.nonzero()
+    seen, inner = [], mode.dispatch  # a mode may answer for an op
+    mode.dispatch = lambda func, types, args=(), kwargs=None: seen.append(func) or inner(func, types, args, kwargs)
+    with mode:
+        torch.ones(2, 3) + 1
+    assert torch.ops.aten.add.Tensor in seen
 
 
 def test_writes_to_a_result_show_on_what_a_mode_keeps():
     kept = []
 
-    class Keeps(dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten.mm.default:
-                with dispatch.set_excluded(dispatch.DispatchKey.ADInplaceOrView, False):
-                    kept.append(result.detach())
-            return result
+    def keep(func, result):
+        if func is torch.ops.aten.mm.default:
+            with dispatch.set_excluded(dispatch.DispatchKey.ADInplaceOrView, False):
+                kept.append(result.detach())
 
-    with Keeps():
+    with Seen(keep):
         made = torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)
         before = kept[0]._version
         made.mul_(2)
     assert kept[0]._version == before + 1 and kept[0].grad_fn is None
-
-
-def test_a_fake_mode_may_answer_for_an_op():
-    mode, seen = fakes.FakeTensorMode(allow_non_fake_inputs=True), []
-    inner = mode.dispatch
-    mode.dispatch = lambda func, types, args=(), kwargs=None: seen.append(func) or inner(func, types, args, kwargs)
-    with mode:
-        torch.ones(2, 3) + 1
-    assert torch.ops.aten.add.Tensor in seen
 
 
 def test_a_frame_tells_its_sizes_and_its_interface():
@@ -140,8 +134,7 @@ def test_a_frame_tells_its_sizes_and_its_interface():
         seen["reset"] = guards.tracing(None)
         return gm.forward
 
-    torch.compiler.reset()
-    torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(3))
+    compiled(lambda x: x.sin() + 1, backend, torch.ones(3))
     assert isinstance(seen["mode"], fakes.FakeTensorMode)
     assert all(hasattr(c, "tensor_source") for c in seen["contexts"])
     assert seen["guards"] == 1
@@ -153,7 +146,7 @@ def test_a_frame_tells_its_sizes_and_its_interface():
 def test_a_frame_finds_the_call_it_is_compiled_for():
     seen, events = [], []
 
-    class Model(torch.nn.Module):
+    class Model(nn.Module):
         def forward(self, x):
             x = x + 1
             torch._dynamo.graph_break()
@@ -168,11 +161,11 @@ def test_a_frame_finds_the_call_it_is_compiled_for():
 
     torch.compiler.reset()
     model = Model()
-    compiled = torch.compile(model, backend=backend)
+    call = torch.compile(model, backend=backend)
     assert calls.current() is None
-    compiled(torch.ones(3))
+    call(torch.ones(3))
     assert events == ["left"]
-    compiled(torch.ones(3))
+    call(torch.ones(3))
     assert events == ["left", "entered", "left again"]
     assert [call.whole for call in seen] == [True, False] and all(call.module is model for call in seen)
     assert seen[0].context is seen[1].context and (__file__, "forward") in seen[1].through
@@ -181,11 +174,18 @@ def test_a_frame_finds_the_call_it_is_compiled_for():
     assert seen[-1].whole and seen[-1].module is None and seen[-1].context is not seen[0].context
 
 
-def test_wrappers_keep_what_they_wrap_under_these_names():
+def test_modules_are_wrapped_and_compiled_in_place():
     inner = nn.Tanh()
     assert getattr(torch.compile(inner), modules.COMPILED) is inner
     assert dict(checkpoint_wrapper(inner).named_children()) == {modules.checkpoint_wrapped: inner}
     assert f"self.{modules.fsdp_wrapped}" in inspect.getsource(FullyShardedDataParallel.module.fget)
+    module = nn.Linear(2, 2)
+    assert modules.compiled_call(module) is None
+    assert torch.equal(modules.eager_call(module)(x := torch.ones(1, 2)), module(x))
+    modules.set_compiled_call(module, lambda x: "compiled")
+    assert module(x) == "compiled" and modules.compiled_call(module)(x) == "compiled"
+    modules.set_compiled_call(module, None)
+    assert torch.is_tensor(module(x))
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo")
@@ -207,7 +207,9 @@ def test_fsdp2_gathers_into_the_same_parameter_every_time():
         dist.destroy_process_group()
 
 
-def test_ops():
+def test_ops_and_pytree():
+    assert tree_leaves(({"a": 1}, [2, 3])) == [1, 2, 3]
+    assert tree_map(lambda x: x + 1, ({"a": 1}, [2])) == ({"a": 2}, [3])
     assert isinstance(torch.ops.aten.add.Tensor, OpOverload)
     assert isinstance(torch.ops.higher_order.cond, HigherOrderOperator)
     assert torch.ops.aten.add.Tensor._opname == "add" and torch.ops.aten.add_.Tensor._schema.is_mutable
@@ -219,8 +221,7 @@ def test_ops():
             return x + 1
 
     graphs = []
-    torch.compiler.reset()
-    torch.compile(model, backend=lambda gm, _: graphs.append(gm) or gm.forward)(torch.ones(2, 2), torch.ones(2, 2))
+    compiled(model, lambda gm, _: graphs.append(gm) or gm.forward, torch.ones(2, 2), torch.ones(2, 2))
     targets = [n.target for n in graphs[0].graph.nodes]
     assert {autocast.enter_autocast, autocast.exit_autocast, set_grad_enabled, nn_linear} <= set(targets)
 
@@ -234,19 +235,12 @@ def test_autocast():
 
 
 def test_modes():
-    seen = []
-
-    class Watch(dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
+    with Seen() as seen:
         torch.ones(1) + 1
-        count = len(seen)
+        count = len(seen.called)
         with dispatch.disable_current_modes():
             torch.ones(1) + 1
-    assert count and len(seen) == count
+    assert count and len(seen.called) == count
     assert not dispatch.is_traceable_wrapper_subclass(torch.ones(1))
     assert dispatch.is_traceable_wrapper_subclass(dispatch.AsyncCollectiveTensor(torch.ones(1)))
     with dispatch.enable_python_dispatcher():
@@ -254,20 +248,17 @@ def test_modes():
 
 
 def test_layers_of_vmap():
-    before = functorch.layers()
-    wrapped = []
-    torch.func.vmap(lambda x: wrapped.append(functorch.is_functorch_wrapped_tensor(x)) or x + functorch.layers())(
-        torch.ones(2)
-    )
+    before, wrapped = functorch.layers(), []
+
+    def layered(x):
+        wrapped.append(functorch.is_functorch_wrapped_tensor(x))
+        return x + functorch.layers()
+
+    torch.func.vmap(layered)(torch.ones(2))
     assert wrapped == [True] and not functorch.is_functorch_wrapped_tensor(torch.ones(2))
     with functorch.temporarily_clear_interpreter_stack():
         assert functorch.layers() == 0
     assert functorch.layers() == before
-
-
-def test_pytree():
-    assert tree_leaves(({"a": 1}, [2, 3])) == [1, 2, 3]
-    assert tree_map(lambda x: x + 1, ({"a": 1}, [2])) == ({"a": 2}, [3])
 
 
 def test_autograd_tells_where_it_is():
@@ -318,33 +309,42 @@ def test_dynamo_lets_a_backend_raise_its_own_error():
     assert caught.traceback[-1].name == "backend" and caught.traceback[-2].name == "compile_wrapper"
 
 
-def test_dynamo_says_when_a_backend_is_given():
+def test_dynamo_says_when_a_backend_is_given(monkeypatch):
     def backend(gm, inputs, **_):
         return gm.forward
 
     given = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eval_frame, "get_compiler_fn", eval_frame.get_compiler_fn)  # to be put back
-        door.check_when_given([backend], lambda **kwargs: given.append(kwargs))
-        torch.compile(nn.Linear(1, 1), backend=backend, options={"a": 1})
-        torch.compile(nn.Linear(1, 1), backend=backend, mode="max-autotune")
-        torch.compile(nn.Linear(1, 1), backend="eager")
+    monkeypatch.setattr(eval_frame, "get_compiler_fn", eval_frame.get_compiler_fn)  # to be put back
+    door.check_when_given([backend], lambda **kwargs: given.append(kwargs))
+    for how in ({"options": {"a": 1}}, {"mode": "max-autotune"}, {"backend": "eager"}):
+        torch.compile(nn.Linear(1, 1), **{"backend": backend} | how)
     assert given == [{"options": {"a": 1}}, {"mode": "max-autotune"}]
 
 
-def test_dynamo_registers_again():
-    table, backend = registry._COMPILER_FNS, lambda gm, inputs: gm.forward
+def test_dynamo_registers_again(monkeypatch):
+    backend = lambda gm, inputs: gm.forward  # noqa: E731
     backend.__name__ = "a backend of this test's"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_COMPILER_FNS", dict(table))
-        patch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
-        door.registers_again(backend)
-        for _ in range(2):
-            registry.register_backend(backend, backend.__name__)
-        assert registry.lookup_backend(backend.__name__) is backend
-        with pytest.raises(AssertionError, match="duplicate name: eager"):
-            registry.lookup_backend("eager")
-            registry.register_backend(backend, "eager")
+    for table in ("_COMPILER_FNS", "_BACKENDS"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    door.registers_again(backend)
+    for _ in range(2):
+        registry.register_backend(backend, backend.__name__)
+    assert registry.lookup_backend(backend.__name__) is backend
+    with pytest.raises(AssertionError, match="duplicate name: eager"):
+        registry.lookup_backend("eager")
+        registry.register_backend(backend, "eager")
+
+
+def differentiating(also=lambda: None):
+    """(the graphs it is given, a backend that differentiates). also: what is done at each graph."""
+    graphs = []
+
+    def compiler(gm, _):
+        also()
+        graphs.append(gm)
+        return functorch.make_boxed_func(gm.forward)
+
+    return graphs, door.aot_autograd(fw_compiler=compiler, partition_fn=functorch.default_partition)
 
 
 def test_dynamo_backends_and_guards():
@@ -352,14 +352,9 @@ def test_dynamo_backends_and_guards():
     with pytest.raises(door.InvalidBackend):
         door.lookup_backend("no backend of this name")
     assert list(inspect.signature(door.openxla_eval_boxed).parameters)[:2] == ["model", "fake_tensor_inputs"]
-    compiled = []
-    differentiate = door.aot_autograd(
-        fw_compiler=lambda gm, _: compiled.append(gm) or functorch.make_boxed_func(gm.forward),
-        partition_fn=functorch.default_partition,
-    )
-    torch.compiler.reset()
-    torch.compile(lambda x: x.sin().cos(), backend=differentiate)(torch.ones(2, requires_grad=True)).sum().backward()
-    assert len(compiled) == 2
+    graphs, differentiate = differentiating()
+    compiled(lambda x: x.sin().cos(), differentiate, torch.ones(2, requires_grad=True)).sum().backward()
+    assert len(graphs) == 2
 
 
 def test_export_keeps_whole_ops():
@@ -376,14 +371,10 @@ def test_export_keeps_whole_ops():
     assert not signature.inputs_to_buffers
 
 
-@pytest.mark.parametrize("name", ["default_partition", "min_cut_rematerialization_partition"])
-def test_partitioners(name):
-    parameters = list(inspect.signature(getattr(functorch, name)).parameters.values())
-    assert [p.name for p in parameters[:2]] == ["joint_module", "_joint_inputs"]
-    assert {"num_fwd_outputs"} <= {p.name for p in parameters}
-
-
-def test_settings_of_functorch():
+def test_partitioners_and_settings_of_functorch():
+    for partition in (functorch.default_partition, functorch.min_cut_rematerialization_partition):
+        parameters = list(inspect.signature(partition).parameters)
+        assert parameters[:2] == ["joint_module", "_joint_inputs"] and "num_fwd_outputs" in parameters
     assert functorch.memory_budget() == 1.0
     with functorch.config.patch(activation_memory_budget=0.5, enable_autograd_cache=False):
         assert functorch.memory_budget() == 0.5
@@ -392,34 +383,25 @@ def test_settings_of_functorch():
 @pytest.mark.skipif(release(torch.__version__) < (2, 10), reason="torch 2.9 lowers a backward at its first run")
 def test_a_backward_is_lowered_with_its_forward():
     """And one whose list of tensors to write into is emptied in time may run twice."""
-    compiled, listed = [], []
+    listed = []
 
-    def compiler(gm, _):
+    def listing():
         listed.append(guards.TracingContext.get().fw_metadata.bw_donated_idxs)
         functorch.keep_saved_tensors()
-        compiled.append(gm)
-        return functorch.make_boxed_func(gm.forward)
 
-    differentiate = door.aot_autograd(fw_compiler=compiler, partition_fn=functorch.default_partition)
-    x = torch.ones(2, requires_grad=True)
-    torch.compiler.reset()
+    graphs, differentiate = differentiating(listing)
     with functorch.backward_with_forward():
-        y = torch.compile(lambda x: x.sin().exp().exp(), backend=differentiate)(x)
-    assert len(compiled) == 2 and listed[0] and listed[1] == []
+        y = compiled(lambda x: x.sin().exp().exp(), differentiate, torch.ones(2, requires_grad=True))
+    assert len(graphs) == 2 and listed[0] and listed[1] == []
     y.sum().backward(retain_graph=True)
     y.sum().backward()
-    assert len(compiled) == 2
+    assert len(graphs) == 2
 
 
 def test_a_backward_is_lowered_when_it_runs():
-    compiled = []
-    differentiate = door.aot_autograd(
-        fw_compiler=lambda gm, _: (compiled.append(gm), functorch.keep_saved_tensors()) and gm.forward,
-        partition_fn=functorch.default_partition,
-    )
-    torch.compiler.reset()
-    torch.compile(lambda x: x.sin().cos(), backend=differentiate)(torch.ones(2, requires_grad=True))
-    assert len(compiled) == 1
+    graphs, differentiate = differentiating(functorch.keep_saved_tensors)
+    compiled(lambda x: x.sin().cos(), differentiate, torch.ones(2, requires_grad=True))
+    assert len(graphs) == 1
     assert guards.TracingContext.try_get() is None and functorch.keep_saved_tensors() is None
 
 
@@ -442,8 +424,7 @@ def test_dynamo_tells_why_a_graph_ends():
         except ValueError:
             return x
 
-    torch.compiler.reset()
-    torch.compile(breaks, backend=backend)(torch.ones(1))
+    compiled(breaks, backend, torch.ones(1))
     first, last = reasons
     assert first.graph_break and not last.graph_break and first.reason
     assert first in door.graph_break_reasons and first.user_stack[-1].name == "breaks"
@@ -464,14 +445,24 @@ def test_dynamo_tells_why_a_graph_ends():
     assert met == ["gives_up"]
 
 
-def test_inductor_takes_settings_and_passes():
+HOOKS = ("joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+
+
+def test_inductor():
     assert {"inner_compile", "config_patches"} <= set(inspect.signature(inductor.compile_fx).parameters)
-    hooks = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_post_pass",
-             "custom_partitioner_fn")  # fmt: skip
-    assert [getattr(inductor.config, hook) for hook in hooks] == [None] * 4
-    assert inductor.CustomGraphPass.__abstractmethods__ == {"__call__", "uuid"}
-    assert inductor.CustomPartitionerFn.__abstractmethods__ == {"__call__", "uuid"}
+    for hook in (*HOOKS, "custom_partitioner_fn"):
+        assert getattr(inductor.config, hook) is None
+    for kind in (inductor.CustomGraphPass, inductor.CustomPartitionerFn):
+        assert kind.__abstractmethods__ == {"__call__", "uuid"}
     assert inductor.list_mode_options("max-autotune")
+    worker = list(inspect.signature(inductor.worker_compile_triton).parameters)
+    assert worker == ["load_kernel", "extra_env", "extra_config"]
+    assert inductor.get_compile_threads() >= 1 and callable(inductor.maybe_warm_pool)
+    assert callable(inductor.AsyncCompile.use_process_pool) and callable(inductor.AsyncCompile.process_pool.cache_info)
+    assert isinstance(inductor.has_triton_package(), bool)
+    table = inductor.select_decomp_table()
+    gm = make_fx(lambda x: torch.ops.aten.silu(x), decomposition_table=table)(torch.ones(2))
+    assert torch.ops.aten.silu.default not in {n.target for n in gm.graph.nodes}
 
 
 class Counting(inductor.CustomGraphPass):
@@ -492,45 +483,17 @@ def test_inductor_runs_passes_where_they_are_put(monkeypatch, no_kernels):
     from torch._inductor import compile_fx as module  # as patched: everything but code generation
 
     RAN.clear()
-    names = ("joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
-    patches = {name: Counting(name) for name in names}
+    patches = {name: Counting(name) for name in HOOKS}
     assert all(pickle.loads(pickle.dumps(p)).uuid() for p in patches.values())
-    torch.compiler.reset()
     x = torch.ones(4, requires_grad=True)
-    f = torch.compile(lambda x: x.sin().cos(), backend=lambda gm, i: module.compile_fx(gm, i, config_patches=patches))
-    f(x).sum().backward()
-    forward_and_backward = ["post_grad_custom_pre_pass", "post_grad_custom_post_pass"] * 2
-    assert RAN == ["joint_custom_post_pass", *forward_and_backward]
-
-
-def test_decompositions_trace():
-    table = inductor.select_decomp_table()
-    gm = make_fx(lambda x: torch.ops.aten.silu(x), decomposition_table=table)(torch.ones(2))
-    assert torch.ops.aten.silu.default not in {n.target for n in gm.graph.nodes}
-
-
-def test_workers():
-    assert list(inspect.signature(inductor.worker_compile_triton).parameters) == [
-        "load_kernel", "extra_env", "extra_config"
-    ]  # fmt: skip
-    assert inductor.get_compile_threads() >= 1 and callable(inductor.maybe_warm_pool)
-    assert callable(inductor.AsyncCompile.use_process_pool) and callable(inductor.AsyncCompile.process_pool.cache_info)
-    assert isinstance(inductor.has_triton_package(), bool)
+    y = compiled(lambda x: x.sin().cos(), lambda gm, i: module.compile_fx(gm, i, config_patches=patches), x)
+    y.sum().backward()
+    assert RAN == [*HOOKS, *HOOKS[1:]]  # the joint graph, forward, backward
 
 
 def test_the_log_takes_artifacts():
     torch_log.trace_structured("artifact", metadata_fn=dict, payload_fn=str)
     inspect.signature(torch_log.trace_structured).bind("artifact", metadata_fn=dict, payload_fn=str)
-
-
-def test_modules_are_compiled_in_place():
-    module = nn.Linear(2, 2)
-    assert modules.compiled_call(module) is None
-    assert torch.equal(modules.eager_call(module)(x := torch.ones(1, 2)), module(x))
-    modules.set_compiled_call(module, lambda x: "compiled")
-    assert module(x) == "compiled" and modules.compiled_call(module)(x) == "compiled"
-    modules.set_compiled_call(module, None)
-    assert torch.is_tensor(module(x))
 
 
 def test_a_translation_is_watched():
@@ -568,8 +531,7 @@ def test_a_translation_is_watched():
             n = n + int(e)
         return x * n + len(numbers)
 
-    torch.compiler.reset()
     assert translator.install()
     with translator.watching(Watcher()):
-        assert torch.compile(function, backend="eager")(torch.ones(3)).tolist() == [11.0] * 3
+        assert compiled(function, "eager", torch.ones(3)).tolist() == [11.0] * 3
     assert seen and read[0] == 7 and ages and max(ages) >= 0 and len(grown) == 2

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,16 +21,15 @@ GONE = Symbol("theme.gone", "torch._dynamo.gone", "a test", ALONE)
 ROOT = Path(__file__).parents[2]
 
 
-def without(*keys: str) -> dict[str, dict]:
-    """What `tests._torch.without` says of each."""
-    command = [sys.executable, "-m", "tests._torch.without", *keys]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # it forks, and autograd has threads for GPUs
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=hidden)
-    assert done.returncode == 0, done.stderr
+def said(*arguments: str) -> Any:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # `without` forks, and autograd has threads for GPUs
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=hidden)
+    assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
-# --- one symbol
+def without(*keys: str) -> dict[str, dict]:
+    return said("-m", "tests._torch.without", *keys)
 
 
 def test_it_can_be_asked_for_and_not_used():
@@ -55,6 +55,8 @@ def test_what_stands_in():
     assert Symbol("theme.gone", "torch._dynamo.gone", "a test", "a list serves", instead=list).get() == []
     operator = SYMBOLS["ops.OpOverload"].instead()
     assert isinstance(torch.ops.aten.add.Tensor, operator) and operator is torch._ops.OpOverload
+    with pytest.raises(AttributeError, match=r"megacpp_compile\._torch\.fakes.*nothing_of_this_name"):
+        fakes.nothing_of_this_name  # noqa: B018
 
 
 def test_a_lack_is_logged_once_and_only_where_it_is_unexpected(caplog):
@@ -64,14 +66,6 @@ def test_a_lack_is_logged_once_and_only_where_it_is_unexpected(caplog):
     newer = Symbol("theme.gone", "torch._dynamo.gone_too", "a test", ALONE, seen="99.0-99.1")
     assert isinstance(newer.get(), Missing)
     assert [r.getMessage() for r in caplog.records] == [str(GONE.get()._error)]
-
-
-def test_a_theme_has_what_the_table_has():
-    with pytest.raises(AttributeError, match=r"megacpp_compile\._torch\.fakes.*nothing_of_this_name"):
-        fakes.nothing_of_this_name  # noqa: B018
-
-
-# --- a frame
 
 
 NEEDED = ("functorch.aot_export_module", "inductor.select_decomp_table")
@@ -84,6 +78,7 @@ def found():
     return without("none", *NEEDED, COUNTING, UNASKED)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.xdist_group("missing symbols")
 def test_frames_say_why(found):
     """Capture, the passes, and the handoff lack something; and what nobody asked for is not missed."""
@@ -97,7 +92,8 @@ def test_frames_say_why(found):
     assert found["none"]["uncounted"] == [""]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.end_to_end
 @pytest.mark.xdist_group("missing symbols")
 def test_no_lack_breaks_a_frame(found):
     """But for what compiles one at all, and that by its name. Of what a frame asks for, one symbol a theme; all of them
@@ -117,8 +113,8 @@ def test_no_lack_breaks_a_frame(found):
             assert result["fused"] == 1 or SYMBOLS[key].path in result["reasons"][0], (key, result)
 
 
+@pytest.mark.end_to_end
 def test_everything_imports_without_all():
-    """No import uses what it names."""
     script = (
         "import importlib, pkgutil, megacpp_compile\n"
         "from megacpp_compile._torch import _registry, symbols\n"
@@ -133,6 +129,4 @@ def test_everything_imports_without_all():
         "        assert (error.name or '').split('.')[0] not in ('torch', 'megacpp_compile'), error  # an optional package\n"
         "print(count)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) > 100
+    assert said("-c", script) > 100

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -23,11 +24,8 @@ def joint():
         found.append((graph, inputs, kwargs))
         return partitioners.min_cut_rematerialization_partition(graph, inputs, **kwargs)
 
-    def code(graph, _):
-        return make_boxed_func(graph.forward)
-
     torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=code, partition_fn=partition)
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), partition_fn=partition)
     torch.compile(lambda x, w: (x @ w).exp().tanh(), backend=backend)(
         torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, requires_grad=True)
     )
@@ -48,30 +46,20 @@ def test_it_tells_once_what_the_backward_takes(name):
     assert partitioners._extract_graph_with_inputs_outputs is EXTRACT
 
 
-def test_what_is_raised_ends_it():
+def test_what_is_raised_ends_it_and_another_thread_tells_nobody():
     graph, inputs, kwargs = joint()
+    divide = functools.partial(partitioners.min_cut_rematerialization_partition, graph, inputs, **kwargs)
 
     def enough(*_):
         raise StopAsyncIteration
 
     with pytest.raises(StopAsyncIteration), backward_told(enough):
-        partitioners.min_cut_rematerialization_partition(graph, inputs, **kwargs)
+        divide()
     assert partitioners._extract_graph_with_inputs_outputs is EXTRACT
-    partitioners.min_cut_rematerialization_partition(graph, inputs, **kwargs)  # it may begin again
-
-
-def test_another_thread_tells_nobody():
-    graph, inputs, kwargs = joint()
-    told, made = [], []
-
-    def divide():
-        made.append(partitioners.min_cut_rematerialization_partition(graph, inputs, **kwargs))
-
-    with backward_told(lambda *found: told.append(found)):
-        thread = threading.Thread(target=divide)
-        thread.start()
-        thread.join()
-    assert made and not told
+    told = []
+    with backward_told(lambda *found: told.append(found)), ThreadPoolExecutor() as pool:
+        assert pool.submit(divide).result()  # it may begin again
+    assert not told
 
 
 def test_settings_that_add_to_what_is_saved():

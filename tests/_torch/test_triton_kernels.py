@@ -57,13 +57,10 @@ def test_calls_that_are_alike_are_asked_about_once(asked):
         assert getattr(wrap, NAME)(kernel, {"x": x, "rows": 4}, {}) != first  # nothing is kept from one to the next
 
 
-@pytest.mark.parametrize(
-    ("other", "descriptors"),
-    [
-        ({"rows": 8}, {}), ({"rows": 4.0}, {}), ({"rows": True}, {}), ({"x": Buffer(torch.bfloat16)}, {}),
-        ({"x": torch.ones(2)}, {}), ({"K": [1]}, {}), ({"more": None}, {}), ({}, {"x": "a descriptor"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("other", "descriptors"), [
+    ({"rows": 8}, {}), ({"rows": 4.0}, {}), ({"rows": True}, {}), ({"x": Buffer(torch.bfloat16)}, {}),
+    ({"x": torch.ones(2)}, {}), ({"K": [1]}, {}), ({"more": None}, {}), ({}, {"x": "a descriptor"}),
+])  # fmt: skip
 def test_what_makes_another_kernel_of_it_is_asked_about_anew(asked, other, descriptors):
     """Each time where it is not known how torch takes it."""
     given = {"x": Buffer(torch.float32), "rows": 1}
@@ -77,15 +74,11 @@ def test_what_makes_another_kernel_of_it_is_asked_about_anew(asked, other, descr
     assert len(asked) in (3, 4)
 
 
-def test_an_error_leaves_torch_as_it_was(asked):
+def test_errors_and_threads_that_leave_in_the_order_they_entered_leave_torch_as_it_was(asked):
     before = getattr(wrap, NAME)
     with pytest.raises(ZeroDivisionError), kernels_read_once():
         raise ZeroDivisionError
     assert getattr(wrap, NAME) is before
-
-
-def test_threads_that_leave_in_the_order_they_entered(asked):
-    before = getattr(wrap, NAME)
     one, other = kernels_read_once(), kernels_read_once()
     one.__enter__()
     other.__enter__()
@@ -103,19 +96,14 @@ def test_inductor_asks_by_that_name():
     assert NAME in inspect.getsource(ir.UserDefinedTritonKernel.__init__) and not hasattr(ir, NAME)
 
 
-def test_a_kernel_of_ours_is_read_as_torch_reads_it(monkeypatch):
+def test_a_kernel_of_ours_is_read_as_torch_reads_it(request):
     """On a machine without a GPU, for one that Triton can make code for."""
     triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
     from megacpp_compile.lowerings._kernels.triton_delayed_cast import TILE, fp8_delayed_cast
 
     if not isinstance(fp8_delayed_cast, triton.JITFunction):
         pytest.skip("Triton's interpreter compiles nothing")
-
-    class Driver:
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
+    request.getfixturevalue("hopper")
 
     def arguments(rows, turned):
         with FakeTensorMode():
@@ -126,7 +114,6 @@ def test_a_kernel_of_ours_is_read_as_torch_reads_it(monkeypatch):
         constants["INTERPRETED"] = False
         return {"x": x, "out": out, "turned": columns, **numbers, **sizes, **constants}
 
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     cases = [(rows, turned) for turned in (0, 1) for rows in (64, 128, 64)]
     want = [getattr(wrap, NAME)(fp8_delayed_cast, arguments(*case), {}) for case in cases]
     with kernels_read_once():

@@ -29,14 +29,9 @@ from megacpp_compile._torch import _registry
 from megacpp_compile._torch.symbols import SYMBOLS
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.down, self.norm, self.up = nn.Linear(8, 6, bias=False), nn.RMSNorm(6), nn.Linear(6, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(self.norm(self.down(x))).sin()
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6, bias=False), nn.RMSNorm(6), nn.Linear(6, 8, bias=False), nn.Tanh())
 
 
 def code(gm, example_inputs, *, is_inference=False, **_):
@@ -61,12 +56,13 @@ def outcome(hidden: set[str]) -> dict[str, object]:
     import megacpp_compile
     from megacpp_compile.backend import megacpp
 
-    model, x = Model(), torch.randn(3, 8)
-    want = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    eager, x = model(), torch.randn(3, 8)
     with megacpp_compile.record() as report, torch._functorch.config.patch(enable_autograd_cache=False):
-        got = torch.autograd.grad(torch.compile(model, backend=megacpp)(x).sum(), list(model.parameters()))
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+        got, want = (
+            torch.autograd.grad(call(x).sum(), list(eager.parameters()))
+            for call in (torch.compile(eager, backend=megacpp), eager)
+        )
+    torch.testing.assert_close(got, want)
     return {
         "fused": len(report.sites), "reasons": [f.reason for f in report.frames], "asked": sorted(asked),
         "uncounted": [s.saved_reason for s in report.sites],
@@ -75,10 +71,9 @@ def outcome(hidden: set[str]) -> dict[str, object]:
 
 def warm() -> None:
     """What torch imports and sets up at its first compilation, once for all forks: nothing of it is the package's."""
-    model, x = Model(), torch.randn(3, 8)
     compile_fx = functools.partial(inductor.compile_fx, inner_compile=code)
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        torch.compile(model, backend=compile_fx)(x).sum().backward()
+        torch.compile(model(), backend=compile_fx)(torch.randn(3, 8)).sum().backward()
     torch._dynamo.reset()
 
 
