@@ -19,10 +19,7 @@ from torch.nn.functional import embedding, layer_norm, linear, rms_norm, scaled_
 CORE = "megatron.core."
 
 
-class AttnMaskType(enum.Enum):
-    padding = 1
-    causal = 2
-    no_mask = 3
+AttnMaskType = enum.Enum("AttnMaskType", ["padding", "causal", "no_mask"])
 
 
 @dataclasses.dataclass
@@ -154,8 +151,7 @@ class TELinear(_Engine):
     pass
 
 
-class TEColumnParallelLinear(TELinear):
-    pass
+TEColumnParallelLinear = type("TEColumnParallelLinear", (TELinear,), {})
 
 
 class TELayerNormColumnParallelLinear(_Engine):
@@ -213,8 +209,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         return super().forward(max_seq_len, offset)
 
 
-class Attention(nn.Module):
-    pass
+Attention = type("Attention", (nn.Module,), {})
 
 
 def rotate(t, freqs):
@@ -337,6 +332,18 @@ class GPTModel(LanguageModule):
         return logits.transpose(0, 1) if labels is None else self.compute_language_model_loss(labels, logits)
 
 
+def fired(report):
+    return {name: count for name, count in report.counts.items() if count}
+
+
+def off_one(model):
+    """Parameters a little elsewhere, so that gains are not one."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.02)
+    return model
+
+
 @dataclasses.dataclass
 class ModuleSpec:
     module: object
@@ -350,16 +357,12 @@ HOMES = {
         TELinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear, TEDotProductAttention,
     ),
     "models.common.embeddings.rotary_pos_embedding": (RotaryEmbedding,),
-    "models.common.embeddings.yarn_rotary_pos_embedding": (YarnRotaryEmbedding,),
-    "transformer.attention": (Attention,),
-    "transformer.multi_latent_attention": (MultiLatentAttention, MLASelfAttention),
-    "transformer.mlp": (MLP,),
-    "transformer.transformer_layer": (TransformerLayer,),
-    "transformer.transformer_block": (TransformerBlock,),
-    "transformer.spec_utils": (ModuleSpec,),
-    "transformer.enums": (AttnMaskType,),
+    "models.common.embeddings.yarn_rotary_pos_embedding": (YarnRotaryEmbedding,), "transformer.attention": (Attention,),
+    "transformer.multi_latent_attention": (MultiLatentAttention, MLASelfAttention), "transformer.mlp": (MLP,),
+    "transformer.transformer_layer": (TransformerLayer,), "transformer.transformer_block": (TransformerBlock,),
+    "transformer.spec_utils": (ModuleSpec,), "transformer.enums": (AttnMaskType,),
     "models.common.language_module.language_module": (LanguageModule,),
-}  # fmt: skip
+}
 
 
 def install(monkeypatch, **more):

@@ -34,10 +34,7 @@ class Case:
 
 
 CASES = {
-    "local_eager": Case(False, False),
-    "te_eager": Case(True, False),
-    "local": Case(False),
-    "te": Case(True),
+    "local_eager": Case(False, False), "te_eager": Case(True, False), "local": Case(False), "te": Case(True),
     "te_dynamic": Case(True, dynamic=True),
 }
 
@@ -48,10 +45,7 @@ def whole(te: bool) -> fake.GPTModel:
     # Rows are scattered with the sequence alone.
     model.embedding.reduce_scatter_embeddings = False
     model.embedding.register_forward_hook(lambda module, args, rows: rows.transpose(0, 1).contiguous())
-    with torch.no_grad():
-        for p in model.parameters():  # gains off one
-            p.add_(torch.randn_like(p) * 0.02)
-    return model
+    return fake.off_one(model)
 
 
 def shard(model: nn.Module, te: bool, rank: int, group: Any) -> dict[str, int]:
@@ -103,8 +97,7 @@ def run_model(case: Case, rank: int, group: Any) -> dict[str, Any]:
     model = whole(case.te)
     reference = copy.deepcopy(model)
     want, grads = step(reference, reference)
-    split = shard(model, case.te, rank, group)
-    table = plain_mla(model)
+    split, table = shard(model, case.te, rank, group), plain_mla(model)
     torch._dynamo.reset()
     counters.clear()
     with megacpp_compile.record() as report:
@@ -120,10 +113,9 @@ def run_model(case: Case, rank: int, group: Any) -> dict[str, Any]:
     return {
         "errors": errors, "left": table.left, "now": sorted({row.now for row in table}),
         "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values()),
-        "fired": {name: n for name, n in report.counts.items() if n},
-        "misses": [f"{m.node} {m.tag}: {m.reason}" for m in report.misses],
-        "undone": _undone(table, model),
-    }  # fmt: skip
+        "fired": fake.fired(report),
+        "misses": [f"{m.node} {m.tag}: {m.reason}" for m in report.misses], "undone": _undone(table, model),
+    }
 
 
 def _undone(table: Any, model: nn.Module) -> bool:
@@ -200,23 +192,18 @@ def _rank(rank: int, store: str, names: tuple[str, ...]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=rank, world_size=RANKS)
-    group = dist.new_group(list(range(RANKS)))
-    found = {}
+    group, found = dist.new_group(list(range(RANKS))), {}
     with pytest.MonkeyPatch.context() as patch, quick_compilers(), kernels_left_out():
         fake.install(patch)
         for name in names:
-            if name in CASES:
-                found[name] = run_model(CASES[name], rank, group)
-            else:
-                found[name] = OTHERS[name](rank, group)
+            found[name] = run_model(CASES[name], rank, group) if name in CASES else OTHERS[name](rank, group)
     Path(store, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 OTHERS = {
     "sequence": lambda rank, group: run_sequence(False, rank, group),
-    "sequence_te": lambda rank, group: run_sequence(True, rank, group),
-    "moves": run_moves,
+    "sequence_te": lambda rank, group: run_sequence(True, rank, group), "moves": run_moves,
 }
 
 

@@ -42,8 +42,7 @@ def by_hand(block, x, cos, sin):
 
     heads = []
     for head in range(4):
-        group = head // 2
-        q = turned(qkv[..., head * 8 : head * 8 + 8])
+        group, q = head // 2, turned(qkv[..., head * 8 : head * 8 + 8])
         k = turned(qkv[..., 32 + group * 8 : 40 + group * 8])
         v = qkv[..., 48 + group * 8 : 56 + group * 8]
         scores = (q @ k.mT * 8**-0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
@@ -72,9 +71,9 @@ def test_every_mixture_is_the_same_block(te, native):
     torch.testing.assert_close(block(*given), plain(*given), atol=bound, rtol=bound)
 
 
+@pytest.mark.end_to_end
 def test_it_fuses(no_kernels):
-    block = made(NativeLayerSpec())
-    given = inputs()
+    block, given = made(NativeLayerSpec()), inputs()
     want = torch.autograd.grad(block(*given).square().sum(), list(block.parameters()))
     with megacpp_compile.record() as report:
         out = torch.compile(block, backend="megacpp")(*given)

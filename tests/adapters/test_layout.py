@@ -12,14 +12,10 @@ def table(layout):
     return [(row.layer, row.kind, row.rank) for row in layout]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "want"),
-    [
-        ("A", [(0, "MLA", 0)]),
-        ("MAED", [(0, "Mamba", None), (1, "MLA", 0), (2, "experts", None), (3, "DSA", 1)]),
-        (["D", "R", "A", "A"], [(0, "DSA", 0), (1, "recurrent", None), (2, "MLA", 1), (3, "MLA", 2)]),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "want"), [
+    ("A", [(0, "MLA", 0)]), ("MAED", [(0, "Mamba", None), (1, "MLA", 0), (2, "experts", None), (3, "DSA", 1)]),
+    (["D", "R", "A", "A"], [(0, "DSA", 0), (1, "recurrent", None), (2, "MLA", 1), (3, "MLA", 2)]),
+])
 def test_patterns(pattern, want):
     assert table(layer_layout(pattern)) == want
 
@@ -38,19 +34,13 @@ def test_multi_token_prediction_is_mla(mtp):
     assert "multi-token prediction is MLA" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "more", "words"),
-    [
-        ("AXA", {}, "layer 1: 'X' is none of A, D, M, E, R"),
-        ("MEM", {}, "no attention layer"),
-        ("", {}, "no attention layer"),
-        ("AM", {"mtp_layers": "D"}, "never DSA"),
-        ("AM", {"mtp_layers": "AM"}, "layer 3: multi-token prediction attends to all tokens"),
-        ("AD", {"dsa_ranks": [0]}, "say it in one place"),
-        ("AMA", {"dsa_ranks": [2]}, "ranks 0 to 1"),
-        ("AMA", {"dsa_ranks": [-1]}, "ranks 0 to 1"),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "more", "words"), [
+    ("AXA", {}, "layer 1: 'X' is none of A, D, M, E, R"), ("MEM", {}, "no attention layer"),
+    ("", {}, "no attention layer"), ("AM", {"mtp_layers": "D"}, "never DSA"),
+    ("AM", {"mtp_layers": "AM"}, "layer 3: multi-token prediction attends to all tokens"),
+    ("AD", {"dsa_ranks": [0]}, "say it in one place"), ("AMA", {"dsa_ranks": [2]}, "ranks 0 to 1"),
+    ("AMA", {"dsa_ranks": [-1]}, "ranks 0 to 1"),
+])
 def test_what_makes_no_model(pattern, more, words):
     with pytest.raises(LayoutError) as caught:
         layer_layout(pattern, **more)
@@ -60,8 +50,7 @@ def test_what_makes_no_model(pattern, more, words):
 def test_a_stage_keeps_the_ranks_of_the_model():
     whole = layer_layout("AMDAMD", mtp_layers=1)
     cut = [whole.stage(0, 3), whole.stage(3, 4)]
-    assert [row for stage in cut for row in stage] == list(whole)
-    assert [row.rank for row in cut[1]] == [2, None, 3, 4]
+    assert [row for stage in cut for row in stage] == list(whole) and [row.rank for row in cut[1]] == [2, None, 3, 4]
     whole.check_stage(cut[1], 3)
     with pytest.raises(LayoutError, match="layer 3: the stage has MLA of rank 0 in its place, the model MLA of rank 2"):
         whole.check_stage(layer_layout("AMD"), 3)

@@ -7,12 +7,9 @@ import torch.distributed as dist
 
 from tests.adapters import megatron_ranks as ranks
 from tests.ranks import ON_ONE_WORKER
-from tests.thinned import case_of
+from tests.tiers import case_of
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    ON_ONE_WORKER,
-]
+pytestmark = [pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"), ON_ONE_WORKER, pytest.mark.rare("te")]
 
 
 READ = ()  # no test reads a case but its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 
 import pytest
@@ -12,12 +13,14 @@ from torch._dynamo.utils import counters
 import megacpp_compile
 from megacpp_compile.adapters.megatron import adapt_spec, adapter, attention_layer_spec, plain_mla
 
+from .fake_megatron import Core as Attends
+from .fake_megatron import fired, off_one
+from .test_plain_mla import same as within
+
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (pip install megatron-core einops)")
 if torch.cuda.is_available():
-    pytest.skip(
-        "half of Megatron's modules ask for the current CUDA device: hide it (CUDA_VISIBLE_DEVICES=)",
-        allow_module_level=True,
-    )
+    why = "half of Megatron's modules ask for the current CUDA device: hide it (CUDA_VISIBLE_DEVICES=)"
+    pytest.skip(why, allow_module_level=True)
 
 B, S, WORDS = 2, 16, 256
 
@@ -34,40 +37,33 @@ def megatron(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     if not isinstance(multi_latent_attention.TELinear, type):  # a mock, which it takes for Transformer Engine
         monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)
-    torch._dynamo.reset()
-    counters.clear()
     yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 
 
-class Core(nn.Module):
+class Core(Attends):
     """Megatron's own core takes no widths of MLA's; Transformer Engine's needs a GPU."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **kwargs):
-        super().__init__()
-        self.scale = softmax_scale
+        super().__init__(config, softmax_scale)
 
     def forward(self, query, key, value, attention_mask, **kwargs):
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return super().forward(query, key, value, attention_mask, None)
 
 
 def configuration(**fields):
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    return MLATransformerConfig(
-        **{
-            "num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 224,
-            "use_cpu_initialization": True, "normalization": "RMSNorm", "add_bias_linear": False,
-            "gated_linear_unit": True, "activation_func": nn.functional.silu, "attention_dropout": 0.0,
-            "hidden_dropout": 0.0, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16,
-            "v_head_dim": 40, "rope_type": "rope", "rotary_scaling_factor": 4.0, "apply_rope_fusion": False,
-            "original_max_position_embeddings": 32, "bias_dropout_fusion": False, "bias_activation_fusion": False,
-            "gradient_accumulation_fusion": False, "persist_layer_norm": False, **fields,
-        }
-    )  # fmt: skip
+    return MLATransformerConfig(**{
+        "num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 224,
+        "use_cpu_initialization": True, "normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True,
+        "activation_func": nn.functional.silu, "attention_dropout": 0.0, "hidden_dropout": 0.0, "q_lora_rank": 96,
+        "kv_lora_rank": 64, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 40, "rope_type": "rope",
+        "rotary_scaling_factor": 4.0, "apply_rope_fusion": False, "original_max_position_embeddings": 32,
+        "bias_dropout_fusion": False, "bias_activation_fusion": False, "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False, **fields,
+    })
 
 
 def layer_spec():
@@ -82,15 +78,11 @@ def made(spec=None, mtp_block_spec=None, **fields):
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     torch.manual_seed(0)
-    model = GPTModel(
+    return off_one(GPTModel(
         config=configuration(**fields), transformer_layer_spec=spec or layer_spec(), vocab_size=WORDS,
-        mtp_block_spec=mtp_block_spec,
-        max_sequence_length=64, position_embedding_type="rope", share_embeddings_and_output_weights=False,
-    ).float()  # fmt: skip
-    with torch.no_grad():
-        for p in model.parameters():  # gains off one
-            p.add_(torch.randn_like(p) * 0.02)
-    return model
+        mtp_block_spec=mtp_block_spec, max_sequence_length=64, position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).float())  # fmt: skip
 
 
 def predicting():
@@ -112,20 +104,12 @@ def step(model, call=None):
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def same(got, want):
-    """Within float32's rounding of the size of each tensor."""
-    for a, b in zip(got, want, strict=True):
-        assert (a - b).norm() <= 1e-5 * b.norm()
+same = functools.partial(within, bound=1e-5)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {}, {"q_lora_rank": None}, {"rope_type": "yarn"},
-        {"bias_dropout_fusion": True, "bias_activation_fusion": True},
-    ],
-    ids=["rope", "no_q_lora", "yarn", "fusions"],
-)  # fmt: skip
+@pytest.mark.parametrize("fields", [
+    {}, {"q_lora_rank": None}, {"rope_type": "yarn"}, {"bias_dropout_fusion": True, "bias_activation_fusion": True},
+], ids=["rope", "no_q_lora", "yarn", "fusions"])
 def test_a_model_is_one_graph_with_every_site(megatron, no_kernels, fields):
     model = made(**fields)
     want, state = step(model), {k: v for k, v in model.state_dict().items() if v is not None}
@@ -139,9 +123,8 @@ def test_a_model_is_one_graph_with_every_site(megatron, no_kernels, fields):
         got = step(model, torch.compile(model, backend="megacpp"))
     same(got, want)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    fired = {name: count for name, count in report.counts.items() if count}
     latents = 4 if fields.get("q_lora_rank", 1) else 2
-    assert fired == {"down_norm_up": latents, "mla_rope_q": 2, "mla_rope_kv": 2, "linear_cross_entropy": 1}
+    assert fired(report) == {"down_norm_up": latents, "mla_rope_q": 2, "mla_rope_kv": 2, "linear_cross_entropy": 1}
 
 
 def test_blocks_share_an_artifact(megatron, no_kernels):
@@ -151,9 +134,8 @@ def test_blocks_share_an_artifact(megatron, no_kernels):
     with megacpp_compile.record() as report:
         megacpp_compile.compile(model)
         same(step(model), want)
-    assert all(frame.captured for frame in report.frames)
-    fired = {name: count for name, count in report.counts.items() if count}  # of one block, and of the loss
-    assert fired == {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1, "linear_cross_entropy": 1}
+    assert all(frame.captured for frame in report.frames)  # of one block, and of the loss
+    assert fired(report) == {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1, "linear_cross_entropy": 1}
 
 
 def test_checkpoints_of_megatron_go_in_and_out(megatron):
@@ -166,8 +148,7 @@ def test_checkpoints_of_megatron_go_in_and_out(megatron):
     metadata = ensure_metadata_has_dp_cp_group(None)
 
     def sharded():
-        parts = one.sharded_state_dict(metadata=metadata)
-        return {name: getattr(part, "key", None) for name, part in parts.items()}
+        return {n: getattr(part, "key", None) for n, part in one.sharded_state_dict(metadata=metadata).items()}
 
     before = sharded()
     plain_mla(one)
@@ -177,8 +158,7 @@ def test_checkpoints_of_megatron_go_in_and_out(megatron):
 
 
 def test_a_model_of_adapters_is_the_model(megatron, no_kernels):
-    want = step(made())
-    done = adapt_spec(layer_spec())
+    want, done = step(made()), adapt_spec(layer_spec())
     assert done.replaced == ("self_attention: MLASelfAttention",)
     model = made(done.spec)
     attention = model.decoder.layers[0].self_attention
@@ -211,8 +191,7 @@ def test_the_release_is_the_one_documented():
 
 def test_multi_token_prediction_is_one_graph_with_every_site(megatron, no_kernels):
     model = predicting()
-    want = step(model)
-    table = plain_mla(model)
+    want, table = step(model), plain_mla(model)
     assert not table.left
     same(step(model), want)
     # Inductor's pattern of attention with a mask fails on these sizes, without this backend too (torch 2.13).
@@ -220,5 +199,4 @@ def test_multi_token_prediction_is_one_graph_with_every_site(megatron, no_kernel
         got = step(model, torch.compile(model, backend="megacpp"))
     same(got, want)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    fired = {name: count for name, count in report.counts.items() if count}
-    assert fired == {"down_norm_up": 6, "mla_rope_q": 3, "mla_rope_kv": 3, "linear_cross_entropy": 2}
+    assert fired(report) == {"down_norm_up": 6, "mla_rope_q": 3, "mla_rope_kv": 3, "linear_cross_entropy": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import logging
 import sys
 
@@ -13,7 +14,6 @@ from torch import nn
 
 from megacpp_compile.adapters.megatron import adapt_spec, adapter, attention_layer_spec, layer_layout, plain_mla
 from megacpp_compile.adapters.megatron.self_attention import adapter_of
-from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import AbsorbedInTrainingError, AdapterError, PackageMissingError
 
 from . import fake_megatron as fake
@@ -28,25 +28,12 @@ class Fused(fake.MLASelfAttention):
         self.rotary_pos_emb = nn.Identity()
 
 
-class Absorbed(fake.MLASelfAttention):
-    pass
-
-
-Fused.__name__, Absorbed.__name__ = "FusedMLASelfAttention", "AbsorbedMLASelfAttention"
-ABSORBED = {"transformer__experimental_attention_variant__absorbed_mla".replace("__", "."): {"AbsorbedMLASelfAttention": Absorbed}}
-
-
-@dataclasses.dataclass
-class LayerSubmodules:
-    input_layernorm: object = None
-    self_attention: object = None
-    pre_mlp_layernorm: object = None
-    mlp: object = None
-    mlp_bda: object = None
-
-
-class Identity:
-    pass
+Fused.__name__ = "FusedMLASelfAttention"
+Absorbed = type("AbsorbedMLASelfAttention", (fake.MLASelfAttention,), {})
+ABSORBED = {"transformer.experimental_attention_variant.absorbed_mla": {"AbsorbedMLASelfAttention": Absorbed}}
+PARTS = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp", "mlp_bda")
+Identity, IdentityFunction = type("IdentityOp", (), {}), type("IdentityFuncOp", (), {})
+LayerSubmodules = dataclasses.make_dataclass("LayerSubmodules", [(name, object, None) for name in PARTS])
 
 
 def te_spec(qk_layernorm=None, multi_latent_attention=None, qk_l2_norm=None, use_te_op_fuser=None, use_kitchen=None,
@@ -66,18 +53,16 @@ def sparse_spec(config, backend):
 
 @pytest.fixture(autouse=True)
 def megatron(monkeypatch):
-    warn_once.cache_clear()
-    more = {
+    fake.install(monkeypatch, **{
         "transformer.multi_latent_attention": {"FusedMLASelfAttention": Fused},
-        "transformer.identity_op": {"IdentityOp": Identity, "IdentityFuncOp": type("IdentityFuncOp", (), {})},
+        "transformer.identity_op": {"IdentityOp": Identity, "IdentityFuncOp": IdentityFunction},
         "models.gpt.gpt_layer_specs": {
             "get_gpt_layer_with_transformer_engine_spec": te_spec, "get_gpt_layer_with_inference_spec": inference_spec,
             "get_gpt_layer_local_spec": te_spec,
         },
         "models.gpt.experimental_attention_variant_module_specs": {"get_dsa_module_spec_for_backend": sparse_spec},
         "models.backends": {"LocalSpecProvider": dict},
-    }  # fmt: skip
-    fake.install(monkeypatch, **more)
+    })  # fmt: skip
 
 
 def made(cls, **kwargs):
@@ -85,22 +70,16 @@ def made(cls, **kwargs):
     return cls(fake.Config(), None, 1, **kwargs)
 
 
-# --- adapters
-
-
-def test_the_offset_is_handed_on_where_it_is_taken(caplog):
+def test_the_offset_is_handed_on_where_it_is_taken_and_else_dropped(caplog):
     with caplog.at_level(logging.INFO, "megacpp_compile"):
         assert made(adapter("FusedMLASelfAttention"), pp_layer_offset=6).offset == 6
-    assert "pp_layer_offset=6 handed on" in caplog.text
-    assert made(adapter("FusedMLASelfAttention")).offset is None
-
-
-def test_the_offset_is_dropped_where_it_is_not(caplog):
+    assert "pp_layer_offset=6 handed on" in caplog.text and made(adapter("FusedMLASelfAttention")).offset is None
+    caplog.clear()
     for _ in range(2):
         made(adapter("MLASelfAttention"), pp_layer_offset=6)
+    made(adapter("MLASelfAttention"))
     (line,) = [r.getMessage() for r in caplog.records]
     assert "takes no pp_layer_offset: it finds its place itself" in line
-    made(adapter("MLASelfAttention"))
 
 
 def test_an_adapter_is_its_base():
@@ -108,20 +87,15 @@ def test_an_adapter_is_its_base():
     assert cls is adapter("MLASelfAttention") and issubclass(cls, fake.MLASelfAttention)
     assert cls.__name__ == "AdaptedMLASelfAttention"
     mine, theirs, x = made(cls), made(fake.MLASelfAttention), torch.randn(5, 2, 32)
-    assert list(mine.state_dict()) == list(theirs.state_dict())
-    assert torch.equal(mine(x, None)[0], theirs(x, None)[0])
+    assert list(mine.state_dict()) == list(theirs.state_dict()) and torch.equal(mine(x, None)[0], theirs(x, None)[0])
 
 
-def test_rotary_tables_are_ignored_where_the_layer_makes_its_own(caplog):
+def test_rotary_tables_reach_only_a_layer_that_makes_none(caplog):
     attention, x = made(adapter("FusedMLASelfAttention")), torch.randn(5, 2, 32)
     want = attention(x, None)[0]
     assert torch.equal(attention(x, None, rotary_pos_emb=x, rotary_pos_cos=x)[0], want)
     assert torch.equal(attention(x, None, x)[0], want)  # in its place
-    (line,) = [r.getMessage() for r in caplog.records]
-    assert "rotary_pos_emb is ignored" in line
-
-
-def test_rotary_tables_reach_a_layer_that_makes_none():
+    assert ["rotary_pos_emb is ignored" in r.getMessage() for r in caplog.records] == [True]
     attention, x = made(adapter("MLASelfAttention")), torch.randn(5, 2, 32)  # this stand-in holds no rotary module
     with pytest.raises(AssertionError):
         attention(x, None, rotary_pos_emb=x)
@@ -138,11 +112,17 @@ def test_absorbed_weights_do_not_train(monkeypatch):
     attention.eval()(x, None)
 
 
-def test_what_this_megatron_has_not():
+def test_classes_without_an_adapter():
     with pytest.raises(PackageMissingError, match="the adapter of AbsorbedMLASelfAttention"):
         adapter("AbsorbedMLASelfAttention")
     with pytest.raises(AdapterError, match="Ask for one of MLASelfAttention"):
         adapter("SelfAttention")
+    class Changed(nn.Module):
+        def __init__(self, configuration):
+            super().__init__()
+
+    with pytest.raises(AdapterError, match="takes no config, submodules, layer_number"):
+        adapter_of(Changed)
 
 
 def test_without_megatron(monkeypatch):
@@ -154,18 +134,6 @@ def test_without_megatron(monkeypatch):
     with pytest.raises(PackageMissingError, match="megatron-core"):
         attention_layer_spec()
     assert not plain_mla(nn.Linear(2, 2)).rows and not adapt_spec(fake.ModuleSpec(nn.Linear)).replaced
-
-
-def test_another_constructor_is_an_error():
-    class Changed(nn.Module):
-        def __init__(self, configuration):
-            super().__init__()
-
-    with pytest.raises(AdapterError, match="takes no config, submodules, layer_number"):
-        adapter_of(Changed)
-
-
-# --- specs
 
 
 def test_a_spec_is_rewritten_in_place(caplog):
@@ -182,14 +150,11 @@ def test_a_spec_is_rewritten_in_place(caplog):
     assert adapt_spec(spec).replaced == () and attention == before
 
 
-def test_specs_of_blocks_and_names():
+def test_specs_of_blocks_and_names_and_of_others():
     spec = te_spec()
     spec.submodules.self_attention.module = ("megatron.core.transformer.multi_latent_attention", "MLASelfAttention")
     assert adapt_spec([spec, te_spec()]).replaced == ("0.self_attention: MLASelfAttention", "1.self_attention: MLASelfAttention")
     assert adapt_spec(te_spec().submodules.self_attention).replaced == ("the spec: MLASelfAttention",)
-
-
-def test_other_specs_are_left_alone():
     class Own(fake.MLASelfAttention):
         pass
 
@@ -198,14 +163,8 @@ def test_other_specs_are_left_alone():
         assert adapt_spec(spec).replaced == () and spec.submodules.self_attention.module is module
 
 
-# --- the builder
-
-KNOBS = ("qk_layernorm", "multi_latent_attention", "qk_l2_norm", "use_te_op_fuser", "use_kitchen", "use_kitchen_attention",
-         "kitchen_attention_backend", "use_te_activation_func", "mla_down_proj_fusion")  # fmt: skip
-
-
 def test_every_option_is_passed_through():
-    given = {name: object() for name in KNOBS}
+    given = {name: object() for name in inspect.signature(te_spec).parameters}
     spec = attention_layer_spec(**given)
     assert spec.submodules.self_attention.params["given"] == given
     assert spec.submodules.self_attention.module is adapter("MLASelfAttention")
@@ -215,19 +174,13 @@ def test_every_option_is_passed_through():
     assert attention_layer_spec(adapt=False).submodules.self_attention.module is fake.MLASelfAttention
 
 
-def test_each_implementation_has_its_builder():
+def test_each_implementation_has_its_builder_and_what_it_cannot_build_is_an_error(monkeypatch):
     spec = attention_layer_spec("inference_optimized", qk_l2_norm=3)
     assert spec.submodules.self_attention.params["given"]["qk_l2_norm"] == 3
     with pytest.raises(AdapterError, match="Choose of transformer_engine, inference_optimized, local"):
         attention_layer_spec("te")
-
-
-def test_options_that_megatron_does_not_know_are_an_error():
     with pytest.raises(AdapterError, match="with use_kitchen, new_option: "):
         attention_layer_spec("inference_optimized", qk_layernorm=True, use_kitchen=False, new_option=1)
-
-
-def test_what_megatron_cannot_build_is_an_error(monkeypatch):
     def unbuildable(**options):
         raise NameError("TESpecProvider is not defined")
 
@@ -237,17 +190,13 @@ def test_what_megatron_cannot_build_is_an_error(monkeypatch):
         attention_layer_spec()
 
 
-def test_sparse_attention_is_made_for_a_configuration():
+def test_sparse_attention_is_made_for_a_configuration_and_by_a_layout():
     config = object()
     spec = attention_layer_spec("local", sparse=True, config=config)
     assert spec.submodules.self_attention.params == {"config": config, "backend": {}}
     assert spec.submodules.self_attention.module is adapter("MLASelfAttention")
     with pytest.raises(AdapterError, match="Give config="):
         attention_layer_spec("local", sparse=True)
-
-
-def test_both_kinds_of_a_layout_come_out_of_it():
-    config = object()
     dense = attention_layer_spec("local", multi_latent_attention=True)
     sparse = attention_layer_spec("local", sparse=True, config=config, multi_latent_attention=True)
     found = layer_layout("AMD", mtp_layers=1).specs({"A": dense, "D": sparse, "M": None})

@@ -24,9 +24,13 @@ def line(caplog):
     return next(r.getMessage() for r in caplog.records if r.getMessage().startswith("switches: "))
 
 
+def announced(target="cuda"):
+    return announce_switches(MODEL, te_layers=True, te_linears=True, precision="fp8_current", target=target)
+
+
 def test_all_are_on(stand_in, caplog):
     with caplog.at_level(logging.INFO, "megacpp_compile"):
-        found = announce_switches(MODEL, te_layers=True, te_linears=True, precision="fp8_current", target="cuda")
+        found = announced()
     assert [s.active for s in found] == [True] * 3
     assert line(caplog) == (
         "switches: block layers by Transformer Engine: on; linears by Transformer Engine: on; fp8 plan: on"
@@ -36,31 +40,22 @@ def test_all_are_on(stand_in, caplog):
 @pytest.mark.parametrize("target", ["auto", "tpu"])
 def test_none_is_on_elsewhere(stand_in, caplog, target):
     with caplog.at_level(logging.INFO, "megacpp_compile"):
-        found = announce_switches(MODEL, te_layers=True, te_linears=True, precision="fp8_current", target=target)
+        found = announced(target)
     assert not any(s.active for s in found)
     assert line(caplog).count(f"off (target {'cpu' if target == 'auto' else 'tpu'}: no float8 here)") == 3
 
 
-def test_what_is_not_asked_for(stand_in):
+def test_what_is_not_asked_for_and_why_one_alone_is_off(stand_in, monkeypatch):
     found = announce_switches(MODEL, precision="bf16", target="cuda")
     assert [str(s).partition(": ")[2] for s in found] == ["off, not asked for"] * 3
-
-
-def test_why_one_alone_is_off(stand_in, monkeypatch):
     monkeypatch.delattr(stand_in, "DotProductAttention")
-    layers, linears, plan = announce_switches(
-        MODEL, te_layers=True, te_linears=True, precision="fp8_current", target="cuda"
-    )
+    layers, linears, plan = announced()
     assert not layers.active and layers.why.startswith("attention: ") and linears.active and plan.active
 
 
 def test_without_transformer_engine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = announce_switches(MODEL, te_layers=True, te_linears=True, precision="fp8_current", target="cuda")
-    assert [s.why for s in found] == ["no CUDA device"] * 3
-
-
-# --- Megatron's block
+    assert [s.why for s in announced()] == ["no CUDA device"] * 3
 
 
 @dataclasses.dataclass
@@ -87,14 +82,11 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def megatron(monkeypatch):
-    fake.install(
-        monkeypatch,
-        **{
-            "transformer.transformer_config": {"TransformerConfig": TransformerConfig},
-            "transformer.spec_utils": {"build_module": lambda spec, **given: Layer(options=spec, **given)},
-            "models.gpt.gpt_layer_specs": {"get_gpt_layer_local_spec": lambda **options: options},
-        },
-    )
+    fake.install(monkeypatch, **{
+        "transformer.transformer_config": {"TransformerConfig": TransformerConfig},
+        "transformer.spec_utils": {"build_module": lambda spec, **given: Layer(options=spec, **given)},
+        "models.gpt.gpt_layer_specs": {"get_gpt_layer_local_spec": lambda **options: options},
+    })
 
 
 def test_the_configuration_sets_five_fusions(megatron):
@@ -127,8 +119,7 @@ def test_the_plain_block_without_megatron(monkeypatch, caplog):
     for name in {"megatron", *(n for n in sys.modules if n.startswith("megatron."))}:
         monkeypatch.setitem(sys.modules, name, None)
     with caplog.at_level(logging.INFO, "megacpp_compile"):
-        assert block_class(nn.Linear, megatron=True) is nn.Linear
-        assert block_class(nn.Linear) is nn.Linear
+        assert block_class(nn.Linear, megatron=True) is nn.Linear and block_class(nn.Linear) is nn.Linear
     first, second = [r.getMessage() for r in caplog.records]
     assert first.startswith("blocks: Linear (Megatron's: ModuleNotFoundError") and "not asked for" in second
     with pytest.raises(PackageMissingError):

@@ -24,18 +24,15 @@ NAMES = sorted(RENAMED_OPTIONS.items())
 
 
 @pytest.mark.parametrize(("old", "new"), NAMES)
-@pytest.mark.parametrize(
-    "read",
-    [lambda given: Config(**given), lambda given: Config.from_options(given, pass_names(), {})],
-    ids=["constructor", "from_options"],
-)
+@pytest.mark.parametrize("read", [
+    lambda given: Config(**given), lambda given: Config.from_options(given, pass_names(), {}),
+], ids=["constructor", "from_options"])
 def test_the_old_name_of_an_option(read, old, new):
     value = not getattr(Config(), new)
     with pytest.warns(FutureWarning, match=f"'{old}' is now called '{new}'") as caught:
         config = read({old: value})
     assert [w.filename for w in caught] == [__file__], "once, and about the caller"
-    assert config == Config(**{new: value}) and getattr(config, new) is value
-    assert old not in config.to_dict()
+    assert config == Config(**{new: value}) and getattr(config, new) is value and old not in config.to_dict()
     with pytest.raises(BadOptionError, match=f"option {old}: got {value}.*{new!r} is given too"):
         read({old: value, new: value})
     with pytest.warns(FutureWarning), pytest.raises(BadOptionError, match=f"option {new}: got 'yes'"):
@@ -46,7 +43,6 @@ def test_the_old_name_of_an_option(read, old, new):
 def test_the_old_name_reaches_every_door(old, new, monkeypatch):
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **_: gm.forward)
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
-    torch._dynamo.reset()
     with pytest.warns(FutureWarning, match=new):
         torch.compile(model, backend="megacpp", options={old: True})(x)
     with pytest.warns(FutureWarning, match=new):
@@ -57,13 +53,10 @@ def test_the_old_name_reaches_every_door(old, new, monkeypatch):
         megacpp_compile.compile(nn.Linear(4, 4), options={old: True}, **{new: True})
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("fuse_shared_input_gem", "fuse_shared_input_gemms"), ("autotune_gems", "autotune_gemms"),
-        ("merge_donw", "fuse_shared_input_gemms"), ("tune_product", "autotune_gemms"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("typed", "meant"), [
+    ("fuse_shared_input_gem", "fuse_shared_input_gemms"), ("autotune_gems", "autotune_gemms"),
+    ("merge_donw", "fuse_shared_input_gemms"), ("tune_product", "autotune_gemms"),
+])
 def test_a_misspelling_of_either_name_is_told_the_name_of_now(typed, meant):
     with pytest.raises(UnknownOptionError, match=f"Did you mean {meant!r}") as caught:
         Config.from_options({typed: True}, pass_names(), {})
@@ -81,7 +74,7 @@ def test_the_names_of_now_do_not_warn():
         assert block_hit("*.mixer", "layers.0.mixer") and not block_hit("layers.*.mixer", "layers.0.mlp")
 
 
-def test_methods_of_a_precision_plan_that_walked_a_model():
+def test_methods_of_plans_that_walked_a_model_or_pinned():
     plan, model = PrecisionPlan(gate=False), models.model()
     with pytest.warns(FutureWarning, match=r"call megacpp_compile.precision.survey.assert_plan\(plan, ") as caught:
         plan.assert_plan(model)
@@ -91,9 +84,6 @@ def test_methods_of_a_precision_plan_that_walked_a_model():
     with pytest.warns(FutureWarning, match=r"call megacpp_compile.precision.survey.manifest\(plan, "):
         text = plan.manifest(model, target="cuda")
     assert text == manifest(plan, model, target="cuda") and len(json.loads(text)["linears"]) == 21
-
-
-def test_methods_of_a_sharding_plan_that_pinned():
     plan, model = ShardingPlan({"model": 1}, {"*.weight": None}), nn.ModuleDict({"q": nn.Linear(4, 8)})
     with pytest.warns(FutureWarning, match=r"megacpp_compile.sharding.apply\(plan, "), pytest.raises(ShardingError):
         plan.apply(model)

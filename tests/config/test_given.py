@@ -15,7 +15,6 @@ import megacpp_compile
 from megacpp_compile import Config, errors
 from megacpp_compile.config.effects import warn_of_ineffective
 from megacpp_compile.config.options import given_options
-from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.targets import CPU, CUDA, TPU
 
@@ -24,8 +23,6 @@ from megacpp_compile.targets import CPU, CUDA, TPU
 def _fresh(monkeypatch):
     for name in [n for n in os.environ if n.startswith("MEGACPP_")]:
         monkeypatch.delenv(name)
-    warn_once.cache_clear()
-    torch._dynamo.reset()
 
 
 def down() -> nn.Module:
@@ -47,17 +44,13 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("options", "kind", "words"),
-    [
-        ({"verfy": "each"}, errors.UnknownOptionError, "Did you mean 'verify'?"),
-        ({"strict": "yes"}, errors.BadOptionError, "option strict: got 'yes' (str), wanted True or False."),
-        ({"disable": "rope_kq"}, errors.UnknownPassError, "Did you mean 'rope_qk'?"),
-        ({"inductor": {"max_autotun": True}}, errors.BadOptionError, "Did you mean 'max_autotune'?"),
-        ("strict", errors.BadOptionError, "wanted a mapping from option name to value, or a Config"),
-    ],
-    ids=["unknown option", "type", "unknown pass", "Inductor's", "no mapping"],
-)
+@pytest.mark.parametrize(("options", "kind", "words"), [
+    ({"verfy": "each"}, errors.UnknownOptionError, "Did you mean 'verify'?"),
+    ({"strict": "yes"}, errors.BadOptionError, "option strict: got 'yes' (str), wanted True or False."),
+    ({"disable": "rope_kq"}, errors.UnknownPassError, "Did you mean 'rope_qk'?"),
+    ({"inductor": {"max_autotun": True}}, errors.BadOptionError, "Did you mean 'max_autotune'?"),
+    ("strict", errors.BadOptionError, "wanted a mapping from option name to value, or a Config"),
+], ids=["unknown option", "type", "unknown pass", "Inductor's", "no mapping"])
 def test_refused_when_given(way, options, kind, words):
     """Nothing has been compiled, nor called."""
     with pytest.raises(kind) as caught:
@@ -110,35 +103,25 @@ def test_wrong_values_inside_a_plan(option, value):
     assert option in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_mode_is_checked_when_given():
+def test_a_mode_is_checked_and_right_settings_of_inductor_pass():
     with pytest.raises(errors.BadOptionError, match="option mode: .*Did you mean 'max-autotune'"):
         torch.compile(down(), backend="megacpp", mode="max-autotun")
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"triton.cudagraph": True}, "option inductor: got 'triton.cudagraph' (str), .*Did you mean 'triton.cudagraphs'"),
-        ({"max_autotune": "yes"}, "option inductor['max_autotune']: got 'yes' (str), wanted bool."),
-        ({"max_autotune": None}, "option inductor['max_autotune']: got None (NoneType), wanted bool."),
-        ({"cpp.simdlen": "wide"}, "option inductor['cpp.simdlen']: got 'wide' (str), wanted int, None."),
-        ({"memory_pool": "combine"}, "got 'combine' (str), wanted 'none', 'intermediates', .*Did you mean 'combined'?"),
-    ],
-    ids=str,
-)
-def test_settings_of_inductor(settings, words):
-    with pytest.raises(errors.BadOptionError) as caught:
-        Config.from_options({"inductor": settings}, pass_names(), {})
-    assert all(part in str(caught.value) for part in words.split(".*"))
-
-
-def test_settings_of_inductor_that_are_right():
     good = {"max_autotune": True, "triton.cudagraphs": False, "cpp.simdlen": None, "cpp.threads": 2,
             "triton.multi_kernel": True, "post_grad_custom_post_pass": lambda graph: None, "max_autotune_gemm_backends": "ATEN"}  # fmt: skip
     assert dict(Config.from_options({"inductor": good}, pass_names(), {}).inductor) == good
 
 
-# --- a `Config` as options
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"triton.cudagraph": True}, "option inductor: got 'triton.cudagraph' (str), .*Did you mean 'triton.cudagraphs'"),
+    ({"max_autotune": "yes"}, "option inductor['max_autotune']: got 'yes' (str), wanted bool."),
+    ({"max_autotune": None}, "option inductor['max_autotune']: got None (NoneType), wanted bool."),
+    ({"cpp.simdlen": "wide"}, "option inductor['cpp.simdlen']: got 'wide' (str), wanted int, None."),
+    ({"memory_pool": "combine"}, "got 'combine' (str), wanted 'none', 'intermediates', .*Did you mean 'combined'?"),
+], ids=str)
+def test_settings_of_inductor(settings, words):
+    with pytest.raises(errors.BadOptionError) as caught:
+        Config.from_options({"inductor": settings}, pass_names(), {})
+    assert all(part in str(caught.value) for part in words.split(".*"))
 
 
 def test_a_config_stands_for_what_it_changes(monkeypatch):
@@ -150,6 +133,7 @@ def test_a_config_stands_for_what_it_changes(monkeypatch):
         torch.compile(down(), backend="megacpp", options=Config(disable=("rope_kq",)))  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("eager_backend")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_config_is_accepted_and_counts(way):
@@ -161,19 +145,12 @@ def test_a_config_is_accepted_and_counts(way):
     assert all(not f.reason.startswith("internal") for f in report.frames)
 
 
-# --- what a backend raises
-
-
 @pytest.mark.usefixtures("eager_backend")
-@pytest.mark.parametrize(
-    "compiled",
-    [
-        lambda options: torch.compile(down(), backend="megacpp", options=options)(torch.randn(3, 8)),
-        lambda options: megacpp_compile.compile(down(), options=options)(torch.randn(3, 8)),
-        lambda options: megacpp_compile.explain(down(), torch.randn(3, 8), options=options),
-    ],
-    ids=["torch.compile", "compile", "explain"],
-)
+@pytest.mark.parametrize("compiled", [
+    lambda options: torch.compile(down(), backend="megacpp", options=options)(torch.randn(3, 8)),
+    lambda options: megacpp_compile.compile(down(), options=options)(torch.randn(3, 8)),
+    lambda options: megacpp_compile.explain(down(), torch.randn(3, 8), options=options),
+], ids=["torch.compile", "compile", "explain"])
 def test_an_unmet_demand_reaches_the_user_by_its_class(compiled):
     with pytest.raises(errors.RequirementError) as caught:
         compiled({"require": {"down_norm_up": 2}})
@@ -197,27 +174,19 @@ def test_dynamo_can_be_told_to_suppress_it(caplog):
             torch.compile(down(), backend="megacpp", options={"requir": {}})
 
 
-# --- what has no effect
-
-
 def warned(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "megacpp_compile" and r.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize(
-    ("options", "target", "words"),
-    [
-        ({"autotune_gemms": True}, CPU, "autotune_gemms=True has no effect: it is about GEMMs of cuBLAS"),
-        ({"fuse_shared_input_gemms": True}, TPU, "compiled for target 'tpu'"),
-        ({"autotune": True}, CPU, "Triton's kernels"),
-        ({"precision": "fp8_current"}, CPU, "float8 needs CUDA"),
-        ({"sharding": {"mesh": {"a": 1}}}, CUDA, "devices of XLA"),
-        ({"compress": {"names": "*.down"}, "disable": "compressed_linear"}, CUDA, "is not to run"),
-        ({"keep_latents": True, "disable": "down_norm_up"}, CUDA, "the pass 'down_norm_up'"),
-        ({"block_kinds": {"layers.*": "mblock"}}, CUDA, "no policy is given"),
-    ],
-    ids=lambda v: next(iter(v)) if isinstance(v, dict) else getattr(v, "name", ""),
-)
+@pytest.mark.parametrize(("options", "target", "words"), [
+    ({"autotune_gemms": True}, CPU, "autotune_gemms=True has no effect: it is about GEMMs of cuBLAS"),
+    ({"fuse_shared_input_gemms": True}, TPU, "compiled for target 'tpu'"),
+    ({"autotune": True}, CPU, "Triton's kernels"), ({"precision": "fp8_current"}, CPU, "float8 needs CUDA"),
+    ({"sharding": {"mesh": {"a": 1}}}, CUDA, "devices of XLA"),
+    ({"compress": {"names": "*.down"}, "disable": "compressed_linear"}, CUDA, "is not to run"),
+    ({"keep_latents": True, "disable": "down_norm_up"}, CUDA, "the pass 'down_norm_up'"),
+    ({"block_kinds": {"layers.*": "mblock"}}, CUDA, "no policy is given"),
+], ids=lambda v: next(iter(v)) if isinstance(v, dict) else getattr(v, "name", ""))
 def test_options_without_effect(options, target, words, caplog):
     config = Config.from_options(options, pass_names(), {})
     for _ in range(2):
@@ -257,6 +226,7 @@ def test_options_with_effect(caplog):
     assert warned(caplog) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("eager_backend")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="estimates for a CUDA device where there is one")
 @pytest.mark.parametrize("way", ["compile", "explain", "estimate", "torch.compile"])
@@ -267,37 +237,21 @@ def test_every_way_warns(way, caplog):
     assert [text[: len("option autotune=True")] for text in warned(caplog)] == ["option autotune=True"]
 
 
-# --- the environment
-
-
-@pytest.mark.parametrize(
-    ("options", "environ", "words"),
-    [
-        ({}, {"MEGACPP_STRIKT": "1"}, "MEGACPP_STRIKT is none of this package's and has no effect. Did you mean MEGACPP_STRICT?"),
-        ({}, {"MEGACPP_ZZZ": ""}, "has no effect. Those are MEGACPP_DISABLE, "),
-        ({"strict": False}, {"MEGACPP_STRICT": "1"}, "MEGACPP_STRICT=1 has no effect: the option 'strict' is given"),
-        ({"target": "cpu"}, {"MEGACPP_TARGET": "nonsense"}, "MEGACPP_TARGET=nonsense has no effect"),
-        ({"disable": []}, {"MEGACPP_DISABLE": "moe"}, "MEGACPP_DISABLE=moe has no effect"),
-        ({"passes": {"moe": True}}, {"MEGACPP_DISABLE": "moe"}, "MEGACPP_DISABLE has no effect on 'moe'"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "environ", "words"), [
+    ({}, {"MEGACPP_STRIKT": "1"},
+     "MEGACPP_STRIKT is none of this package's and has no effect. Did you mean MEGACPP_STRICT?"),
+    ({}, {"MEGACPP_ZZZ": ""}, "has no effect. Those are MEGACPP_DISABLE, "),
+    ({"strict": False}, {"MEGACPP_STRICT": "1"}, "MEGACPP_STRICT=1 has no effect: the option 'strict' is given"),
+    ({"target": "cpu"}, {"MEGACPP_TARGET": "nonsense"}, "MEGACPP_TARGET=nonsense has no effect"),
+    ({"disable": []}, {"MEGACPP_DISABLE": "moe"}, "MEGACPP_DISABLE=moe has no effect"),
+    ({"passes": {"moe": True}}, {"MEGACPP_DISABLE": "moe"}, "MEGACPP_DISABLE has no effect on 'moe'"),
+    # These have one, or say the same.
+    ({}, {"MEGACPP_STRICT": "1", "MEGACPP_DISABLE": "moe", "MEGACPP_TARGET": ""}, None),
+    ({"strict": True, "disable": ["moe", "rope_qk"]}, {"MEGACPP_STRICT": "true", "MEGACPP_DISABLE": "rope_qk,moe"},
+     None),
+    ({}, {"MEGA": "1", "PATH": "/"}, None),
+], ids=str)
 def test_variables_without_effect(options, environ, words, caplog):
     for _ in range(2):
         Config.from_options(options, pass_names(), environ)
-    (text,) = warned(caplog)
-    assert words in text
-
-
-@pytest.mark.parametrize(
-    ("options", "environ"),
-    [
-        ({}, {"MEGACPP_STRICT": "1", "MEGACPP_DISABLE": "moe", "MEGACPP_TARGET": ""}),
-        ({"strict": True, "disable": ["moe", "rope_qk"]}, {"MEGACPP_STRICT": "true", "MEGACPP_DISABLE": "rope_qk,moe"}),
-        ({}, {"MEGA": "1", "PATH": "/"}),
-    ],
-    ids=str,
-)
-def test_variables_with_effect_or_that_say_the_same(options, environ, caplog):
-    Config.from_options(options, pass_names(), environ)
-    assert warned(caplog) == []
+    assert [words in text for text in warned(caplog)] == ([True] if words else [])

@@ -22,39 +22,34 @@ from tests.precision import models
 WIDE = (None, 8192, 8192)
 
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("model.layers.0.self_attn.q_a_proj", "attention"),
-        ("model.layers.0.self_attn.out_proj", "attention"),
-        ("model.layers.0.mlp.gate", "router"),
-        ("model.layers.0.mlp.experts.3.gate", "experts"),
-        ("experts.3.gate", "experts"),
-        ("model.layers.3.gate", "router"),
-        ("model.layers.0.mlp.gate_proj", "experts"),
-        ("model.layers.0.mlp.experts.7.w1", "experts"),
-        ("model.layers.0.block_sparse_moe.router.layer", "router"),
-        ("backbone.layers.1.mixer.in_proj", "mamba"),
-        ("backbone.layers.1.mixer.q_proj", "attention"),
-        ("model.layers.0.mamba.out_proj", "mamba"),
-        ("lm_head", "head"),
-        ("score_head", "head"),
-        ("transformer.wte", "embedding"),
-        ("model.embed_tokens", "embedding"),
-        ("model.norm", "norm"),
-        ("adapter.linear", "other"),
-        ("model.layers.0.self_attn", "attention"),  # weights of the module's own
-        ("model.layers.0.experts", "experts"),
-        ("model.layers.0.moe_gate", "other"),
-    ],
-)
+@pytest.mark.parametrize(("name", "role"), [
+    ("model.layers.0.self_attn.q_a_proj", "attention"), ("model.layers.0.self_attn.out_proj", "attention"),
+    ("model.layers.0.mlp.gate", "router"), ("model.layers.0.mlp.experts.3.gate", "experts"),
+    ("experts.3.gate", "experts"), ("model.layers.3.gate", "router"), ("model.layers.0.mlp.gate_proj", "experts"),
+    ("model.layers.0.mlp.experts.7.w1", "experts"), ("model.layers.0.block_sparse_moe.router.layer", "router"),
+    ("backbone.layers.1.mixer.in_proj", "mamba"), ("backbone.layers.1.mixer.q_proj", "attention"),
+    ("model.layers.0.mamba.out_proj", "mamba"), ("lm_head", "head"), ("score_head", "head"),
+    ("transformer.wte", "embedding"), ("model.embed_tokens", "embedding"), ("model.norm", "norm"),
+    ("adapter.linear", "other"),
+    ("model.layers.0.self_attn", "attention"),  # weights of the module's own
+    ("model.layers.0.experts", "experts"), ("model.layers.0.moe_gate", "other"),
+])
 def test_roles(name, role):
     assert role_of(name) == role
 
 
-def test_classes_tell_what_names_do_not():
+def test_classes_and_siblings_tell_what_names_do_not():
     assert role_of("blocks.0.inner.proj", ["MultiHeadAttention", "Block"]) == "attention"
     assert role_of("blocks.0.inner.proj", ["Block"]) == "other"
+    for beside in (("experts", "up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3")):
+        assert role_of("layers.0.moe.gate", ["MoE"], ("gate", *beside)) == "router"
+    for gate in ("gate", "wg"):
+        assert role_of(f"layers.0.mlp.{gate}", ["MoE"], (gate, "experts", "shared_experts")) == "router"
+    assert role_of("layers.0.attn.gate", ["GatedAttention"], ("gate", "q_proj", "k_proj", "o_proj")) == "router"
+    flat = ("q_proj", "o_proj", "w1", "w2", "extra")
+    assert role_of("layers.0.extra", ["Block"], flat) == "other"
+    assert role_of("layers.0.mixer.in_proj", ["Mixer"], ("in_proj", "x_proj", "dt_proj", "out_proj")) == "mamba"
+    assert role_of("layers.0.attn.c_proj", ["Attention"], ("c_attn", "c_proj")) == "attention"
 
 
 GLU = [
@@ -72,27 +67,15 @@ def test_a_feed_forward_has_one_role_whatever_its_parent_is_called(names):
             assert roles == {"experts"}, (parent, classes)
 
 
-def test_a_gate_beside_a_feed_forward_of_its_own_is_the_router():
-    for beside in (("experts", "up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3")):
-        assert role_of("layers.0.moe.gate", ["MoE"], ("gate", *beside)) == "router"
-    for gate in ("gate", "wg"):
-        assert role_of(f"layers.0.mlp.{gate}", ["MoE"], (gate, "experts", "shared_experts")) == "router"
-    assert role_of("layers.0.attn.gate", ["GatedAttention"], ("gate", "q_proj", "k_proj", "o_proj")) == "router"
-
-
-def test_siblings_do_not_overrule_parents_of_another_kind():
-    flat = ("q_proj", "o_proj", "w1", "w2", "extra")
-    assert role_of("layers.0.extra", ["Block"], flat) == "other"
-    assert role_of("layers.0.mixer.in_proj", ["Mixer"], ("in_proj", "x_proj", "dt_proj", "out_proj")) == "mamba"
-    assert role_of("layers.0.attn.c_proj", ["Attention"], ("c_attn", "c_proj")) == "attention"
-
-
-def test_first_match_wins():
+def test_first_match_wins_so_the_order_of_rules_is_part_of_the_plan():
     plan = PrecisionPlan({"*.mlp.up_proj": "fp8_block", "*.mlp.*": "bf16", "*": "fp8_current"})
     found = [plan.decide(name) for name in ("a.mlp.up_proj", "a.mlp.down_proj", "a.q")]
     assert [(d.requested, d.rule) for d in found] == [
         ("fp8_block", "*.mlp.up_proj"), ("bf16", "*.mlp.*"), ("fp8_current", "*"),
     ]  # fmt: skip
+    one, other = {"a.*": "bf16", "*.q": "fp8_block"}, {"*.q": "fp8_block", "a.*": "bf16"}
+    assert PrecisionPlan(one) != PrecisionPlan(other)
+    assert Config(precision=one).cache_key() != Config(precision=other).cache_key()
 
 
 def test_frozen_and_hashable():
@@ -104,23 +87,13 @@ def test_frozen_and_hashable():
         plan.gate = False
 
 
-def test_order_of_rules_is_part_of_the_plan():
-    one, other = {"a.*": "bf16", "*.q": "fp8_block"}, {"*.q": "fp8_block", "a.*": "bf16"}
-    assert PrecisionPlan(one) != PrecisionPlan(other)
-    assert Config(precision=one).cache_key() != Config(precision=other).cache_key()
-
-
-def test_defaults_by_role():
+def test_defaults_by_role_and_what_stands_for_a_plan():
     roles = dict(PrecisionPlan().roles)
     assert {role for role, recipe in roles.items() if recipe == "fp8_current"} == {"attention", "experts"}
     assert {recipe for role, recipe in roles.items() if role not in ("attention", "experts")} == {"bf16"}
     assert {"router", "norm", "head", "embedding", "mamba", "other"} < set(roles)
     assert dict(PrecisionPlan(roles={"experts": "bf16"}).roles)["attention"] == "fp8_current"
-
-
-def test_what_stands_for_a_plan():
-    assert PrecisionPlan.of(None) is None
-    assert PrecisionPlan.of("fp8_current") == PrecisionPlan()
+    assert PrecisionPlan.of(None) is None and PrecisionPlan.of("fp8_current") == PrecisionPlan()
     assert PrecisionPlan.of("bf16").recipes() == {"bf16"}
     assert PrecisionPlan.of("fp8_block").recipe_for("a.self_attn.q_proj") == "fp8_block"
     assert PrecisionPlan.of({"*.q": "bf16"}) == PrecisionPlan({"*.q": "bf16"})
@@ -129,68 +102,59 @@ def test_what_stands_for_a_plan():
     assert PrecisionPlan.of(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("fp8", ["Did you mean 'fp8_current'?", "'fp8_block'"]),
-        ("fp8_curent", ["Did you mean 'fp8_current'?"]),
-        ({"*.q": "blockwise"}, ["precision.rules['*.q']", "Did you mean 'fp8_block'?"]),
-        ({"ruels": []}, ["Did you mean 'rules'?"]),
-        ({"rules": [], "roles": {"atention": "bf16"}}, ["Did you mean 'attention'?"]),
-        ({"rules": [["*.q", "bf16"], ["*.q", "bf16"]]}, ["every pattern once"]),
-        ({"a..b": "bf16"}, ["a glob over module names"]),
-        ({"rules": 3}, ["pairs"]),
-        ({"rules": [], "gate": 1}, ["precision.gate"]),
-        (0.5, ["a PrecisionPlan"]),
-        ("nvfp4", ["can be traced", "plan.traceable()"]),
-        ({"*.q": "nvfp4"}, ["can be traced"]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("value", "words"), [
+    ("fp8", ["Did you mean 'fp8_current'?", "'fp8_block'"]), ("fp8_curent", ["Did you mean 'fp8_current'?"]),
+    ({"*.q": "blockwise"}, ["precision.rules['*.q']", "Did you mean 'fp8_block'?"]),
+    ({"ruels": []}, ["Did you mean 'rules'?"]),
+    ({"rules": [], "roles": {"atention": "bf16"}}, ["Did you mean 'attention'?"]),
+    ({"rules": [["*.q", "bf16"], ["*.q", "bf16"]]}, ["every pattern once"]),
+    ({"a..b": "bf16"}, ["a glob over module names"]), ({"rules": 3}, ["pairs"]),
+    ({"rules": [], "gate": 1}, ["precision.gate"]), (0.5, ["a PrecisionPlan"]),
+    ("nvfp4", ["can be traced", "plan.traceable()"]), ({"*.q": "nvfp4"}, ["can be traced"]),
+], ids=str)
 def test_bad_options(value, words):
     with pytest.raises(BadOptionError) as caught:
         Config.from_options({"precision": value}, ())
     assert [w for w in words if w not in str(caught.value)] == []
 
 
-def test_option():
+def test_option_and_four_bits_for_modules():
     assert Config().precision is None
     config = Config.from_options({"precision": {"*.mlp.up_proj": "fp8_block"}}, ())
     assert config.precision.recipe_for("layers.0.mlp.up_proj", "experts", WIDE) == "fp8_block"
     assert config == pickle.loads(pickle.dumps(config)) == Config(**config.to_dict())
     assert len({c.cache_key() for c in (config, Config(), Config(precision="fp8_current"))}) == 3
     assert Config(precision=PrecisionPlan.of("nvfp4").traceable()).precision.recipes() == {"bf16"}
-
-
-def test_four_bits_are_for_modules():
     plan = PrecisionPlan({"*.q_proj": "nvfp4", "*": "fp8_delayed"})
     assert plan.recipe_for("a.self_attn.q_proj", "attention", WIDE) == "nvfp4"
     assert plan.traceable().recipe_for("a.self_attn.q_proj", "attention", WIDE) == "bf16"
     assert plan.traceable().recipe_for("a.self_attn.o_proj", "attention", WIDE) == "fp8_delayed"
 
 
-def test_joining_that_moves_less():
+def test_joining_that_moves_less_and_the_gate_of_experts():
     """Gradients of few channels beside a wide input: queries, keys and values of few heads, not gate and up."""
     assert fp8_gain.joining_moves_less([(None, 4096, 4096), (None, 1024, 4096), (None, 1024, 4096)])
     assert fp8_gain.joining_moves_less([(4096, 1536, 7168), (4096, 576, 7168)])
     assert not fp8_gain.joining_moves_less([(None, 11008, 4096), (None, 11008, 4096)])
     assert not fp8_gain.joining_moves_less([(None, 16, 4096)])
+    # 64 experts of 1408 x 2048: 98304 rows pay for the casts of the weights, half as many do not.
+    assert fp8_gain.experts_refusal(16384, 98304, 64, 2048, 1408) == ""
+    assert "over 49152 rows: predicted gain 1.0" in fp8_gain.experts_refusal(8192, 49152, 64, 2048, 1408)
+    assert "not fixed" in fp8_gain.experts_refusal(None, None, 64, 2048, 1408)
+    assert "multiples of 128" in fp8_gain.experts_refusal(16384, 98304, 64, 2048, 1400)
+    gains = [fp8_gain.experts_gain(t, 6 * t, 64, 2048, 1408) for t in (64, 1024, 16384, 2**24)]
+    assert gains == sorted(gains) and gains[-1] < fp8_gain.EXPERTS.fp8_tflops / fp8_gain.EXPERTS.bf16_tflops
 
 
-@pytest.mark.parametrize(
-    ("shape", "recipe"),
-    [
-        (WIDE, "fp8_current"),
-        ((16384, 4096, 4096), "fp8_current"),
-        ((None, 128, 8192), "bf16"),  # a short side on either end
-        ((None, 8192, 128), "bf16"),
-        ((64, 8192, 8192), "bf16"),  # too few tokens to pay for the weight's cast
-    ],
-)
+@pytest.mark.parametrize(("shape", "recipe"), [
+    (WIDE, "fp8_current"), ((16384, 4096, 4096), "fp8_current"),
+    ((None, 128, 8192), "bf16"),  # a short side on either end
+    ((None, 8192, 128), "bf16"),
+    ((64, 8192, 8192), "bf16"),  # too few tokens to pay for the weight's cast
+])
 def test_gate(shape, recipe):
     found = PrecisionPlan().decide("a.self_attn.q_proj", "attention", shape)
-    assert (found.requested, found.effective) == ("fp8_current", recipe)
-    assert bool(found.reason) == (recipe == "bf16")
+    assert (found.requested, found.effective) == ("fp8_current", recipe) and bool(found.reason) == (recipe == "bf16")
     assert ("predicted gain" in found.reason) == (recipe == "bf16")
     assert PrecisionPlan(gate=False).recipe_for("a.self_attn.q_proj", "attention", shape) == "fp8_current"
 
@@ -229,7 +193,6 @@ def test_bf16_everywhere_elsewhere(target, caplog):
 def test_compiling_logs_the_plan(caplog, monkeypatch):
     rules.announce.cache_clear()
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **_: gm.forward)
-    torch._dynamo.reset()
     with caplog.at_level(logging.INFO, logger="megacpp_compile"):
         x = torch.randn(2, 16)
         got = torch.compile(nn.Linear(16, 16), backend="megacpp", options={"precision": "fp8_current"})(x)
@@ -255,7 +218,7 @@ def test_what_is_no_manifest(text):
         PrecisionPlan.from_manifest(text)
 
 
-def test_assert_plan_lists_the_differences():
+def test_assert_plan_lists_the_differences_and_wants_every_rule_to_hit():
     plan, model = PrecisionPlan(gate=False), models.model()
     assert_plan(PrecisionPlan.of("bf16"), model)
     assert_plan(plan, model)  # on CPU: bf16 everywhere
@@ -265,19 +228,6 @@ def test_assert_plan_lists_the_differences():
     assert len(lines) == 2 * 8  # five of attention, three of the MLP
     assert "layers.0.self_attn.o_proj: the plan says fp8_current by role attention, Linear holds bf16" in lines
     assert lines[0] in str(caught.value)
-
-
-def test_a_rule_without_a_hit_is_an_error():
     with pytest.raises(RuleWithoutHitError, match="mlp.gat'"):
         assert_plan(PrecisionPlan({"*.mlp.gat": "bf16"}), models.model())
     assert_plan(PrecisionPlan({"*.mlp.gate": "bf16", "wte": "bf16"}), models.model())
-
-
-def test_gate_of_experts():
-    """64 experts of 1408 x 2048: 98304 rows pay for the casts of the weights, half as many do not."""
-    assert fp8_gain.experts_refusal(16384, 98304, 64, 2048, 1408) == ""
-    assert "over 49152 rows: predicted gain 1.0" in fp8_gain.experts_refusal(8192, 49152, 64, 2048, 1408)
-    assert "not fixed" in fp8_gain.experts_refusal(None, None, 64, 2048, 1408)
-    assert "multiples of 128" in fp8_gain.experts_refusal(16384, 98304, 64, 2048, 1400)
-    gains = [fp8_gain.experts_gain(t, 6 * t, 64, 2048, 1408) for t in (64, 1024, 16384, 2**24)]
-    assert gains == sorted(gains) and gains[-1] < fp8_gain.EXPERTS.fp8_tflops / fp8_gain.EXPERTS.bf16_tflops

@@ -2,80 +2,33 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import megacpp_compile
 from megacpp_compile import PrecisionPlan, record
 from megacpp_compile.errors import BlockKindError, MegacppError, RuleWithoutHitError
 from megacpp_compile.passes import linear
+from tests.config.test_wrapped_names import DIM, model, x
 from tests.remat import models as blocks
 
-DIM = 32
 
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class FeedForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(DIM, 64, bias=False), nn.Linear(64, DIM, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.up_proj(x)))
-
-
-class Layer(nn.Module):
-    def __init__(self, broken=False):
-        super().__init__()
-        self.mlp, self.broken = FeedForward(), broken
-
-    def forward(self, x):
-        if self.broken:
-            torch._dynamo.graph_break()
-        return x + self.mlp(x)
-
-
-def model(layers=5, **kwargs):
-    return blocks.Model(*(Layer(**kwargs) for _ in range(layers))).to(torch.bfloat16)
-
-
-def x():
-    return torch.randn(16, DIM, dtype=torch.bfloat16)
-
-
-def compiled(rules, **kwargs):
-    """(block, how many, what its linears run in) of every frame."""
-    with record() as report:
-        megacpp_compile.compile(model(**kwargs), precision=PrecisionPlan(rules, gate=False))(x().requires_grad_())
-    return [(f.block, f.blocks, {row["effective"] for row in f.precision}) for f in report.frames]
-
-
-@pytest.mark.parametrize(
-    ("rules", "frames"),
-    [
-        ({"*": "fp8_current"}, [("layers.0", 5, {"fp8_current"})]),
-        ({"*": "fp8_current", "layers.4.*": "bf16"}, [("layers.0", 5, {"fp8_current"})]),  # the first one wins
-        ({"layers.0.*": "bf16", "*": "fp8_current"}, [("layers.0", 1, {"bf16"}), ("layers.1", 4, {"fp8_current"})]),
-        ({"layers.4.*": "bf16", "*": "fp8_current"}, [("layers.0", 4, {"fp8_current"}), ("layers.4", 1, {"bf16"})]),
-        ({"layers.[04].mlp.up_proj": "bf16", "*": "fp8_current"},
-         [("layers.0", 2, {"bf16", "fp8_current"}), ("layers.1", 3, {"fp8_current"})]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
-)  # fmt: skip
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("rules", "frames"), [
+    ({"*": "fp8_current"}, [("layers.0", 5, {"fp8_current"})]),
+    ({"*": "fp8_current", "layers.4.*": "bf16"}, [("layers.0", 5, {"fp8_current"})]),  # the first one wins
+    ({"layers.0.*": "bf16", "*": "fp8_current"}, [("layers.0", 1, {"bf16"}), ("layers.1", 4, {"fp8_current"})]),
+    ({"layers.4.*": "bf16", "*": "fp8_current"}, [("layers.0", 4, {"fp8_current"}), ("layers.4", 1, {"bf16"})]),
+    ({"layers.[04].mlp.up": "bf16", "*": "fp8_current"},
+     [("layers.0", 2, {"bf16", "fp8_current"}), ("layers.1", 3, {"fp8_current"})]),
+], ids=lambda value: " ".join(value) if isinstance(value, dict) else "")
 def test_a_rule_for_one_layer_is_for_that_layer(eager_backend, monkeypatch, rules, frames):
     """Regression: the artifact compiled for the first block, by the first block's rules, served all."""
     monkeypatch.setattr(linear, "no_float8", lambda device: "")
-    assert compiled(rules) == frames
+    with record() as report:
+        megacpp_compile.compile(model(5), precision=PrecisionPlan(rules, gate=False))(x().requires_grad_())
+    assert [(f.block, f.blocks, {row["effective"] for row in f.precision}) for f in report.frames] == frames
 
 
 class Hybrid(nn.Module):
@@ -103,18 +56,18 @@ def kinds_of(**options):
     return [(f.block, f.blocks, found) for f, found in zip(report.frames, entries, strict=True)]
 
 
+@pytest.mark.end_to_end
 def test_kinds_of_block_in_a_model_of_several(no_kernels):
     """Regression: every frame by itself had to be hit by every pattern."""
     options = {"policy": "selective", "block_kinds": {"layers.1.mixer": "rblock", "layers.4.mlp": "mblock"}}
     one = ["selective"]
     assert kinds_of(**options) == [
-        ("layers.0", 2, {"ablock": one, "eblock": one}),
-        ("layers.1", 1, {"rblock": one}),
-        ("layers.3", 1, {"mblock": one}),
-        ("layers.4", 1, {"ablock": one, "mblock": one}),
+        ("layers.0", 2, {"ablock": one, "eblock": one}), ("layers.1", 1, {"rblock": one}),
+        ("layers.3", 1, {"mblock": one}), ("layers.4", 1, {"ablock": one, "mblock": one}),
     ]
 
 
+@pytest.mark.end_to_end
 def test_the_last_layer_by_itself(no_kernels):
     """An entry for it that is asked for holds where it is a graph of its own, and is estimated so."""
     options = {"policy": {"ablock": "selective", "last_layer": "full"}}
@@ -128,31 +81,25 @@ def test_the_last_layer_by_itself(no_kernels):
     assert 2 * found.activations[1].compiled < found.activations[0].compiled
 
 
-def unhit(make, **kwargs):
-    with pytest.raises(MegacppError) as caught:
-        make(model(**kwargs))
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"precision": {"*.mlp.up": "fp8_current"}}, RuleWithoutHitError),
-        ({"block_kinds": {"layers.*.mpl": "mblock"}}, BlockKindError),
-    ],
-    ids=["precision", "block_kinds"],
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("options", "error"), [
+    ({"precision": {"*.mlp.upp": "fp8_current"}}, RuleWithoutHitError),
+    ({"block_kinds": {"layers.*.mpl": "mblock"}}, BlockKindError),
+], ids=["precision", "block_kinds"])
 def test_a_rule_without_a_hit_is_an_error(eager_backend, options, error, caplog):
-    assert isinstance(unhit(lambda m: megacpp_compile.compile(m, options=options)), error), "before anything is changed"
-    assert isinstance(unhit(lambda m: megacpp_compile.explain(m, x(), options=options)), error)
-    assert isinstance(unhit(lambda m: megacpp_compile.estimate(m, x(), options=options)), error)
-    assert isinstance(unhit(lambda m: torch.compile(m, backend="megacpp", options=options)(x())), error)
-    broken = model(broken=True)
-    compiled = lambda _: torch.compile(broken, backend="megacpp", options=options)(x())  # noqa: E731
-    assert isinstance(unhit(compiled), error), "of no piece"
+    broken = model(5, broken=True)
+    for make in (
+        lambda: megacpp_compile.compile(model(5), options=options),  # before anything is changed
+        lambda: megacpp_compile.explain(model(5), x(), options=options),
+        lambda: megacpp_compile.estimate(model(5), x(), options=options),
+        lambda: torch.compile(model(5), backend="megacpp", options=options)(x()),
+        lambda: torch.compile(broken, backend="megacpp", options=options)(x()),  # of no piece
+    ):
+        with pytest.raises(MegacppError) as caught:
+            make()
+        assert isinstance(caught.value, error)
     # In pieces of a function it may be about another piece.
-    with caplog.at_level(logging.WARNING, logger="megacpp_compile"):
-        torch.compile(lambda x: broken(x), backend="megacpp", options=options)(x())
+    torch.compile(lambda x: broken(x), backend="megacpp", options=options)(x())
     assert "between graph breaks" in caplog.text and next(iter(next(iter(options.values())))) in caplog.text
 
 

@@ -77,9 +77,6 @@ def test_a_scale_of_the_model_s_own():
         assert relative_error(got, by_hand(q_nope / 2, q_rope / 2, rows, weight)) < 1e-12
 
 
-# --- the choice
-
-
 def test_counts():
     """128 + 64 + 128 channels and latents of 512: (576 + 512) a query, row and head, or 320 and 131072 a row."""
     for tokens, absorbed in ((1, True), (170, True), (172, False), (1000, False)):
@@ -90,10 +87,7 @@ def test_counts():
     forced = choose_form(1, 10**6, 16, 128, 64, 128, 512, "expanded")
     assert (forced.absorbed, forced.by) == (False, "caller")
     assert str(forced).startswith("expanded by caller: 17410097152 multiply-adds absorbed, 2102272")
-
-
-def test_counts_of_low_rank_paths():
-    """Of rank 8 beside both, with one matrix that narrows: t h p (n + v + 2 r) and s p (r + h (n + v)) more."""
+    # Of rank 8 beside both, with one matrix that narrows: t h p (n + v + 2 r) and s p (r + h (n + v)) more.
     sizes = 3, 1000, 16, 128, 64, 128, 512
     plain, adapted = choose_form(*sizes), choose_form(*sizes, low_rank=LowRank(8, 8, 8))
     assert adapted.absorbed_multiply_adds - plain.absorbed_multiply_adds == 3 * 16 * 8 * (256 + 2 * 512)
@@ -114,9 +108,6 @@ def test_the_choice_is_taken_and_logged(monkeypatch, caplog):
     messages = [r.getMessage() for r in caplog.records if "latent attention" in r.getMessage()]
     assert [m.split(":")[1].split()[0] for m in messages] == ["absorbed", "expanded"]
     assert all("multiply-adds absorbed" in m for m in messages)
-
-
-# --- what is refused
 
 
 @pytest.mark.parametrize("which", [0, 1, 3])
@@ -141,9 +132,6 @@ def test_operands_that_mean_nothing():
         latent_attention(q_nope, q_rope, rows, weight, form="absorbs")
 
 
-# --- with a model
-
-
 @pytest.mark.parametrize("form", ["absorbed", "expanded", "auto"])
 @torch.no_grad()
 def test_each_step_is_the_full_forward(form):
@@ -154,10 +142,9 @@ def test_each_step_is_the_full_forward(form):
         at += n
 
 
+@pytest.mark.end_to_end
 @torch.no_grad()
 def test_one_graph_serves_64_steps(no_kernels):
-    torch._dynamo.reset()
-    counters.clear()
     model, x, cache = Layers(2), torch.randn(2, 64, WIDTH, dtype=torch.float64), made(capacity=64)
     compiled = torch.compile(model.step, backend="megacpp", fullgraph=True, options={"strict": True})
     got = torch.cat([compiled(cache, x[:, i : i + 1], "absorbed") for i in range(64)], 1)

@@ -67,8 +67,7 @@ def test_update_returns_all_rows_and_moves_no_counter():
         prefix = cache.prefix(0)
         assert torch.equal(prefix[0], so_far[..., :LATENT]) and torch.equal(prefix[1].squeeze(2), so_far[..., LATENT:])
         cache.advance(n)
-    assert isinstance(rows, CachedRows)
-    assert torch.equal(cache.rows(1).length, cache.cache_seqlens)
+    assert isinstance(rows, CachedRows) and torch.equal(cache.rows(1).length, cache.cache_seqlens)
 
 
 def test_the_two_parts_are_views_of_one_allocation():
@@ -103,7 +102,7 @@ def test_the_same_bits_twice():
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-def test_reset_begins_anew():
+def test_reset_begins_anew_and_an_abandoned_step_is_written_over():
     cache = made()
     cache.update(0, *drawn(3))
     cache.reset()
@@ -112,9 +111,6 @@ def test_reset_begins_anew():
         cache.update(layer, *drawn(2))
     cache.advance(2)
     assert cache.length == 2
-
-
-def test_an_abandoned_step_is_written_over():
     cache = made()
     cache.update(0, *drawn(3))
     cache.abandon_step()
@@ -136,9 +132,6 @@ def test_made_in_inference_mode_it_serves_outside_too():
     assert cache.length == 2
 
 
-# --- what is refused
-
-
 def refused(cache, call, *words):
     """Raises with these words, and nothing is written."""
     before = bits(cache)
@@ -149,17 +142,33 @@ def refused(cache, call, *words):
     assert all(torch.equal(a, b) for a, b in zip(before, bits(cache), strict=True))
 
 
-def test_an_advance_behind_each_layer():
+def test_advances_behind_each_layer_or_by_another_number():
     """The mistake that leaves every later layer's rows in the wrong place."""
     cache = made(3)
     cache.update(0, *drawn())
     refused(cache, lambda: cache.advance(1), "advance of layer 1", "an update of every layer", "not behind each")
+    cache = made()
+    cache.update(0, *drawn(2))
+    cache.update(1, *drawn(1))
+    refused(cache, lambda: cache.advance(2), "advance of layer 1", "2 tokens", "found 1")
+    cache = made(1)
+    cache.update(0, *drawn(2))
+    refused(cache, lambda: cache.advance(1), "1 tokens", "found 2")
 
 
-def test_a_second_update_of_a_layer():
+def test_a_second_update_lengths_that_differ_and_no_room():
     cache = made()
     cache.update(0, *drawn())
     refused(cache, lambda: cache.update(0, *drawn()), "update of layer 0", "a second one")
+    cache = made()
+    cache.cache_seqlens[1] = 3
+    refused(cache, lambda: cache.update(0, *drawn()), "one length for all sequences, 0", "[0, 3]")
+    cache = made(1, capacity=4)
+    cache.update(0, *drawn(3))
+    cache.advance(3)
+    refused(cache, lambda: cache.update(0, *drawn(2)), "at most 4 tokens", "found 5", "reset")
+    with pytest.raises(CacheError, match="capacity of at least 1"):
+        made(capacity=0)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -170,38 +179,11 @@ def test_a_counter_that_moved_within_the_step(batch):
     refused(cache, lambda: cache.update(1, *drawn(batch=batch)), "update of layer 1", "length 0", "found 1")
 
 
-def test_lengths_that_differ():
-    cache = made()
-    cache.cache_seqlens[1] = 3
-    refused(cache, lambda: cache.update(0, *drawn()), "one length for all sequences, 0", "[0, 3]")
-
-
-def test_layers_of_other_numbers_of_tokens():
-    cache = made()
-    cache.update(0, *drawn(2))
-    cache.update(1, *drawn(1))
-    refused(cache, lambda: cache.advance(2), "advance of layer 1", "2 tokens", "found 1")
-
-
-def test_an_advance_by_another_number():
-    cache = made(1)
-    cache.update(0, *drawn(2))
-    refused(cache, lambda: cache.advance(1), "1 tokens", "found 2")
-
-
-def test_more_than_there_is_room_for():
-    cache = made(1, capacity=4)
-    cache.update(0, *drawn(3))
-    cache.advance(3)
-    refused(cache, lambda: cache.update(0, *drawn(2)), "at most 4 tokens", "found 5", "reset")
-
-
 def test_operands_of_another_kind():
     cache = made()
     latent, rope = drawn(2)
     for args, *words in (
-        ((2, latent, rope), "a layer from 0 to 1", "found 2"),
-        ((-1, latent, rope), "a layer from 0 to 1", "found -1"),
+        ((2, latent, rope), "a layer from 0 to 1", "found 2"), ((-1, latent, rope), "a layer from 0 to 1", "found -1"),
         ((0, latent[..., 1:], rope), "the latent as (2, 2, 16)", "(2, 2, 15)"),
         ((0, latent[:1], rope[:1]), "(1, 2, 16)"),
         ((0, latent, rope[:, :1]), "the rope row as (2, 2, 1, 4)", "(2, 1, 1, 4)"),
@@ -222,35 +204,25 @@ def test_gradients():
         cache.update(0, latent, rope)
 
 
-def test_sizes_that_mean_nothing():
-    with pytest.raises(CacheError, match="capacity of at least 1"):
-        made(capacity=0)
-
-
-# --- compiled
-
-
 @pytest.fixture
 def step(no_kernels):
-    torch._dynamo.reset()
-    counters.clear()
     model = Layers(2)
     return model, torch.compile(model.step, backend="megacpp", fullgraph=True, options={"strict": True})
 
 
+@pytest.mark.end_to_end
 @torch.no_grad()
 def test_one_graph_serves_64_steps(step):
     model, compiled = step
     x, cache = torch.randn(BATCH, 64, WIDTH, dtype=torch.float64), made(capacity=64)
-    want = model(x)
-    got = torch.cat([compiled(cache, x[:, i : i + 1]) for i in range(64)], 1)
+    want, got = model(x), torch.cat([compiled(cache, x[:, i : i + 1]) for i in range(64)], 1)
     assert relative_error(got, want) < 1e-12
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    assert cache.length == 64
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"] and cache.length == 64
     with pytest.raises(RuntimeError, match="exceed 64"):
         compiled(cache, x[:, :1])
 
 
+@pytest.mark.end_to_end
 @torch.no_grad()
 def test_compiled_steps_assert_that_the_counter_is_where_advance_left_it(step):
     _, compiled = step
@@ -263,7 +235,6 @@ def test_compiled_steps_assert_that_the_counter_is_where_advance_left_it(step):
 
 @torch.no_grad()
 def test_an_advance_behind_each_layer_fails_compiled_too(no_kernels):
-    torch._dynamo.reset()
     cache = made()
 
     def step(latent, rope):

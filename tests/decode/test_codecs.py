@@ -33,6 +33,7 @@ def squared(codec, x):
     return float(((codec.decode(codec.encode(x)) - x).square().sum(-1) / x.square().sum(-1)).mean())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["gaussian", "heavy_tails", "one_hot"])
 @pytest.mark.parametrize("channels", [512, 64])
 def test_errors_are_those_of_the_laws(kind, channels):
@@ -44,18 +45,12 @@ def test_errors_are_those_of_the_laws(kind, channels):
     assert abs(squared(polar, x) / polar.expected_error - 1) < 0.04 and 0.031 < polar.expected_error < 0.033
 
 
-def test_the_codebook_is_lloyd_max():
+def test_codebook_angles_and_rotations():
     """Max (1960), table I, 16 levels."""
     want = [0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326]
     assert torch.allclose(normal_codebook()[8:], torch.tensor(want), atol=1e-4)
-
-
-def test_the_last_level_s_angles_are_the_narrowest():
     errors = [1 - mean_cosine(level) for level in (2, 3, 4)]
     assert errors[0] > errors[1] > errors[2] > 0
-
-
-def test_rotations_are_orthogonal():
     for d in (16, 96, 512):
         r = rotation(d, 5)
         assert (r @ r.T - torch.eye(d)).abs().max() < 1e-5
@@ -63,23 +58,15 @@ def test_rotations_are_orthogonal():
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_one_row_is_stored_as_within_a_batch(codec):
+def test_what_is_stored_of_a_row_of_nothing_and_in_bytes(codec):
     made, x = codec(96), torch.randn(7, 96)
     whole = made.encode(x)
     for i in range(7):
         one = made.encode(x[i : i + 1])
         assert torch.equal(one.payload, whole.payload[i : i + 1])
         assert torch.allclose(one.side.float(), whole.side[i : i + 1].float(), rtol=1e-3)
-
-
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_nothing_is_nothing(codec):
     made = codec(32)
     assert torch.equal(made.decode(made.encode(torch.zeros(3, 32))), torch.zeros(3, 32))
-
-
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_bytes_are_those_of_the_tensors(codec):
     for d in (512, 64):
         made = codec(d)
         encoded = made.encode(torch.randn(1, d))
@@ -95,15 +82,13 @@ for codec in (TurboQuant(96, 7), PolarQuant(96, 7)):
 """
 
 
+@pytest.mark.end_to_end
 def test_another_process_stores_the_same():
     done = subprocess.run([sys.executable, "-c", STORED], capture_output=True, text=True, check=True)
     x = torch.arange(96.0).sin()[None]
     here = [hashlib.sha256(c(96, 7).encode(x).payload.numpy().tobytes()).hexdigest() for c in (TurboQuant, PolarQuant)]
     assert done.stdout.split() == here
     assert hashlib.sha256(TurboQuant(96, 8).encode(x).payload.numpy().tobytes()).hexdigest() != here[0]
-
-
-# --- in a cache
 
 
 def filled(codec, r=64, p=16, batch=2, length=40, dtype=torch.float32, **more):
@@ -153,10 +138,10 @@ def test_attention_is_near_that_over_plain_rows(codec, error):
     assert 0 < relative_error(results[1], results[0]) < error
 
 
+@pytest.mark.sampled(3)
 @torch.no_grad()
 @pytest.mark.parametrize("codec", NAMES)
 def test_a_compiled_step_stores_the_same(no_kernels, codec):
-    torch._dynamo.reset()
     caches = [MLAKVCache(1, 1, 8, 32, 16, dtype=torch.float32, codec=codec) for _ in range(2)]
     weight, given = torch.randn(2 * 14, 32), [torch.randn(4, 1, 1, n) for n in (32, 16)]
 
@@ -183,9 +168,6 @@ def test_layers_are_routed_by_a_map(caplog):
     assert cache.nbytes() == 10 * (2 * 296 + 2 * 1152 + 580)
 
 
-# --- what is refused
-
-
 def refused(call, *words):
     with pytest.raises(CodecError) as caught:
         call()
@@ -193,11 +175,19 @@ def refused(call, *words):
         assert word in str(caught.value), caught.value
 
 
-def test_channels_a_codec_has_no_place_for():
+def test_channels_rows_and_maps_that_do_not_fit():
     refused(lambda: TurboQuant(33), "multiples of 2, not 33")
     refused(lambda: PolarQuant(40), "multiples of 16, not 40")
     refused(lambda: TurboQuant(32).encode(torch.zeros(2, 30)), "vectors of 32 channels, not 30")
     refused(lambda: MLAKVCache(1, 1, 8, 512, 63, codec="turboquant"), "multiples of 2, not 63")
+    x = torch.randn(2, 32)
+    stored = TurboQuant(32, 1).encode(x)
+    for other in (TurboQuant(32, 2), PolarQuant(32, 1), TurboQuant(48, 1)):
+        refused(lambda other=other: other.decode(stored), "('turboquant', 32, 1)", "the codec that encoded")
+    refused(lambda: MLAKVCache(2, 1, 8, 32, 16, codec={}), "not of no layer")
+    refused(lambda: MLAKVCache(2, 1, 8, 32, 16, codec={2: "fp8", 5: "fp8"}), "from 0 to 1, not of layers [2, 5]")
+    refused(lambda: MLAKVCache(2, 1, 8, 32, 16, codec="turbo"), "one of fp8, turboquant, polarquant, not 'turbo'", "'turboquant'?")
+    refused(lambda: MLAKVCache(2, 1, 8, 32, 16, codec={0: "int4"}), "not 'int4'", "Leave it out")
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -206,17 +196,3 @@ def test_training(codec):
     refused(lambda: codec(32).encode(x), "without a gradient", "no_grad")
     with torch.no_grad():
         codec(32).encode(x)
-
-
-def test_what_another_codec_stored():
-    x = torch.randn(2, 32)
-    stored = TurboQuant(32, 1).encode(x)
-    for other in (TurboQuant(32, 2), PolarQuant(32, 1), TurboQuant(48, 1)):
-        refused(lambda other=other: other.decode(stored), "('turboquant', 32, 1)", "the codec that encoded")
-
-
-def test_maps_that_name_no_layer():
-    refused(lambda: MLAKVCache(2, 1, 8, 32, 16, codec={}), "not of no layer")
-    refused(lambda: MLAKVCache(2, 1, 8, 32, 16, codec={2: "fp8", 5: "fp8"}), "from 0 to 1, not of layers [2, 5]")
-    refused(lambda: MLAKVCache(2, 1, 8, 32, 16, codec="turbo"), "one of fp8, turboquant, polarquant, not 'turbo'", "'turboquant'?")
-    refused(lambda: MLAKVCache(2, 1, 8, 32, 16, codec={0: "int4"}), "not 'int4'", "Leave it out")

@@ -1,5 +1,6 @@
 """`use_latent_cache`: models of transformers generate the tokens they generate with their own cache, and what is not
-latent attention is refused with the reason."""
+latent attention is refused with the reason. With caches of their own, which hold latents, each compiled step takes the
+absorbed form, and they generate eager's tokens."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from tests.lowerings import relative_error
 transformers = pytest.importorskip("transformers")
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
+NAMES = {"v2": "DeepseekV2", "v3": "DeepseekV3", "llama": "Llama"}
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
@@ -27,20 +29,11 @@ SIZES = {
 
 def made(which="v3", dtype=torch.float32, **more):
     torch.manual_seed(3)
-    if which == "v3":
-        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{**SIZES, "q_lora_rank": 12, **more}))
-    elif which == "v2":
-        model = transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**{**SIZES, "q_lora_rank": None, **more}))
-    elif which != "llama":
-        config = getattr(transformers, f"{which}Config")(**SIZES, q_lora_rank=12, **more)
-        model = getattr(transformers, f"{which}ForCausalLM")(config)
-    else:
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, **more
-            )
-        )
-    return model.to(dtype).eval()
+    name, sizes = NAMES.get(which, which), {**SIZES, "q_lora_rank": None if which == "v2" else 12}
+    if which == "llama":
+        sizes = {key: size for key, size in SIZES.items() if "rank" not in key and "_head_dim" not in key}
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **more})
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
 
 
 def generated(model, ids, n=12, **more):
@@ -51,11 +44,12 @@ def prompt(batch=2, n=5):
     return torch.randint(1, 64, (batch, n))
 
 
-@pytest.mark.parametrize(
-    ("which", "form"),
-    [("v2", "auto"), ("v2", "expanded"), ("v3", "absorbed"), ("v3", "expanded"), ("Youtu", "auto"), ("MiniCPM3", "auto"),
-     ("Glm4MoeLite", "auto")],
-)  # fmt: skip
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("which", "form"), [
+    ("v2", "auto"), ("v2", "expanded"), ("v3", "absorbed"), ("v3", "expanded"), ("Youtu", "auto"), ("MiniCPM3", "auto"),
+    ("Glm4MoeLite", "auto"),
+])
 def test_generates_the_same_tokens(which, form):
     model, ids = made(which), prompt()
     want = generated(model, ids)
@@ -106,8 +100,7 @@ def test_with_rows_of_fewer_bits(codec, least):
         model(ids[:, :11], past_key_values=cache)
         model(ids[:, 11:], past_key_values=cache)
         want = outs[-1] if kind is None else want  # noqa: F821
-    assert least < relative_error(outs[-1], want) < 0.4
-    assert cache.latents.formats[1].name in cache.report()
+    assert least < relative_error(outs[-1], want) < 0.4 and cache.latents.formats[1].name in cache.report()
 
 
 @torch.no_grad()
@@ -149,10 +142,9 @@ def test_it_trains_as_before():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.end_to_end
 @torch.no_grad()
 def test_one_graph_serves_64_steps(no_kernels):
-    torch._dynamo.reset()
-    counters.clear()
     model, ids = made(num_hidden_layers=1), prompt(1, 70)
     want = model(ids).logits[:, 5:]
     cache = megacpp_compile.use_latent_cache(model, batch=1, capacity=70)
@@ -166,9 +158,10 @@ def test_one_graph_serves_64_steps(no_kernels):
     assert graphs == counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["latents", "static", "dynamic"])
 def test_generate_compiled(eager_backend, kind):
-    torch._dynamo.reset()
     model, ids = made(num_hidden_layers=1), prompt()
     want, more = generated(model, ids, n=4), {} if kind == "latents" else {"cache_implementation": kind}
     if kind == "latents":
@@ -187,57 +180,84 @@ def test_report_has_a_line_for_each_layer():
     assert cache.report(1000).startswith("layer 0: expanded by counts")
 
 
-# --- what is refused
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: nn.Linear(2, 2), "it is no model of transformers, and has no positions"),
-        (lambda: made("DeepseekV32"), "a forward over three tokens failed: ValueError.*update_indexer"),
-        (lambda: made("llama"), r"layer 0 \(LlamaAttention\).*no projection in it makes keys and values"),
-        (lambda: made(attn_implementation="eager"), "its attention is 'eager', not 'sdpa'"),
-    ],
-    ids=["plain", "with_an_indexer", "llama", "eager"],
-)
+@pytest.mark.parametrize(("make", "reason"), [
+    (lambda: nn.Linear(2, 2), "it is no model of transformers, and has no positions"),
+    (lambda: made("DeepseekV32"), "a forward over three tokens failed: ValueError.*update_indexer"),
+    (lambda: made("llama"), r"layer 0 \(LlamaAttention\).*no projection in it makes keys and values"),
+    (lambda: made(attn_implementation="eager"), "its attention is 'eager', not 'sdpa'"),
+], ids=["plain", "with_an_indexer", "llama", "eager"])
 def test_models_without_latents(make, reason):
     with pytest.raises(LatentCacheError, match=reason):
         megacpp_compile.use_latent_cache(make(), batch=1, capacity=8)
 
 
-def test_a_projection_with_a_bias():
-    model = made()
-    model.model.layers[1].self_attn.kv_b_proj.bias = nn.Parameter(torch.ones(2 * 14))
-    with pytest.raises(LatentCacheError, match=r"layer 1 .*the projection of the latent has a bias"):
-        megacpp_compile.use_latent_cache(model, batch=1, capacity=8)
-
-
-def test_padded_prompts():
+def test_padding_beams_rollbacks_too_many_tokens_training_and_biases():
     model, ids = made(), prompt()
     cache = megacpp_compile.use_latent_cache(model, batch=2, capacity=17)
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
     with pytest.raises(CacheError, match="without padding.*prompts of one length"):
         generated(model, ids, past_key_values=cache, attention_mask=mask)
-
-
-def test_beams_and_rollbacks():
     cache = megacpp_compile.use_latent_cache(made(), batch=1, capacity=17)
     with pytest.raises(CacheError, match="beams"):
         cache.reorder_cache(torch.zeros(1, dtype=torch.long))
     with pytest.raises(CacheError, match="assisted decoding"):
         cache.crop(1)
-
-
-def test_more_tokens_than_there_is_room_for():
     model, ids = made(), prompt(1)
     cache = megacpp_compile.use_latent_cache(model, batch=1, capacity=8)
     with pytest.raises(CacheError, match="at most 8 tokens, found 9"):
         generated(model, ids, past_key_values=cache)
-
-
-def test_training_through_the_cache():
     model = made()
     cache = megacpp_compile.use_latent_cache(model, batch=1, capacity=8)
     with pytest.raises((CacheError, AbsorbedInTrainingError), match="no_grad"):
         model(prompt(1), past_key_values=cache)
+    model = made()
+    model.model.layers[1].self_attn.kv_b_proj.bias = nn.Parameter(torch.ones(2 * 14))
+    with pytest.raises(LatentCacheError, match=r"layer 1 .*the projection of the latent has a bias"):
+        megacpp_compile.use_latent_cache(model, batch=1, capacity=8)
+
+
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("which", "kind"), [("v2", "static"), ("v3", "dynamic")])
+@torch.no_grad()
+def test_caches_of_its_own_generate_the_tokens_of_eager(which, kind, no_kernels):
+    model, ids = made(which), prompt()
+
+    def cache():
+        if kind == "dynamic":
+            return transformers.DynamicCache(config=model.config)
+        return transformers.StaticCache(config=model.config, max_cache_len=17)
+
+    want = generated(model, ids, past_key_values=cache())
+    with megacpp_compile.record() as report:
+        model.compile(backend="megacpp", options={"strict": True})
+        assert torch.equal(generated(model, ids, past_key_values=cache()), want)
+    assert all(frame.captured for frame in report.frames)
+    steps = [frame for frame in report.frames if frame.passes["mla_decode"]]
+    assert steps and {frame.passes["mla_decode"] for frame in steps} == {2}, report.misses
+    assert all(site.note.startswith("absorbed by counts") for site in report.sites if site.pass_name == "mla_decode")
+
+
+@pytest.mark.end_to_end
+@torch.no_grad()
+def test_a_static_cache_is_one_graph_for_64_steps(no_kernels):
+    model, ids = made(num_hidden_layers=1), prompt(1, 70)
+    eager, own = (transformers.StaticCache(config=model.config, max_cache_len=70) for _ in range(2))
+    for one in (eager, own):
+        model(ids[:, :5], past_key_values=one)
+    compiled = torch.compile(model, backend="megacpp", options={"strict": True})
+
+    def step(called, at, past):
+        place = torch.tensor([at])
+        return called(ids[:, at : at + 1], past_key_values=past, cache_position=place, position_ids=place[None]).logits
+
+    with megacpp_compile.record() as report:
+        got = [step(compiled, 5, own)]
+    graphs = counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        got += [step(compiled, at, own) for at in range(6, 70)]
+    assert report.counts["mla_decode"] == 1, report.misses
+    assert graphs == counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    for at, logits in zip(range(5, 70), got, strict=True):
+        torch.testing.assert_close(logits, step(model, at, eager), msg=lambda m, at=at: f"step {at}: {m}")

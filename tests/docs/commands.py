@@ -37,8 +37,7 @@ class Printed:
 def commands_of(text: str, place: str, whole: bool = False) -> list[Printed]:
     """The commands in fenced blocks of a shell's, in indented lines, and between backticks of anything else. whole: `around` is all of
     the text."""
-    paragraphs = [p for p in re.split(r"\n[ \t]*\n", _unfenced(text)) if p.strip()]
-    found = []
+    paragraphs, found = [p for p in re.split(r"\n[ \t]*\n", _unfenced(text)) if p.strip()], []
     for index, paragraph in enumerate(paragraphs):
         around = text if whole else "\n".join(paragraphs[max(index - 1, 0) : index + 2])
         lines = paragraph.replace("\\\n", " ").split("\n")

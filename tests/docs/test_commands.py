@@ -23,111 +23,91 @@ import torch
 
 from tests.docs.commands import PAGES, ROOT, Printed, commands_of, programs, started
 
+TARGETS = ("unit", "suite", "kernels", "test", "test-all", "demo", "accept", "pages", "docs", "build", "lint", "test-xla")
 # What is run -> the commands that it stands for. {tmp}: a folder, with what `made` puts there.
 RUNS = {
-    "megacpp passes": ["megacpp passes"],
-    "megacpp doctor --device cpu": ["megacpp doctor"],
+    "megacpp passes": ["megacpp passes"], "megacpp doctor --device cpu": ["megacpp doctor"],
     "megacpp evidence status": ["megacpp evidence status"],
-    "megacpp evidence status --page {tmp}/evidence.md": [
-        "megacpp evidence status --page docs/generated/evidence.md",
-    ],
+    "megacpp evidence status --page {tmp}/evidence.md": ["megacpp evidence status --page docs/generated/evidence.md"],
     "megacpp explain examples.explain_hf:build": [
-        "megacpp explain module:callable", "megacpp explain examples.explain_hf:build",
-    ],
+        "megacpp explain module:callable", "megacpp explain examples.explain_hf:build"],
     "python -m benchmarks --help": ["python -m benchmarks --help"],
     "python -m benchmarks --device cpu --quick --turns 1 --plain --subject gated_rms_norm --out {tmp}": [
-        "python -m benchmarks --device cpu --quick",
-    ],
+        "python -m benchmarks --device cpu --quick"],
     "python -m benchmarks.figures --out {tmp} docs/h200/block.json": [
         "python -m benchmarks.figures --out docs/figures docs/h200/block.json",
-        "python -m benchmarks.figures --out docs/figures docs/h200/block.json docs/h200/remat.json",
-    ],
+        "python -m benchmarks.figures --out docs/figures docs/h200/block.json docs/h200/remat.json"],
     "python -m benchmarks.performance_page": ["python -m benchmarks.performance_page"],
     "python -m benchmarks.performance_page --figures {tmp} docs/h200/block.json": [
         "python -m benchmarks.performance_page --figures docs/figures docs/h200/*.json > docs/generated/performance.md",
     ],
     "python -m benchmarks.recall_table {tmp}/zoo.json": [
-        "python -m benchmarks.recall_table zoo.json", "python -m benchmarks.recall_table zoo.json > docs/generated/recall.md",
-    ],
+        "python -m benchmarks.recall_table zoo.json",
+        "python -m benchmarks.recall_table zoo.json > docs/generated/recall.md"],
     "python -m benchmarks.recall_table --figure {tmp}/recall.png docs/generated/recall.md": [
-        "python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md",
-    ],
+        "python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md"],
     "python -m benchmarks.targets_page --out {tmp}/targets.md": ["python -m benchmarks.targets_page"],
     "python -m benchmarks.xla_zoo --page {tmp}/out.json": [
-        "python -m benchmarks.xla_zoo --page out.json", "python -m benchmarks.xla_zoo --page out.json > docs/generated/xla_zoo.md",
-    ],
+        "python -m benchmarks.xla_zoo --page out.json",
+        "python -m benchmarks.xla_zoo --page out.json > docs/generated/xla_zoo.md"],
     "python -m benchmarks.saved_for_backward": ["python -m benchmarks.saved_for_backward"],
     "python -m benchmarks.compile_time --one megacpp --model plain --layers 1": [
         "python -m benchmarks.compile_time", "python -m benchmarks.compile_time --model plain --warm",
         "python -m benchmarks.compile_time --layers 24 --repeat 3",
         "python -m benchmarks.compile_time --model plain --layers 2 --repeat 1",
-        "OMP_NUM_THREADS=1 python -m benchmarks.compile_time --model mamba2 --layers 2",
-    ],
+        "OMP_NUM_THREADS=1 python -m benchmarks.compile_time --model mamba2 --layers 2"],
     "python -m benchmarks.rounding_loss --steps 2 --seeds 1": [
         "python -m benchmarks.rounding_loss", "python -m benchmarks.rounding_loss --seeds 8",
-        "python -m benchmarks.rounding_loss --steps 20 --seeds 2",
-    ],
+        "python -m benchmarks.rounding_loss --steps 20 --seeds 2"],
     "python -m benchmarks.compression_loss --steps 2 --seeds 1": [
         "python -m benchmarks.compression_loss", "python -m benchmarks.compression_loss --steps 20 --seeds 1",
-        "python -m benchmarks.compression_loss --feed-forward gelu",
-    ],
+        "python -m benchmarks.compression_loss --feed-forward gelu"],
     "python -m benchmarks.hybrid_lm --backends eager --steps 2 --batch 1 --length 32 --no-plot": [
-        "python -m benchmarks.hybrid_lm",
-    ],
+        "python -m benchmarks.hybrid_lm"],
     "python examples/train_mla.py --steps 2 --batch 1 --length 16 --dim 32 --layers 1 --no-plot --json {tmp}/cpu.json": [
         "python examples/train_mla.py", "python examples/train_mla.py --backend inductor --steps 50 --no-plot",
         "python examples/train_mla.py --steps 100 --json out/cpu.json",
-        "python examples/train_mla.py --steps 100 --no-plot --json cpu.json",
-    ],
+        "python examples/train_mla.py --steps 100 --no-plot --json cpu.json"],
     "python examples/generate.py --steps 2 --new 4 --batch 1 --length 16 --prompt 4 --dim 32 --layers 1 --backend eager": [
-        "python examples/generate.py --load out/model.pt --backend eager",
-    ],
+        "python examples/generate.py --load out/model.pt --backend eager"],
     "python examples/generate.py --steps 2 --new 4 --batch 1 --length 16 --prompt 4 --dim 32 --layers 1 --caches latents --save {tmp}/a.pt": [
-        "python examples/generate.py", "python examples/generate.py --steps 300 --save out/model.pt",
-    ],
+        "python examples/generate.py", "python examples/generate.py --steps 300 --save out/model.pt"],
     "python examples/overlay.py {tmp}/one.json {tmp}/one.json --plot {tmp}/overlay.png --tolerance 1e-4": [
         "python examples/overlay.py A.json B.json --plot FILE.png",
         "python examples/overlay.py cpu.json xla.json --plot overlay.png --tolerance 1e-4",
-        "python examples/overlay.py out/cpu.json out/xla.json --plot out/overlay.png --tolerance 1e-4",
-    ],
+        "python examples/overlay.py out/cpu.json out/xla.json --plot out/overlay.png --tolerance 1e-4"],
     "python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager --steps 2 --batch 1 --length 32 --no-plot": [
-        "python examples/train_hybrid.py --dtype bfloat16 --steps 200 --backends eager:float32 eager megacpp",
-    ],
+        "python examples/train_hybrid.py --dtype bfloat16 --steps 200 --backends eager:float32 eager megacpp"],
     "make help": ["make help"],
     # What these would run is printed, and every file and module in it is there.
-    **{f"make -n {what}": [f"make {what}"] for what in ("test", "test-all", "demo", "accept", "pages", "docs", "build", "lint", "test-xla")},
-    "make -n test-repeat N=20": ["make test-repeat N=20"],
+    **{f"make -n {what}": [f"make {what}"] for what in TARGETS}, "make -n test-repeat N=20": ["make test-repeat N=20"],
+    "make -n test-repeat N=20 TIER=unit": ["make test-repeat N=20 TIER=unit"],
     "python -m tests.repeat 1 --co -n 0 tests/test_targets.py": ["python -m tests.repeat 5 tests/lowerings"],
     "make -n test TORCH=torch==2.11.0": ['make test TORCH="..."'],
     "make -n test-xla XLA_TESTS=tests/passes": ["make test-xla XLA_TESTS=tests/passes"],
-}  # fmt: skip
+}
 
 # A test that runs it -> commands.
 ELSEWHERE = {
     "tests/evidence/test_evidence.py": ["megacpp evidence gate", "megacpp evidence run PROFILE --environment ID"],
-    "tests/memory/test_estimate.py": [
-        "megacpp estimate module:callable", "megacpp estimate examples.explain_hf:build",
-    ],
+    "tests/memory/test_estimate.py": ["megacpp estimate module:callable", "megacpp estimate examples.explain_hf:build"],
     "tests/memory/test_fit.py": [
-        "megacpp plan module:callable --plot plan.png", "megacpp plan package.module:callable --plot plan.png",
-    ],
+        "megacpp plan module:callable --plot plan.png", "megacpp plan package.module:callable --plot plan.png"],
     "tests/_torch/test_missing.py": ["python -m tests._torch.without fakes.is_fake ops.grouped_mm+ops.scaled_mm"],
     "tests/lowerings/test_fuzz.py": [
-        "python -m tests.lowerings.fuzz", "python -m tests.lowerings.fuzz --cases 300 --device cpu",
-    ],
-    "tests/passes/test_down_norm_up.py": [".venv/bin/python -m pytest tests/passes/test_down_norm_up.py"],
+        "python -m tests.lowerings.fuzz", "python -m tests.lowerings.fuzz --cases 300 --device cpu"],
+    "tests/passes/test_rope_qk.py": [".venv/bin/python -m pytest tests/passes/test_rope_qk.py"],
+    "tests/test_suite.py": ["python -m pytest -n 2 -p tests.durations"],
     "tests/passes/test_spellings.py": [
-        "TEST_EVERY_SPELLING=1 .venv/bin/python -m pytest -n 2 tests/passes/test_spellings.py",
-    ],
+        "TEST_EVERY_SPELLING=1 .venv/bin/python -m pytest -n 2 tests/passes/test_spellings.py"],
     "tests/test_train_parallel.py": ["python examples/train_parallel.py --compare inductor"],
     ".ci/run": [
-        "python examples/explain_hf.py", "python examples/train_hybrid.py", "python examples/train_hybrid.py --mixer delta",
-        "python examples/train_fp8.py --size tiny --steps 20 --blocks",
+        "python examples/explain_hf.py", "python examples/train_hybrid.py",
+        "python examples/train_hybrid.py --mixer delta", "python examples/train_fp8.py --size tiny --steps 20 --blocks",
     ],
     "tests/xla/test_spmd.py": [
-        "PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 PYTHONPATH=. python tests/xla/spmd_program.py tensor",
-    ],
-}  # fmt: skip
+        "PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 PYTHONPATH=. python tests/xla/spmd_program.py tensor"],
+}
 
 # What a command needs, as a pattern that the text beside it must match -> commands.
 NEEDS = {
@@ -152,11 +132,9 @@ NEEDS = {
         "python examples/train_fp8.py", "python examples/train_fp8.py --backends inductor megacpp:fp8_current",
         "python examples/train_fp8.py --backends eager inductor megacpp megacpp:fp8_current --json fp8.json",
         "python examples/train_fp8.py --seeds 6 --backends inductor megacpp:fp8_current",
-        "pytest -m cuda tests/precision",
-    ],
+        "pytest -m cuda tests/precision"],
     r"Transformer\s+Engine": [
-        "python -m benchmarks --subject fp8_gemms --with-te", "python -m benchmarks.fp8_gate",
-    ],
+        "python -m benchmarks --subject fp8_gemms --with-te", "python -m benchmarks.fp8_gate"],
     r"torch_xla": [
         "make test-xla", "make test-xla XLA_TESTS=tests/passes",
         "PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 PYTHONPATH=. python tests/xla/spmd_program.py tensor",
@@ -168,38 +146,34 @@ NEEDS = {
         "PJRT_DEVICE=CPU python -m benchmarks.xla_zoo ZOO --only hf_mamba2,litgpt_mla",
         "PJRT_DEVICE=CPU python examples/train_mla.py --device xla --steps 50 --json out.json",
         "PJRT_DEVICE=CPU python examples/train_mla.py --steps 100 --device xla --json out/xla.json",
-        "PJRT_DEVICE=CPU python examples/train_mla.py --steps 100 --no-plot --device xla --json xla.json",
-    ],
+        "PJRT_DEVICE=CPU python examples/train_mla.py --steps 100 --no-plot --device xla --json xla.json"],
     r"torchtitan": ["python examples/inside_trainers.py torchtitan --ranks 2 --ep 2 --checkpoint selective"],
     r"Megatron": [
-        "python examples/train_megatron.py", "python examples/train_megatron.py --te --size large --steps 30",
-    ],
+        "python examples/train_megatron.py", "python examples/train_megatron.py --te --size large --steps 30"],
     r"trl": ["python examples/inside_trainers.py trl --lora"],
     r"transformers": [
         "python -m benchmarks.compile_time", "OMP_NUM_THREADS=1 python -m benchmarks.compile_time --model mamba2 --layers 2",
-        "python examples/explain_hf.py", "megacpp explain examples.explain_hf:build", "megacpp estimate examples.explain_hf:build",
-    ],
+        "python examples/explain_hf.py", "megacpp explain examples.explain_hf:build",
+        "megacpp estimate examples.explain_hf:build"],
     r"matplotlib": [
         "megacpp plan package.module:callable --plot plan.png", "megacpp plan module:callable --plot plan.png",
         "python examples/overlay.py A.json B.json --plot FILE.png",
         "python -m benchmarks.figures --out docs/figures docs/h200/block.json",
         "python -m benchmarks.performance_page --figures docs/figures docs/h200/*.json > docs/generated/performance.md",
-        "python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md",
-    ],
+        "python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md"],
     r"not in (the|this) repository": [
         "python -m benchmarks.recall_table zoo.json", "python -m benchmarks.recall_table zoo.json > docs/generated/recall.md",
         "python -m benchmarks.xla_zoo --page out.json", "python -m benchmarks.xla_zoo --page out.json > docs/generated/xla_zoo.md",
-        "PJRT_DEVICE=CPU python -m benchmarks.xla_zoo ZOO --json out.json",
-    ],
+        "PJRT_DEVICE=CPU python -m benchmarks.xla_zoo ZOO --json out.json"],
     r"minute": [
-        "make test", "make demo", "make test-repeat N=20", "python -m tests.repeat 5 tests/lowerings", "TEST_EVERY_SPELLING=1 .venv/bin/python -m pytest -n 2 tests/passes/test_spellings.py",
+        "make test", "python -m tests.planted --tier unit", "python -m tests.repeat 5 tests/lowerings",
+        "TEST_EVERY_SPELLING=1 .venv/bin/python -m pytest -n 2 tests/passes/test_spellings.py",
         "python -m benchmarks.compile_time --layers 24 --repeat 3", "python -m benchmarks.rounding_loss",
         "python -m benchmarks.compression_loss", "python -m benchmarks.compression_loss --feed-forward gelu",
         "python -m tests.lowerings.fuzz", "python examples/explain_hf.py", "python examples/train_mla.py", "python examples/generate.py",
         "python examples/train_hybrid.py", "python examples/train_hybrid.py --mixer delta",
         "python examples/train_fp8.py --size tiny --steps 20 --blocks",
-        "python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200",
-    ],
+        "python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200"],
     r"(?i)network|install": ["pip install .", 'pip install "git+$URL"', "pip install tilelang", "pip install flash-attn-4",
                             "pip install megatron-core einops"],
 }  # fmt: skip
@@ -236,15 +210,13 @@ def program_of(words: list[str]) -> tuple[str, list[str]] | None:
     return None
 
 
-# --- what is printed
-
-
 def test_every_command_runs_or_says_what_it_needs():
     unknown = sorted({f"{p.command}   ({p.place})" for p in printed() if p.command not in listed()})
     assert not unknown, "neither run nor said to need anything; see the tables of this file:\n" + "\n".join(unknown)
     assert not listed() - {p.command for p in printed()}, "nobody prints these any more"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("need", NEEDS)
 def test_what_a_command_needs_stands_beside_it(need):
     """Once on a page will do."""
@@ -259,7 +231,7 @@ def test_tests_that_run_a_command_name_its_program():
         for command in commands:
             words = without_variables(command)
             if "pytest" in words:
-                assert words[-1] == test
+                assert words[-1] == test or words[-1].removeprefix("tests.") in (ROOT / test).read_text()
                 continue
             program, _ = program_of(words) or pytest.fail(command)
             assert Path(program).stem.rpartition(".")[2] in (ROOT / test).read_text(), (test, command)
@@ -300,9 +272,6 @@ def test_help_says_what_it_does_and_what_it_takes(how):
     assert not undescribed, f"options without a word: {undescribed}"
 
 
-# --- what is run
-
-
 def made(tmp: Path) -> None:
     """The files that commands read and the repository does not hold."""
     losses = [{"backend": name, "device": "cpu", "losses": [2.0, 1.0]} for name in ("eager", "megacpp")]
@@ -321,13 +290,13 @@ def files() -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in found if path.is_file() and path.suffix != ".pyc"}
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("cheap", [cheap for cheap in RUNS if not cheap.startswith("make")])
 def test_it_runs(cheap, tmp_path, no_kernels, monkeypatch):
     """In this process and from the repository's root, without code generation, which is not what these are about."""
     monkeypatch.chdir(ROOT)
     made(tmp_path)
-    before = files()
-    words = shlex.split(cheap.format(tmp=tmp_path))
+    before, words = files(), shlex.split(cheap.format(tmp=tmp_path))
     torch._dynamo.reset()
     settings = ("recompile_limit", "fail_on_recompile_limit_hit")  # the suite sets them for its process
     with torch._dynamo.config.patch({name: getattr(torch._dynamo.config, name) for name in settings}):
@@ -339,6 +308,7 @@ def test_it_runs(cheap, tmp_path, no_kernels, monkeypatch):
     assert files() == before, "the cheap form writes into its own folder"
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("cheap", [cheap for cheap in RUNS if cheap.startswith("make")])
 def test_a_target_of_make_names_what_is_there(cheap):
     done = subprocess.run(shlex.split(cheap), capture_output=True, text=True, cwd=ROOT)
@@ -357,9 +327,6 @@ def test_targets_that_are_printed_are_there(monkeypatch):
     assert names
     for module, _, name in (word.partition(":") for word in names):
         assert callable(getattr(importlib.import_module(module), name))
-
-
-# --- what is missing
 
 
 @pytest.mark.parametrize("command", NEEDS[r"GPU|H200"])
@@ -393,12 +360,9 @@ def test_without_an_interpreter_fuzzing_starts_one(monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton")
-    code, _, _ = started("tests.lowerings.fuzz", ["--device", "cpu", "--cases", "3"])
-    assert code == 0
-    assert seen == [([sys.executable, "-m", "tests.lowerings.fuzz", "--device", "cpu", "--cases", "3"], "1")]
-
-
-# --- how commands are found
+    given = ["--device", "cpu", "--cases", "3"]
+    assert started("tests.lowerings.fuzz", given)[0] == 0
+    assert seen == [([sys.executable, "-m", "tests.lowerings.fuzz", *given], "1")]
 
 
 def test_commands_are_found_wherever_they_are_printed():

@@ -51,12 +51,9 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file), target
 
 
-def test_readme_is_a_quickstart_before_it_is_anything_else():
+def test_readme_is_a_quickstart_and_its_options_are_options():
     first, *_ = blocks(ROOT / "README.md")
     assert len(first.splitlines()) <= 5 and 'backend="megacpp"' in first
-
-
-def test_readme_options_are_options():
     found = next(block for block in blocks(ROOT / "README.md") if block.startswith("options = {"))
     options = ast.literal_eval(found[len("options = ") : found.index("\n}") + 2])
     Config.from_options(options, pass_names(), environ={})
@@ -69,9 +66,11 @@ def test_generators_say_how_they_are_run(module, capsys):
     assert left.value.code == 0 and "python -m benchmarks." in capsys.readouterr().out
 
 
-def test_every_picture_is_shown():
+def test_every_picture_is_shown_and_every_pass_has_a_column():
     shown = {name for page in PAGES for name in re.findall(r"figures/([\w.]+\.png)", page.read_text())}
     assert {path.name for path in ROOT.glob("docs/figures/*")} == shown
+    wanted = {"linear", "compressed_linear"}  # of linears that an option names
+    assert {p.name for p in enabled_passes(Config())} - wanted == set(recall_table.PASSES)
 
 
 def test_the_performance_page_is_what_its_data_make(monkeypatch):
@@ -91,17 +90,9 @@ def test_the_recall_page_is_read_back_whole():
     assert f"{must} sites in {len(models)} models" in " ".join((ROOT / "README.md").read_text().split())
 
 
-def test_every_pass_that_runs_without_an_option_has_a_column():
-    wanted = {"linear", "compressed_linear"}  # of linears that an option names
-    assert {p.name for p in enabled_passes(Config())} - wanted == set(recall_table.PASSES)
-
-
-def test_no_point_of_the_front_is_beaten():
+def test_fronts_and_the_other_run_s_figures():
     points = [(2.0, 80.0), (4.0, 68.0), (5.0, 68.0), (3.0, 90.0), (7.0, 67.0)]
     assert remat.front(points) == [(2.0, 80.0), (4.0, 68.0), (7.0, 67.0)]
-
-
-def test_the_figures_of_the_other_run_are_over_its_own_limit():
     other = json.loads((ROOT / "docs" / "h200" / "block_other_run.json").read_text())
     for row in other["rows"]:
         for size, ms in row["ms"].items():

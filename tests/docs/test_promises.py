@@ -1,12 +1,15 @@
-"""What CONTRIBUTING and the architecture page promise, where no other test holds the code to it."""
+"""What CONTRIBUTING and the architecture page promise, where no other test holds the code to it, and that the API
+reference has every public name, each where it is defined."""
 
 from __future__ import annotations
 
 import ast
 import builtins
+import importlib.util
 import inspect
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -18,8 +21,7 @@ PACKAGE = ROOT / "megacpp_compile"
 # Arguments that a signature does not take, and what no user meets, with where it ends.
 PYTHONS_OWN = {
     "__init__.py": {"AttributeError"},  # of the module
-    "_torch/_theme.py": {"AttributeError"},
-    "_torch/_registry.py": {"AttributeError"},
+    "_torch/_theme.py": {"AttributeError"}, "_torch/_registry.py": {"AttributeError"},
     "cli.py": {"ValueError"},  # printed
     "fx/size_nodes.py": {"LookupError"},  # the site stays plain
     "fx/inductor_pass.py": {"NotImplementedError"},  # of an abstract method
@@ -38,24 +40,18 @@ def test_errors_are_this_package_s_own():
                 if name not in own and hasattr(builtins, name) and name != "AssertionError":  # a defect of this package
                     found.setdefault(str(path.relative_to(PACKAGE)), set()).add(name)
     assert {place: found[place] - PYTHONS_OWN.get(place, set()) for place in found} == dict.fromkeys(found, set())
-
-
-def test_every_error_says_what_it_is_given():
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, errors.MegacppError):
             assert inspect.getdoc(value), name
 
 
-def test_the_page_has_the_layers_that_are_checked():
+def test_pages_have_the_layers_that_are_checked_and_every_pass():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if "layers" in contract)
     page = (ROOT / "docs" / "architecture.md").read_text()
     assert re.search(r"```text\n(.*?)```", page, re.S)[1].split("\n")[:-1] == layers
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert folders == {name for name in folders if f"`{name}/`" in page}, "every package has its word"
-
-
-def test_the_page_of_passes_has_every_pass_and_no_other():
     page = (ROOT / "docs" / "passes.md").read_text()
     listed = re.findall(r"^\| `(\w+)`", page, re.M)
     assert sorted(listed) == sorted(p.stem for p in (PACKAGE / "passes").glob("[!_]*.py"))
@@ -69,13 +65,40 @@ def test_files_that_a_page_names_are_there(page):
     assert not missing
 
 
-def test_public_names_that_a_page_names_are_there():
+def test_public_names_and_variables_that_pages_name_are_there():
     for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
         for name in re.findall(r"`megacpp_compile\.(\w+)", page.read_text()):
             assert name in megacpp_compile.__all__ or (PACKAGE / name).exists() or (PACKAGE / f"{name}.py").exists(), (page, name)
-
-
-def test_environment_variables_of_the_page_are_options():
     page = (ROOT / "docs" / "tools.md").read_text()
     source = (PACKAGE / "config" / "options.py").read_text()
     assert set(re.findall(r"MEGACPP_\w+", page)) == {v for v in re.findall(r"MEGACPP_[A-Z]+", source) if v != "MEGACPP_"}
+
+
+@pytest.fixture
+def reference():
+    spec = importlib.util.spec_from_file_location("_reference", ROOT / "docs" / "_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.end_to_end
+def test_a_page_for_every_public_name_and_a_usage_for_every_command(reference):
+    homes = reference.public_names()
+    assert set(homes) == set(megacpp_compile.__all__)
+    for name, path in homes.items():
+        module, _, attribute = path.rpartition(".")
+        source = Path(importlib.util.find_spec(module).origin).read_text()
+        defined = {n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        assert attribute in defined, f"{name}: {path}"
+    text = "\n".join(reference.pages().values())
+    assert all(f"::: {path}\n" in text and f"heading: megacpp_compile.{name}\n" in text for name, path in homes.items())
+    text = reference.command_line()
+    listed = text[text.index("{") + 1 : text.index("}")].split(",")
+    assert tuple(listed) == reference.COMMANDS and all(f"usage: megacpp {command}" in text for command in listed)
+
+
+def test_a_name_without_a_topic_is_an_error(reference, monkeypatch):
+    monkeypatch.setitem(reference.TOPICS, "Sharding", ())
+    with pytest.raises(ValueError, match="ShardingPlan"):
+        reference.public_names()

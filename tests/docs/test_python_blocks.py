@@ -48,6 +48,8 @@ class Model(nn.Module):
         return x
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_runs(block, request, tmp_path, monkeypatch, no_kernels):
     place = request.node.callspec.id

@@ -33,20 +33,13 @@ SOUND = Machine(
 SERVED = [Trial(b, w, f, (), 1.0, 500.0) for w in WIDTHS for b, f in (("sdpa", "cudnn"), ("fa4", "fa4"))]
 
 
-def test_what_is_loaded_is_read_off_the_memory_map():
+def test_what_is_read_off_the_memory_map_and_metadata():
     assert loaded_cudnn(MAPS) == {"/venv/lib/nvidia/cudnn/lib": ("libcudnn.so.9", "libcudnn_graph.so.9.10.2")}
     assert list(loaded_cudnn(MAPS + SECOND)) == ["/usr/lib/x86_64-linux-gnu", "/venv/lib/nvidia/cudnn/lib"]
     assert loaded_cudnn("") == {}
-
-
-def test_what_is_installed_is_read_off_metadata():
     found = cudnn_packages([("torch", "2.11"), ("nvidia-cudnn-cu13", "9.14"), ("nvidia_cudnn_cu12", "9.10")])
     assert found == {"nvidia-cudnn-cu13": "9.14", "nvidia_cudnn_cu12": "9.10"}
     assert installed(["torch", "no-such-package-anywhere"]) == {"torch": importlib.metadata.version("torch")}
-
-
-def test_a_machine_without_a_trap():
-    assert traps(SOUND, SERVED) == [] and traps(Machine()) == []
 
 
 @pytest.mark.parametrize(("name", "changed", "trials"), [
@@ -68,13 +61,14 @@ def test_traps_by_name(name, changed, trials):
     assert found[0].found and not found[0].found.endswith(".") and found[0].remedy.endswith(".")
 
 
-def test_no_trap_at_its_edge():
+def test_no_trap_at_its_edge_and_without_one():
     """Twice as long is not yet slow; another patch number that is equal is none; a CPU has no fused kernel to miss."""
     at = [Trial("sdpa", WIDTHS[0], "cudnn", (), 2.0, 5.0), Trial("flex", WIDTHS[0], "flex", (), 1.0, 9.0)]
     assert traps(SOUND, at) == []
     assert traps(dataclasses.replace(SOUND, packages={**SOUND.packages, "torch_xla": "2.11.1"}), SERVED) == []
     cpu = dataclasses.replace(SOUND, devices=())
     assert traps(cpu, [Trial("sdpa", WIDTHS[0], "unfused", (), 9.0, 5.0)]) == []
+    assert traps(SOUND, SERVED) == [] and traps(Machine()) == []
 
 
 def test_each_backend_is_tried_once_at_both_widths(monkeypatch):
@@ -85,18 +79,23 @@ def test_each_backend_is_tried_once_at_both_widths(monkeypatch):
     assert all(t.milliseconds > 0 and t.rate > 0 and t.kernels for t in served.values())
     assert [served["sdpa", w].family for w in WIDTHS] == ["unfused", "flash"]
     assert found["fa4", WIDTHS[0]].tag == "dense_fa4_cuda_only" and found["te", WIDTHS[0]].tag == "device"
-    flops = 2 * 128 * 128 * (192 + 128)
-    one = served["sdpa", WIDTHS[0]]
+    flops, one = 2 * 128 * 128 * (192 + 128), served["sdpa", WIDTHS[0]]
     assert one.rate == pytest.approx(flops / (one.milliseconds / 1e3) / 1e12)
 
 
-def test_what_a_backend_raises_is_its_result(monkeypatch):
+def test_what_a_backend_raises_or_torch_refuses_is_a_result(monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("no workspace")
 
     monkeypatch.setattr(tried, "attention", broken)
     found = tried.trial("sdpa", WIDTHS[0], "cpu")
     assert (found.tag, found.milliseconds) == ("raised", None) and "no workspace" in found.reason
+    def refuse():
+        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 10, 2), found (9, 5, 1)")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
+    found = machines.machine()
+    assert found.cudnn == "" and "found (9, 5, 1)" in found.refusal
 
 
 def test_the_command(monkeypatch, capsys):
@@ -111,12 +110,3 @@ def test_the_command(monkeypatch, capsys):
     assert cli.main(["doctor", "--device", "cpu", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["traps"][0]["name"] == "two-cudnns" and found["trials"][0]["family"] == "cudnn"
-
-
-def test_torch_may_refuse_to_name_its_cudnn(monkeypatch):
-    def refuse():
-        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 10, 2), found (9, 5, 1)")
-
-    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
-    found = machines.machine()
-    assert found.cudnn == "" and "found (9, 5, 1)" in found.refusal

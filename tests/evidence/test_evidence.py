@@ -44,9 +44,6 @@ def record(profile="dense_fa4_forward", environment=CANONICAL, bound=None, **cha
     return Record(profile, environment=environment, **{**fields, **changed})
 
 
-# --- the catalog
-
-
 def test_the_catalog_hangs_together():
     check()
     assert {p.line for p in PROFILES} <= {s.line for s in SURFACES}
@@ -74,10 +71,9 @@ def test_every_combination_of_the_four_fields(proof_class, grade):
 
 
 @pytest.mark.parametrize(("changed", "says"), [
-    ({"line": "dense"}, "line 'dense' is none of"),
-    ({"line": "non_applicable"}, "where nothing applies"),
+    ({"line": "dense"}, "line 'dense' is none of"), ({"line": "non_applicable"}, "where nothing applies"),
     ({"tier": 4}, "wanted 1, 2 or 3"),
-])  # fmt: skip
+])
 def test_profiles_that_are_none(changed, says):
     with pytest.raises(EvidenceError, match=says):
         dataclasses.replace(catalog.profile_of("dense_fa4_forward"), **changed)
@@ -113,9 +109,6 @@ def test_what_a_profile_runs_is_there(profile):
         assert any(word in line for line in text.splitlines() if line.startswith("def test_"))
 
 
-# --- records, and every guard as a negative
-
-
 def test_a_record_that_counts():
     assert verdict(record()) == verdict(record(metrics={})) and verdict(record()).counts and verdict(record()).why == ""
 
@@ -130,20 +123,15 @@ def test_a_record_that_counts():
     ({"profile": "tpu_pallas_guard", "line": "non_applicable"}, "has no attention backend"),
     ({"profile": "dense_fa4_fp4_refused"}, "has no attention backend"),
     *[({name: None}, f"it is a manifest: {name} absent") for name in TRUTH],
-    ({"shadow": True}, "a shadow run never counts"),
-    ({"donor": True}, "donor's side"),
-    ({"bound": {"kind": "tpu"}}, "never one of FlashAttention-4"),
-    ({"bound": {"clean": False}}, "the tree was dirty"),
-    ({"bound": {"commit": None}}, "'commit' is absent"),
-    ({"bound": {"host": ""}}, "'host' is absent"),
-    ({"actual_backend": "sdpa"}, "actual backend is 'sdpa'"),
-    ({"kernel_family": "cudnn"}, "a name is no proof"),
-    ({"kernel_family": None}, "a name is no proof"),
-    ({"dtype": None}, "its dtype is not named"),
+    ({"shadow": True}, "a shadow run never counts"), ({"donor": True}, "donor's side"),
+    ({"bound": {"kind": "tpu"}}, "never one of FlashAttention-4"), ({"bound": {"clean": False}}, "the tree was dirty"),
+    ({"bound": {"commit": None}}, "'commit' is absent"), ({"bound": {"host": ""}}, "'host' is absent"),
+    ({"actual_backend": "sdpa"}, "actual backend is 'sdpa'"), ({"kernel_family": "cudnn"}, "a name is no proof"),
+    ({"kernel_family": None}, "a name is no proof"), ({"dtype": None}, "its dtype is not named"),
     ({"metrics": {"median_tok_per_sec": float("nan")}}, "no finite number"),
     *[({"checks": {**dict.fromkeys(CHECKS, True), name: False}}, f"'{name}' failed") for name in CHECKS],
     ({"checks": {}}, "'imported' is absent"),
-])  # fmt: skip
+])
 def test_guards(changed, says):
     found = verdict(record(**changed))
     assert not found.counts and says in found.why and not found.stale
@@ -159,12 +147,10 @@ def executed(id, surface, line):
 
 
 @pytest.mark.parametrize(("changed", "says"), [
-    ({}, ""),
-    ({"mode": None}, "requested backend or mode is absent"),
-    ({"requested_backend": None}, "requested backend or mode is absent"),
-    ({"fallback_reason": None}, "manifest"),
+    ({}, ""), ({"mode": None}, "requested backend or mode is absent"),
+    ({"requested_backend": None}, "requested backend or mode is absent"), ({"fallback_reason": None}, "manifest"),
     ({"actual_backend": "gather"}, "actual backend is 'gather'"),
-])  # fmt: skip
+])
 def test_guards_of_the_sparse_line(changed, says):
     fields = {"line": "blockized_sparse_cuda", "actual_backend": "blockized", "mode": "replace", **changed}
     found = verdict(record("blocks", **fields), executed("blocks", "blockized_sparse", "blockized_sparse_cuda"))
@@ -185,8 +171,7 @@ def test_guards_of_the_exact_token_line(changed, says):
 def test_guards_of_the_serving_line(kind, counts):
     profiles = executed("paged", "serving", "serving_decode")
     row = record("paged", line="serving_decode", actual_backend="paged", phase="decode", serving_kind=kind)
-    assert verdict(row, profiles).counts == counts
-    assert counting([row], profiles) == ([row] if counts else [])
+    assert verdict(row, profiles).counts == counts and counting([row], profiles) == ([row] if counts else [])
 
 
 def test_round_trip(tmp_path):
@@ -207,9 +192,6 @@ def test_files_that_hold_no_record(tmp_path, text, says):
         read(tmp_path)
 
 
-# --- stop rules, at the edge and beyond it
-
-
 @pytest.mark.parametrize(("at", "beyond", "says"), [
     ({"metrics": {"max_abs_diff": 0.01}}, {"metrics": {"max_abs_diff": 0.010001}}, "max_abs_diff"),
     ({"metrics": {"loss_ratio": 1.05}}, {"metrics": {"loss_ratio": 1.0501}}, "loss ratio"),
@@ -227,9 +209,6 @@ def test_stop_rules_at_their_edge(at, beyond, says):
     reference = record(configuration=BASELINES[0], actual_backend="sdpa")
     assert stops(record(**at), reference) == []
     assert len(found := stops(record(**beyond), reference)) == 1 and says in found[0]
-
-
-# --- the rollout and the gate
 
 
 def ladder(without=(), **changed):
@@ -276,10 +255,15 @@ def test_rows_that_do_not_do(profile, changed, rung, says):
     assert standing.state == "pending" and any(says in line for line in standing.missing), standing
 
 
-def test_the_second_environment_runs_its_own_shape():
+def test_the_second_environment_and_each_configuration_have_shapes_of_their_own():
     rows = [r if r.environment != DETACHED else dataclasses.replace(r, shape=(2, 8, 128, 128, 64, 64)) for r in ladder()]
     standing = next(s for s in standings(rows) if s.rung.id == "R3")
     assert standing.state == "pending" and "not (1, 8, 128, 128, 64, 64) in bfloat16" in standing.missing[0]
+    # Torch's attention over 4096 tokens says nothing of the speed and memory that 16384 tokens may have.
+    slow = {**METRICS, "median_tok_per_sec": 1.0, "peak_memory_mib": 1e6}
+    alike = (MATRIX[1], BASELINES[1])
+    rows = [r if r.configuration not in alike else dataclasses.replace(r, metrics=slow) for r in ladder()]
+    assert state_of(rows)["R4"] == "passed"
 
 
 def test_a_tripped_rule_stops_its_rung_and_what_is_above():
@@ -288,14 +272,6 @@ def test_a_tripped_rule_stops_its_rung_and_what_is_above():
     assert why.startswith(f"dense_fa4_matrix {MATRIX[0]}: 1 tokens a second are more than 10 % below")
     states = state_of(rows)
     assert states["R4"] == "stopped" and states["R6"] == "pending" and states["R3"] == "passed"
-
-
-def test_a_configuration_is_compared_at_its_own_shape():
-    """Torch's attention over 4096 tokens says nothing of the speed and memory that 16384 tokens may have."""
-    slow = {**METRICS, "median_tok_per_sec": 1.0, "peak_memory_mib": 1e6}
-    alike = (MATRIX[1], BASELINES[1])
-    rows = [r if r.configuration not in alike else dataclasses.replace(r, metrics=slow) for r in ladder()]
-    assert state_of(rows)["R4"] == "passed"
 
 
 def of(promotion, records, environments=ENVIRONMENTS):
@@ -308,24 +284,20 @@ def unblocked(monkeypatch):
     monkeypatch.setattr(gate, "_blocks", lambda *_: ())
 
 
-def test_without_records_the_gate_is_blocked():
+def test_the_gate_is_blocked_without_records_whatever_the_rows_say_and_by_claims():
     for decision in gate.decide([]):
         assert not decision.ready and decision.blocks == ("no_kv_cache_support",)
         assert sum("an execute proof of dense_fa4_forward" in line for line in decision.missing) == 2
+    assert of("full_train_promotion", ladder()).blocks == ("no_kv_cache_support",)
+    assert not of("full_train_promotion", ladder()).ready and of("full_train_promotion", ladder()).missing == ()
+    rows = [*ladder(), record(claims=("kv_cache",))]
+    assert f"stop rule tripped by dense_fa4_forward in {CANONICAL}" in of("prefill_promotion", rows).blocks
 
 
-def test_a_gate_that_opens(unblocked):
+def test_a_gate_that_opens_but_not_by_comparisons_alone(unblocked):
     """Training, of which every row is there; the block alone keeps it shut otherwise."""
     assert of("full_train_promotion", ladder()).ready
     assert of("prefill_promotion", ladder()).missing == ("rung R7: not started",)
-
-
-def test_the_block_stays_whatever_the_rows_say():
-    assert of("full_train_promotion", ladder()).blocks == ("no_kv_cache_support",)
-    assert not of("full_train_promotion", ladder()).ready and of("full_train_promotion", ladder()).missing == ()
-
-
-def test_comparisons_alone_never_suffice(unblocked):
     green = ladder(without=["dense_fa4_forward", "dense_fa4_train_2", "dense_fa4_train_100"])
     decision = of("full_train_promotion", green)
     assert not decision.ready and f"an execute proof of dense_fa4_forward in {CANONICAL}" in decision.missing
@@ -341,17 +313,9 @@ def test_one_environment_is_not_two(unblocked, there):
 def test_one_machine_under_two_names_is_one(unblocked):
     rows = [dataclasses.replace(r, machine={**r.machine, "host": "aaaa"}) for r in ladder()]
     assert any("are one machine" in line for line in of("full_train_promotion", rows).missing)
-
-
-def test_legacy_metrics_alone_are_no_evidence(unblocked):
     old = {**dict.fromkeys(LEGACY_METRICS, 1.0), "max_abs_diff": 0.0, "loss_ratio": 1.0}
     rows = [dataclasses.replace(r, metrics=old) if r.profile.startswith("dense_fa4_forward") else r for r in ladder()]
     assert any("other names are no evidence" in line for line in of("full_train_promotion", rows).missing)
-
-
-def test_a_claim_of_decode_is_in_the_way():
-    rows = [*ladder(), record(claims=("kv_cache",))]
-    assert f"stop rule tripped by dense_fa4_forward in {CANONICAL}" in of("prefill_promotion", rows).blocks
 
 
 @pytest.mark.parametrize("environments", [(), (CANONICAL,), (CANONICAL, CANONICAL), (CANONICAL, DETACHED, "third")])
@@ -360,23 +324,14 @@ def test_two_distinct_environments_are_wanted(environments):
         gate.decide([], environments)
 
 
-# --- the page
-
-
-def test_the_page_is_what_the_records_make():
+def test_the_page_is_what_the_records_make_in_any_order():
     text = status.page(read(ROOT / "docs" / "evidence"))
     assert (ROOT / "docs" / "generated" / "evidence.md").read_text() == text, "make pages"
-
-
-def test_the_page_does_not_hang_on_the_order():
     rows = [*ladder(), record(profile="dense_fa4_old")]
     assert status.page(rows) == status.page(rows[::-1])
     assert "stale: the catalog has no profile 'dense_fa4_old'" in status.page(rows)
     assert json.loads(json.dumps(status.as_data(rows)))["rungs"]["R1"]["state"] == "passed"
     assert "| `dense_fa4` |" in status.page(rows) and f"{CANONICAL}, {DETACHED}" in status.page(rows)
-
-
-# --- running a profile
 
 
 XML = """<testsuites><testsuite tests="{tests}" skipped="{skipped}" failures="{failures}" errors="0">
@@ -437,6 +392,7 @@ def test_the_binding_is_of_this_checkout(tmp_path, monkeypatch):
     assert binding.commit(tmp_path) == (None, False)
 
 
+@pytest.mark.end_to_end
 def test_records_of_other_runs_make_no_checkout_dirty(tmp_path):
     def git(*args):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
@@ -454,13 +410,9 @@ def test_records_of_other_runs_make_no_checkout_dirty(tmp_path):
     assert not binding.commit(tmp_path, records)[1]
 
 
-# --- the command
-
-
 def test_exit_statuses(tmp_path, capsys, monkeypatch):
     folder = ["--records", str(tmp_path)]
-    assert cli.main(["evidence", "gate", *folder]) == 1
-    assert "full_train_promotion: blocked" in capsys.readouterr().out
+    assert cli.main(["evidence", "gate", *folder]) == 1 and "full_train_promotion: blocked" in capsys.readouterr().out
     assert cli.main(["evidence", "gate", "--json", *folder]) == 1
     assert json.loads(capsys.readouterr().out)[0]["blocks"] == ["no_kv_cache_support"]
     assert cli.main(["evidence", "gate", "--environments", "one", *folder]) == 2
@@ -480,6 +432,7 @@ def test_exit_statuses(tmp_path, capsys, monkeypatch):
     assert cli.main(["evidence", "run", "dense_contract", "--environment", "ci", *folder]) == 2
 
 
+@pytest.mark.end_to_end
 def test_the_package_loads_none_of_it():
     text = "import sys, megacpp_compile; print([n for n in sys.modules if n.startswith('megacpp_compile.')])"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)

@@ -10,15 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
-from megacpp_compile import CheckpointingPolicy, apply_checkpoints
-from megacpp_compile.errors import (
-    AlreadyCompiledError,
-    BadOptionError,
-    BlockNotFoundError,
-    CheckpointedTwiceError,
-    NotAModuleError,
-    StockCheckpointError,
-)
+from megacpp_compile import CheckpointingPolicy, apply_checkpoints, errors
 from megacpp_compile.precision import engine
 from tests.precision import fake_te
 from tests.precision.test_kept_choices import DIM, TOKENS, Routed, Wobble
@@ -102,7 +94,7 @@ def test_gradients_are_those_without(policy, last):
         assert "choices kept, shapes not compared" in str(table)
 
 
-def test_less_is_saved():
+def test_less_is_saved_and_names_in_the_state_dict_stay():
     model, x = made()
     saved = {}
     for policy in ("none", "full", "full_plus_norms"):
@@ -110,13 +102,18 @@ def test_less_is_saved():
         apply_checkpoints(twin, CheckpointingPolicy.of(policy))
         _, saved[policy] = step(twin, x, ())
     assert saved["none"] > saved["full"] > saved["full_plus_norms"]
+    model, _ = made()
+    plain = copy.deepcopy(model)
+    apply_checkpoints(model)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
 
 
 def test_kinds_have_entries_of_their_own():
     model, x = made()
     plain = copy.deepcopy(model)
     policy = {"ablock": "selective", "eblock": "full", "mblock": "none", "rblock": "none", "last_layer": "full"}
-    with pytest.raises(BadOptionError, match=r"block_kinds.*a kind for 'layers.0.mixer'"):
+    with pytest.raises(errors.BadOptionError, match=r"block_kinds.*a kind for 'layers.0.mixer'"):
         apply_checkpoints(model, policy)
     kinds = {"*.mixer": "ablock", "*.experts": "eblock"}
     table = apply_checkpoints(model, policy, block_kinds=kinds)
@@ -125,14 +122,6 @@ def test_kinds_have_entries_of_their_own():
     assert found[-2:] == [("layers.2.mixer", "ablock", "full"), ("layers.2.experts", "eblock", "full")]
     want, got = step(plain, x)[0], step(model, x)[0]
     assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-def test_names_in_the_state_dict_stay():
-    model, _ = made()
-    plain = copy.deepcopy(model)
-    apply_checkpoints(model)
-    assert list(model.state_dict()) == list(plain.state_dict())
-    model.load_state_dict(plain.state_dict())
 
 
 def test_flips_and_words_of_the_user():
@@ -160,42 +149,34 @@ def test_a_layer_in_the_list_twice():
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize(
-    ("policy", "match"),
-    [
-        ({"budget": 0.5}, r"policy.budget.*needs a graph"), ({"peak_gib": 4}, "policy.peak_gib"),
-        ({"offload": "all"}, "policy.offload"), ({"eblock": "expert_gemm_only"}, "policy.eblock"),
-        ({"ablock": 0.5}, "policy.ablock"), ({"recompute": "mlp"}, "policy.recompute.*needs a graph"), (None, "policy"), ("fulll", "Did you mean 'full'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("policy", "match"), [
+    ({"budget": 0.5}, r"policy.budget.*needs a graph"), ({"peak_gib": 4}, "policy.peak_gib"),
+    ({"offload": "all"}, "policy.offload"), ({"eblock": "expert_gemm_only"}, "policy.eblock"),
+    ({"ablock": 0.5}, "policy.ablock"), ({"recompute": "mlp"}, "policy.recompute.*needs a graph"), (None, "policy"),
+    ("fulll", "Did you mean 'full'"),
+])
 def test_what_eager_cannot_carry_out(policy, match):
     model, _ = made()
-    with pytest.raises(BadOptionError, match=match):
+    with pytest.raises(errors.BadOptionError, match=match):
         apply_checkpoints(model, policy)
     assert type(model.layers[0]) is Layer
 
 
 def test_what_cannot_be_wrapped():
-    model, _ = made()
-    with pytest.raises(NotAModuleError):
-        apply_checkpoints(model.forward)
-    with pytest.raises(BlockNotFoundError, match="layer.*"):
-        apply_checkpoints(model, blocks="layer.*")
-    with pytest.raises(BlockNotFoundError, match=r"\*.experrts"):
-        apply_checkpoints(model, routes={"*.experrts": True})
-    with pytest.raises(BlockNotFoundError, match="a repeated block"):
-        apply_checkpoints(nn.Linear(2, 2))
-    apply_checkpoints(model)
-    with pytest.raises(CheckpointedTwiceError, match=r"layers.0 is checkpointed already, by CheckpointWrapper"):
-        apply_checkpoints(model)
-    other, _ = made()
-    other.layers[1].gradient_checkpointing = True
-    with pytest.raises(CheckpointedTwiceError, match="layers.1"):
-        apply_checkpoints(other)
-    other, _ = made()
-    other.layers[0].compile()
-    with pytest.raises(AlreadyCompiledError):
-        apply_checkpoints(other)
+    model, twice, own, compiled = (made()[0] for _ in range(4))
+    apply_checkpoints(twice)
+    own.layers[1].gradient_checkpointing = True
+    compiled.layers[0].compile()
+    for given, options, error, words in (
+        (model.forward, {}, errors.NotAModuleError, ""),
+        (model, {"blocks": "layer.*"}, errors.BlockNotFoundError, "layer.*"),
+        (model, {"routes": {"*.experrts": True}}, errors.BlockNotFoundError, r"\*.experrts"),
+        (nn.Linear(2, 2), {}, errors.BlockNotFoundError, "a repeated block"),
+        (twice, {}, errors.CheckpointedTwiceError, "layers.0 is checkpointed already, by CheckpointWrapper"),
+        (own, {}, errors.CheckpointedTwiceError, "layers.1"), (compiled, {}, errors.AlreadyCompiledError, ""),
+    ):
+        with pytest.raises(error, match=words):
+            apply_checkpoints(given, **options)
 
 
 def test_compiled_afterwards_it_chooses_once_too(no_kernels):
@@ -233,9 +214,6 @@ def test_models_nobody_here_wrote(policy):
         assert len(table.relaxed) == 3 and all("self_attn" not in name for name in table.relaxed)
 
 
-# --- Transformer Engine's modules, the stand-in's
-
-
 class TeLayer(nn.Module):
     def __init__(self, te):
         super().__init__()
@@ -243,12 +221,6 @@ class TeLayer(nn.Module):
 
     def forward(self, x):
         return x + self.down(self.up(x).tanh())
-
-
-@pytest.fixture
-def te(monkeypatch):
-    yield fake_te.install(monkeypatch)
-    fake_te.forget()
 
 
 def test_blocks_in_fp8_go_through_transformer_engine(te):
@@ -277,10 +249,10 @@ def test_by_hand_they_are_refused(te):
     model = nn.Sequential(*(TeLayer(te) for _ in range(2)))
     apply_checkpoints(model)
     with te.autocast(enabled=True, recipe=engine.recipe_object("fp8_current")):
-        with pytest.raises(StockCheckpointError, match="apply_checkpoints"):
+        with pytest.raises(errors.StockCheckpointError, match="apply_checkpoints"):
             checkpoint(model[1], torch.randn(16, 32, requires_grad=True), use_reentrant=False)
     none = nn.Sequential(*(TeLayer(te) for _ in range(2)))
     apply_checkpoints(none, {**dict.fromkeys(KINDS, "full_plus_norms"), "fp8_wrapper": "none"})
     with te.autocast(enabled=True, recipe=engine.recipe_object("fp8_current")):
-        with pytest.raises(StockCheckpointError, match="up in TeLayer"):
+        with pytest.raises(errors.StockCheckpointError, match="up in TeLayer"):
             none(torch.randn(16, 32, requires_grad=True))

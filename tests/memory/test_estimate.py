@@ -37,22 +37,15 @@ def measured(model, *inputs):
     return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def test_eager_is_what_autograd_keeps():
     model = Model(3, dense=1)
     found = estimate(model, ids(), compiled=False)
     assert found.eager == pytest.approx(measured(model, ids()), rel=CLOSE)
-    assert found.compiled is None and found.total == pytest.approx(
-        found.parameters + found.buffers + found.gradients + found.optimizer + found.eager
-    )
+    whole = found.parameters + found.buffers + found.gradients + found.optimizer + found.eager
+    assert found.compiled is None and found.total == pytest.approx(whole)
 
 
+@pytest.mark.end_to_end
 def test_compiled_is_what_the_partitioned_graphs_keep(no_kernels):
     model = Model(2)
     found = estimate(model, ids())
@@ -67,8 +60,7 @@ def test_by_kind_of_block_and_its_parts():
     found = estimate(Model(4, dense=1), ids(), compiled=False)
     dense, experts, outside = found.activations
     assert (dense.module, dense.kind, dense.blocks) == ("layers.0", "Block", 1)
-    assert (experts.module, experts.blocks) == ("layers.{1..3}", 3)
-    assert outside.module == "(outside the blocks)"
+    assert (experts.module, experts.blocks) == ("layers.{1..3}", 3) and outside.module == "(outside the blocks)"
     assert dense.parts.keys() >= {"attention", "mlp"} and sum(dense.parts.values()) == dense.eager
     assert experts.parts["attention"] == 3 * dense.parts["attention"]
     assert experts.parts["mlp"] > 3 * dense.parts["mlp"]
@@ -84,9 +76,8 @@ def test_state():
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     for dtype, width in ((torch.float32, 4), (torch.bfloat16, 2)):
         found = estimate(model.to(dtype), ids(), compiled=False)
-        assert (found.parameters, found.gradients, found.optimizer) == (
-            width * everything, width * trainable, 8 * trainable,
-        )  # fmt: skip
+        want = width * everything, width * trainable, 8 * trainable
+        assert (found.parameters, found.gradients, found.optimizer) == want
     if hasattr(torch.Tensor, "grad_dtype"):  # from torch 2.10 on
         for p in model.parameters():
             p.grad_dtype = torch.float32
@@ -123,17 +114,13 @@ def test_the_model_is_left_alone(no_kernels):
     calls = [m._compiled_call_impl for m in model.modules()]
     estimate(model, ids())
     assert all(p is before[name] for name, p in model.named_parameters())
-    assert calls == [m._compiled_call_impl for m in model.modules()]
-    assert torch.isfinite(model(ids())).all()
+    assert calls == [m._compiled_call_impl for m in model.modules()] and torch.isfinite(model(ids())).all()
 
 
-def test_it_is_plain_data():
+def test_it_is_plain_data_with_blocks_and_without():
     found = estimate(Model(2, block=Small), ids(), compiled=False)
     again = json.loads(json.dumps(found.to_dict()))
     assert again["total"] == found.total and again["activations"][0]["module"] == "layers.{0..1}"
-
-
-def test_a_model_without_blocks():
     found = estimate(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4), compiled=False)
     assert [a.module for a in found.activations] == ["(the model)"] and found.eager > 0
 
@@ -152,6 +139,7 @@ def test_errors():
 
 
 def build():
+    """What the command line names."""
     return Model(2, block=Small), (ids(),)
 
 
@@ -159,14 +147,9 @@ def test_command_line(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "estimated", sys.modules[__name__])
     assert main(["estimate", "estimated:build", "--json", "--eager", "--optimizer", "sgd"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["optimizer"] == 0 and printed["eager"] == estimate(*build_flat(), compiled=False).eager
-    assert main(["estimate", "estimated:build", "--optimizer", "lion"]) == 2
-    assert "lion" in capsys.readouterr().err
-
-
-def build_flat():
     model, args = build()
-    return model, *args
+    assert printed["optimizer"] == 0 and printed["eager"] == estimate(model, *args, compiled=False).eager
+    assert main(["estimate", "estimated:build", "--optimizer", "lion"]) == 2 and "lion" in capsys.readouterr().err
 
 
 class Routed(nn.Module):
@@ -184,13 +167,18 @@ def routed(body, **settings):
     return nn.Sequential(*(Routed(body, **settings) for _ in range(2))), torch.randn(experts.TOKENS, experts.DIM)
 
 
-def test_a_loop_over_masks_in_eager():
+@pytest.mark.end_to_end
+def test_a_loop_over_masks_and_grouped_gemms_in_eager():
     model, x = routed(experts_at_once.mask_any_choice)
     found = estimate(model, x, compiled=False)
     assert found.eager == pytest.approx(measured(model, x), rel=CLOSE)
     assert [a.module for a in found.activations] == ["{0..1}", "(outside the blocks)"]
+    # The fake kernel of torch takes bfloat16 alone.
+    model, x = routed(experts.sorted_grouped_gemms, stacked=True)
+    assert estimate(model, x, compiled=False).eager == pytest.approx(measured(model, x), rel=CLOSE)
 
 
+@pytest.mark.exhaustive
 def test_a_loop_over_experts_that_fuses(no_kernels):
     """However the rows are shared out among the experts, there are as many of all of them together. Compiled, it is one
     op in any spelling."""
@@ -203,12 +191,6 @@ def test_a_loop_over_experts_that_fuses(no_kernels):
     assert found.compiled == pytest.approx(measured(model, x), rel=CLOSE)
 
 
-def test_grouped_gemms_in_float32():
-    """The fake kernel of torch takes bfloat16 alone."""
-    model, x = routed(experts.sorted_grouped_gemms, stacked=True)
-    assert estimate(model, x, compiled=False).eager == pytest.approx(measured(model, x), rel=CLOSE)
-
-
 @pytest.mark.parametrize("a, b, groups", [((5, 8), (8, 5), 3), ((5, 8), (3, 8, 4), 3), ((3, 5, 8), (8, 6), 3),
                                           ((3, 5, 8), (3, 8, 4), None)])  # fmt: skip
 def test_shapes_of_grouped_gemms(a, b, groups):
@@ -219,15 +201,11 @@ def test_shapes_of_grouped_gemms(a, b, groups):
 
 
 def test_rows_that_a_mask_picks_are_at_most_all():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Linear(8, 16)
-
+    class Masked(nn.Linear):
         def forward(self, x, mask):
-            return self.up(x[mask]).exp().sum()
+            return super().forward(x[mask]).exp().sum()
 
-    model, x = Masked(), torch.randn(6, 8)
+    model, x = Masked(8, 16), torch.randn(6, 8)
     everything = measured(model, x, torch.ones(6, dtype=torch.bool))
     assert estimate(model, x, torch.rand(6) > 0.5, compiled=False).eager == pytest.approx(everything, rel=CLOSE)
 

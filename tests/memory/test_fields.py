@@ -107,15 +107,11 @@ class Positions(nn.Module):
         return self.out(x * self.table(torch.arange(len(x), device=x.device) % 7))
 
 
-class WrittenOut(nn.Module):
+class WrittenOut(nn.Linear):
     """Attention as two GEMMs, of so few tokens that it might as well mix streams."""
 
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(DIM, 3 * DIM)
-
     def forward(self, x):
-        q, k, v = self.qkv(x[:4]).unflatten(-1, (3, 2, -1)).permute(1, 2, 0, 3)
+        q, k, v = super().forward(x[:4]).unflatten(-1, (3, 2, -1)).permute(1, 2, 0, 3)
         return (q @ k.mT).softmax(-1) @ v
 
 
@@ -130,13 +126,12 @@ class Heads(nn.Module):
         return (self.weights(x)[:, :, None] * self.block(x)[:, None]).square()
 
 
-class Head(nn.Module):
+class Head(nn.Linear):
     def __init__(self, classes=64):
-        super().__init__()
-        self.head = nn.Linear(DIM, classes, bias=False)
+        super().__init__(DIM, classes, bias=False)
 
     def forward(self, x):
-        logits = self.head(x).float()
+        logits = super().forward(x).float()
         return F.cross_entropy(logits, torch.arange(len(x), device=x.device) % logits.shape[-1])
 
 
@@ -162,18 +157,14 @@ MODELS = {
     "experts": lambda: nn.Sequential(nn.Linear(DIM, DIM), Experts(), Head()),
     "experts_choose": lambda: nn.Sequential(nn.Linear(DIM, DIM), Experts(capacity=8), Head()),
     "attention": lambda: nn.Sequential(Attention(), Attention(), Head()),
-    "mamba": lambda: nn.Sequential(Mamba(), Head()),
-    "scan": lambda: nn.Sequential(Scan(), Head()),
+    "mamba": lambda: nn.Sequential(Mamba(), Head()), "scan": lambda: nn.Sequential(Scan(), Head()),
     "ngrams": lambda: nn.Sequential(nn.Linear(DIM, DIM), NGrams(), Head()),
-    "positions": lambda: nn.Sequential(Positions(), Head()),
-    "written_out": WrittenOut,
-    "heads": Heads,
-    "streams": Streams,
-    "depths": Depths,
-    "bf16": lambda: nn.Sequential(Attention(), Experts(), Head()).bfloat16(),
+    "positions": lambda: nn.Sequential(Positions(), Head()), "written_out": lambda: WrittenOut(DIM, 3 * DIM),
+    "heads": Heads, "streams": Streams, "depths": Depths, "bf16": lambda: nn.Sequential(Attention(), Experts(), Head()).bfloat16(),
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_estimate_is_what_is_counted(name):
     model = MODELS[name]()
@@ -213,27 +204,21 @@ def test_dispatch_and_combine_grow_with_top_k_and_capacity_and_not_with_experts(
     assert wide["gathered rows"] == 2 * few["gathered rows"], "here every expert has rows of its own"
 
 
-def test_the_heads_logits_are_a_number_of_their_own():
+def test_head_logits_attention_and_convolutions_have_their_own():
     found = fields(Head(classes=512).bfloat16(), torch.bfloat16)
     # Log-probabilities in float32; the logits themselves nobody's backward reads.
     assert found["head logits"] >= TOKENS * 512 * 4 and found["head logits"] < 1.1 * TOKENS * 512 * 4
-
-
-def test_attention_and_convolutions_have_theirs():
     found = fields(Attention())
     # Queries, keys and values as one result, the core's own, which the projection behind it reads, and the core's
     # log-sum-exp.
     assert TOKENS * 4 * DIM * 4 <= found["attention"] <= TOKENS * (4 * DIM + 2 * 2) * 4 + 64
-
-
-def test_a_convolution_to_the_byte():
     found = fields(Mamba())
     assert found["in projections"] == TOKENS * 2 * DIM * 4, "what the convolution reads"
     # Its result with the padding's three tokens, which SiLU keeps; the running sum keeps no activation.
     assert found["convolution"] == (TOKENS + 3) * 2 * DIM * 4
 
 
-def test_a_scan_to_the_byte():
+def test_scans_ngrams_and_streams_to_the_byte():
     """Decays for every pair of tokens and head, and these times the scores; what comes out of it is none of it."""
     pairs = TOKENS * TOKENS * 4
     found = fields(nn.Sequential(Scan(heads=4), nn.Linear(DIM, DIM)))
@@ -241,17 +226,11 @@ def test_a_scan_to_the_byte():
     assert found["B and C"] == pairs, "the scores, before decays come in"
     assert found["in projections"] == TOKENS * (3 * DIM + 4) * 4, "B, C and values as one result, and the decays'"
     assert not {"scan states", "B and C", "in projections"} & set(fields(Attention()))
-
-
-def test_rows_of_ngrams_to_the_byte():
-    """Five times the width of the model a token, beside the rows themselves."""
+    # Five times the width of the model a token, beside the rows themselves.
     found = fields(nn.Sequential(nn.Linear(DIM, DIM), NGrams(width=24), nn.Linear(DIM, DIM)))
     wide = 5 * TOKENS + 2  # key, normed key, value, gated value, and the convolution's result with two tokens of padding
     # Hashes, and mean, deviation and gate a token.
     assert found["n-gram memory"] == wide * DIM * 4 + TOKENS * (24 * 4 + 8 + 3 * 4)
-
-
-def test_streams_to_the_byte():
     x = models.hidden()
     found = estimate(Streams(), x, compiled=False).fields
     assert found["residual streams"] == LAYERS * STREAMS * x.numel() * 4, "not those of the last layer: a sum reads them"
@@ -273,6 +252,7 @@ def test_a_loop_over_depth_is_so_many_blocks(monkeypatch):
     assert two["attention"] == three["attention"], "the trunk's"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted({*MODELS} - {"streams", "depths", "ngrams"}))
 def test_what_is_near_has_no_such_field(name):
     model = MODELS[name]()
@@ -327,14 +307,14 @@ EXPERTS = {"dispatch", "gathered rows", "expert hiddens"}
 ROUTER = {"router input", "router scores"}
 STREAM = {"residual streams", "stream mixing"}
 OWN = {
-    "DeepseekV3": {*EXPERTS, *ROUTER, "attention"},
-    "Mixtral": {*EXPERTS, *ROUTER},
+    "DeepseekV3": {*EXPERTS, *ROUTER, "attention"}, "Mixtral": {*EXPERTS, *ROUTER},
     "Mamba2": {"in projections", "convolution", "B and C", "scan states"},
     "DeepseekV4": {*EXPERTS, *STREAM, "attention"},  # its first layers choose experts by a table
     "Qwen4Exp": {*EXPERTS, *ROUTER, *STREAM, "convolution", "B and C", "scan states", "n-gram memory"},
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REAL)
 def test_models_nobody_here_wrote(name):
     transformers = pytest.importorskip("transformers")
@@ -343,20 +323,15 @@ def test_models_nobody_here_wrote(name):
     config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     built = getattr(transformers, f"{name}ForCausalLM")(config(**REAL[name]))
 
-    class Step(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lm = built
-
+    class Step(nn.Sequential):
         def forward(self, ids):
-            return self.lm(input_ids=ids, labels=ids, use_cache=False).loss
+            return self[0](input_ids=ids, labels=ids, use_cache=False).loss
 
-    model, ids = Step(), torch.randint(128, (2, 24))
+    model, ids = Step(built), torch.randint(128, (2, 24))
     found, real = dict(estimate(model, ids, compiled=False).fields), counted(model, ids)
     if name == "Mixtral":  # transformers makes a mask where a model is traced, and calls another kernel with it
         assert found.pop("attention") > real.pop("attention") > 0
-    assert found == real
-    assert OWN[name] | {"head logits", "elementwise"} <= set(found)
+    assert found == real and OWN[name] | {"head logits", "elementwise"} <= set(found)
     wide = ids.numel() * 4 * LM["hidden_size"] * 4
     # Before, between and behind two blocks a layer: what the last one writes a norm reads.
     assert found.get("residual streams", 0) == (5 * wide if "residual streams" in OWN[name] else 0)

@@ -23,13 +23,6 @@ from tests.remat import models as blocks
 pytestmark = pytest.mark.xdist_group("fit")
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def test_no_lever_weakens_the_one_before():
     """Whatever it begins with, remat is never turned off, and nothing that was asked for is dropped."""
     order = ("none", "selective", "full", "full_plus_norms")
@@ -64,6 +57,7 @@ def peaks():
     return found
 
 
+@pytest.mark.end_to_end
 def test_estimates_by_lever(peaks):
     none, selective, full = peaks.values()
     assert none.peak > selective.peak > full.peak
@@ -73,6 +67,7 @@ def test_estimates_by_lever(peaks):
     assert "computed again" in str(full)
 
 
+@pytest.mark.end_to_end
 def test_the_first_lever_that_fits(peaks, no_kernels):
     model, x = blocks.llama(2), blocks.hidden().requires_grad_()
     between = (peaks["none"].peak + peaks["selective"].peak) / 2 / 2**30
@@ -85,6 +80,7 @@ def test_the_first_lever_that_fits(peaks, no_kernels):
     assert all(f.remat for f in report.frames), "what was only tried is none of the report's business"
 
 
+@pytest.mark.end_to_end
 def test_a_loop_over_experts_that_fuses(monkeypatch):
     """What the compiler takes, the search for a policy takes."""
     monkeypatch.setattr(fit, "compile", lambda model, **settings: None)
@@ -96,6 +92,7 @@ def test_a_loop_over_experts_that_fuses(monkeypatch):
     assert found.lever.name == "none" and found.lever.estimate.peak == none.peak
 
 
+@pytest.mark.end_to_end
 def test_nothing_fits():
     with pytest.raises(FitError, match="lowest estimated peak"):
         megacpp_compile.fit(Model(2, block=Small), ids(), limit_gib=1e-6)
@@ -103,15 +100,9 @@ def test_nothing_fits():
         megacpp_compile.fit(Model(2, block=Small), ids(), limit_gib=-1)
 
 
-@pytest.fixture
-def group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
+@pytest.mark.end_to_end
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-def test_ranks_take_the_costliest_policy_that_one_of_them_needs(monkeypatch, group):
+def test_ranks_take_the_costliest_policy_that_one_of_them_needs(monkeypatch, one_rank):
     """The other rank is one of another model's: what it says is put where it would arrive."""
     monkeypatch.setattr(fit, "compile", lambda model, **settings: None)
     names = [lever.name for lever in fit.policy_candidates(None)]
@@ -124,7 +115,7 @@ def test_ranks_take_the_costliest_policy_that_one_of_them_needs(monkeypatch, gro
             every.extend(other)
 
         monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
-        return megacpp_compile.fit(*given, limit_gib=limit_gib, group=group)
+        return megacpp_compile.fit(*given, limit_gib=limit_gib, group=torch.distributed.group.WORLD)
 
     assert fitted().lever.name == "none"
     found = fitted((names.index("selective"), 1, 1, "selective"))
@@ -137,6 +128,7 @@ def test_ranks_take_the_costliest_policy_that_one_of_them_needs(monkeypatch, gro
         fitted((0, 2**40, 1, "none"), limit_gib=1e-4)
 
 
+@pytest.mark.end_to_end
 def test_out_of_memory_goes_one_lever_on_and_keeps_every_setting(monkeypatch):
     """Regression: a retry once compiled with its defaults, and so without remat."""
     given = []
@@ -171,6 +163,7 @@ def build():
     return blocks.llama(2), (blocks.hidden().requires_grad_(),)
 
 
+@pytest.mark.end_to_end
 def test_plan_on_the_command_line(capsys, monkeypatch, tmp_path):
     """Two policies are enough to see the path; all of them are a list."""
     monkeypatch.setitem(sys.modules, "planned", sys.modules[__name__])

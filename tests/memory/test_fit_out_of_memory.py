@@ -18,20 +18,8 @@ from tests.remat import models as blocks
 
 # One worker makes no other's tests wait for memory.
 pytestmark = pytest.mark.xdist_group("fit")
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-    ),
-]
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])]
 
 
 class Saved:
@@ -88,6 +76,8 @@ def model_and_input(device, monkeypatch):
     return blocks.Model(*layers).to(device, torch.bfloat16), blocks.hidden(4096).to(device, torch.bfloat16).requires_grad_()
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_next_lever_serves(device, monkeypatch, request):
     if device == "cpu":
@@ -143,6 +133,7 @@ def estimated(monkeypatch):
     monkeypatch.setattr(fit, "estimate", lambda *_, **__: estimate.Estimate(0, 0, 0, 0, "sgd", (), "cpu"))
 
 
+@pytest.mark.exhaustive
 def test_no_lever_runs_in_eager(estimated, no_kernels):
     """Regression: Dynamo compiles a function eight times (here two), then leaves it to eager, which keeps everything."""
     model = Model(1, block=Small)
@@ -165,6 +156,7 @@ def small(estimated, monkeypatch):
     return megacpp_compile.fit(Model(1, block=Small), ids(), limit_gib=1.0)
 
 
+@pytest.mark.end_to_end
 def test_nothing_of_a_failed_step_is_left(small):
     """Tensors that its error's traceback holds, in a cycle at that, and gradients of a backward that was cut short."""
     made, attempts = [], 0
@@ -197,8 +189,7 @@ def test_nothing_of_a_failed_step_is_left(small):
 
 
 def test_an_update_that_was_begun_is_not_repeated(small):
-    optimizer = torch.optim.SGD(small.model.parameters(), lr=0.1)
-    calls = []
+    optimizer, calls = torch.optim.SGD(small.model.parameters(), lr=0.1), []
 
     def step():
         calls.append(1)
@@ -212,16 +203,14 @@ def test_an_update_that_was_begun_is_not_repeated(small):
     assert any("had been updated" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize(
-    ("error", "again"),
-    [
-        (torch._dynamo.exc.BackendCompilerFailed(lambda: None, torch.OutOfMemoryError("CUDA out of memory."), None), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-        (RuntimeError("out of resource: shared memory"), False),
-    ],
-)
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("error", "again"), [
+    (torch._dynamo.exc.BackendCompilerFailed(lambda: None, torch.OutOfMemoryError("CUDA out of memory."), None), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+    (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+    (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    (RuntimeError("out of resource: shared memory"), False),
+])
 def test_what_is_an_error_of_memory(small, error, again):
     def step():
         if len(small.tried) == 1:

@@ -29,23 +29,26 @@ def forward(device, batch=2, heads=32, tokens=4096, keys=192, values=128, dtype=
         out.backward(weight.to(dtype))
         return out
 
-    out = step()
-    call = megacpp_compile.observed_attention(step, device)
+    out, call = step(), megacpp_compile.observed_attention(step, device)
     worst = max(_difference((q, k, v), out, weight, h) for h in range(heads))
     seconds = statistics.median(_timed(step, device) for _ in range(times))
+    finite = all(bool(t.isfinite().all()) for t in (out, q.grad, k.grad, v.grad))
+    metrics = {"max_abs_diff": worst, "median_tok_per_sec": batch * tokens / seconds, **_peak(step, device)}
+    shape = [batch, heads, tokens, tokens, keys, values]
+    return _evidence(shape, dtype, backend, call, metrics, out.shape == weight.shape, finite)
+
+
+def _peak(step, device):
     peak = at_peak(step, device)
+    return {"peak_memory_mib": (peak["peak"] or peak["step"]) / 2**20}
+
+
+def _evidence(shape, dtype, backend, call, metrics, as_asked, finite):
     return {
-        "shape": [batch, heads, tokens, tokens, keys, values], "dtype": str(dtype).removeprefix("torch."),
-        "requested_backend": backend, "actual_backend": call.effective, "fallback_reason": call.reason,
-        "phase": call.kind, "kernel_family": ", ".join(families(call.kernels)), "difference_against": "float32",
-        "checks": {
-            "imported": True, "synchronised": True, "shape": out.shape == weight.shape,
-            "finite": all(bool(t.isfinite().all()) for t in (out, q.grad, k.grad, v.grad)),
-        },
-        "metrics": {
-            "max_abs_diff": worst, "median_tok_per_sec": batch * tokens / seconds,
-            "peak_memory_mib": (peak["peak"] or peak["step"]) / 2**20,
-        },
+        "shape": shape, "dtype": str(dtype).removeprefix("torch."), "requested_backend": backend,
+        "actual_backend": call.effective, "fallback_reason": call.reason, "phase": call.kind,
+        "kernel_family": ", ".join(families(call.kernels)), "difference_against": "float32",
+        "checks": {"imported": True, "synchronised": True, "shape": as_asked, "finite": finite}, "metrics": metrics,
     }  # fmt: skip
 
 
@@ -105,15 +108,8 @@ def train(device, steps, dim=512, heads=8, width=64, tokens=512, layers=2, dtype
             losses[backend] = step().item()
             seconds.append(time.perf_counter() - began)
         if backend == "fa4":
-            peak = at_peak(step, device)
-            found = {"median_tok_per_sec": 2 * tokens / statistics.median(seconds),
-                     "peak_memory_mib": (peak["peak"] or peak["step"]) / 2**20}  # fmt: skip
+            found = {"median_tok_per_sec": 2 * tokens / statistics.median(seconds), **_peak(step, device)}
             call = megacpp_compile.observed_attention(functools.partial(model, x), device)
-    finite = all(map(torch.isfinite, map(torch.tensor, losses.values())))
-    return {
-        "shape": [2, heads, tokens, tokens, width, width], "dtype": str(dtype).removeprefix("torch."),
-        "requested_backend": "fa4", "actual_backend": call.effective, "fallback_reason": call.reason,
-        "phase": call.kind, "kernel_family": ", ".join(families(call.kernels)), "difference_against": "float32",
-        "checks": {"imported": True, "synchronised": True, "shape": True, "finite": bool(finite)},
-        "metrics": {"loss_ratio": losses["fa4"] / losses["sdpa"], "loss": losses["fa4"]} | found,
-    }  # fmt: skip
+    metrics = {"loss_ratio": losses["fa4"] / losses["sdpa"], "loss": losses["fa4"], **found}
+    finite = bool(all(map(torch.isfinite, map(torch.tensor, losses.values()))))
+    return _evidence([2, heads, tokens, tokens, width, width], dtype, "fa4", call, metrics, True, finite)

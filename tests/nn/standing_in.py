@@ -21,14 +21,6 @@ def forget():
 
 
 @contextlib.contextmanager
-def package_missing(monkeypatch):
-    forget()
-    monkeypatch.setattr(fa4_runtime, "installed", lambda: False)
-    yield
-    forget()
-
-
-@contextlib.contextmanager
 def hopper_on_cpu(monkeypatch, capability=(9, 0)):
     """Yields the stand-in module."""
     forget()

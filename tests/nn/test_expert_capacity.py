@@ -57,6 +57,8 @@ def test_operands_that_mean_nothing():
             equal_split(indices, experts, **options)
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("expert", [4, 1 << 40, -2])
 def test_an_expert_that_does_not_exist(expert):
     indices = torch.tensor([[0, 1], [3, expert], [-1, 2]])
@@ -68,6 +70,7 @@ def test_an_expert_that_does_not_exist(expert):
     assert torch.equal(compiled(indices[:1], 4)[0], indices[:1])
 
 
+@pytest.mark.end_to_end
 def test_experts_behind_it_are_one_op(no_kernels):
     counted = []
 

@@ -21,7 +21,7 @@ from megacpp_compile.nn.attention.eligibility import Call, Runtime, eligible
 from megacpp_compile.precision.native_attention import DotProductAttention as Native
 from megacpp_compile.report.kernels import families
 from tests.corpus.spellings import PlainMLA
-from tests.nn.standing_in import forget, hopper_on_cpu, package_missing
+from tests.nn.standing_in import forget, hopper_on_cpu
 from tests.nn.test_attention import mathematics, with_gradients
 
 DOCS = torch.tensor([[0] * 9 + [1] * 7, [0] * 16])
@@ -38,8 +38,10 @@ def hopper(monkeypatch):
 
 @pytest.fixture
 def missing(monkeypatch):
-    with package_missing(monkeypatch):
-        yield
+    forget()
+    monkeypatch.setattr(fa4_runtime, "installed", lambda: False)
+    yield
+    forget()
 
 
 @pytest.fixture(autouse=True)
@@ -53,44 +55,24 @@ def operands(keys=64, values=64, groups=4, dtype=torch.bfloat16, tokens=16, grad
     return [(0.5 * torch.randn(*s)).to(dtype).requires_grad_(grad) for s in sizes]
 
 
-# --- eligibility
-
-
 @pytest.mark.parametrize(("tag", "call", "runtime"), [
-    (None, {}, {}),
-    (None, {"widths": (64, 64)}, {}),
-    (None, {"widths": (128, 128), "dtype": torch.float16}, {}),
-    (None, {"backward": True, "softcap": 30.0}, {}),
-    (None, {"doc_ids": "uniform"}, {}),
-    (None, {}, {"capability": (10, 0)}),
-    (None, {}, {"capability": (12, 1)}),
-    (eligibility.CUDA_ONLY, {"device": "cpu"}, {}),
-    (eligibility.CUDA_ONLY, {"device": "xla"}, {}),
-    (eligibility.CAPABILITY, {}, {"capability": (8, 0)}),
-    (eligibility.CAPABILITY, {}, {"capability": (12, 0)}),
-    (eligibility.CAPABILITY, {}, {"capability": None}),
-    (eligibility.RUNTIME, {}, {"failure": "cannot be loaded"}),
-    (eligibility.FP4, {"fp4": True}, {"capability": (12, 1)}),
-    (eligibility.FP4, {"fp4": True}, {}),
-    (eligibility.DTYPE, {"dtype": torch.float32}, {}),
-    (eligibility.WIDTHS, {"widths": (56, 56)}, {}),
-    (eligibility.WIDTHS, {"widths": (136, 136)}, {}),
-    (eligibility.WIDTHS, {"widths": (68, 68)}, {}),
-    (eligibility.WIDTHS, {"widths": (128, 192)}, {}),
-    (eligibility.WIDTHS, {"widths": (192, 192)}, {}),
-    (eligibility.ABSORBED, {"widths": (576, 512)}, {}),
-    (eligibility.CAUSAL, {"causal": False}, {}),
-    (eligibility.LENGTHS, {"tokens": (1, 256)}, {}),
-    (eligibility.DOC_IDS, {"doc_ids": "non-uniform"}, {}),
-    (eligibility.DOC_IDS, {"doc_ids": "unknown"}, {}),
-    (eligibility.MASK, {"mask": True}, {}),
-    (eligibility.WINDOW, {"window": 64}, {}),
-    (eligibility.VALID_COUNTS, {"partial": True}, {}),
-    (eligibility.DROPOUT, {"dropout": 0.1}, {}),
-    (eligibility.SOFTCAP, {"softcap": 30.0}, {"softcap": False}),
-    (eligibility.BACKWARD, {"backward": True}, {"backward": False}),
-    (eligibility.TRACED, {"traced": True}, {}),
-])  # fmt: skip
+    (None, {}, {}), (None, {"widths": (64, 64)}, {}), (None, {"widths": (128, 128), "dtype": torch.float16}, {}),
+    (None, {"backward": True, "softcap": 30.0}, {}), (None, {"doc_ids": "uniform"}, {}),
+    (None, {}, {"capability": (10, 0)}), (None, {}, {"capability": (12, 1)}),
+    (eligibility.CUDA_ONLY, {"device": "cpu"}, {}), (eligibility.CUDA_ONLY, {"device": "xla"}, {}),
+    (eligibility.CAPABILITY, {}, {"capability": (8, 0)}), (eligibility.CAPABILITY, {}, {"capability": (12, 0)}),
+    (eligibility.CAPABILITY, {}, {"capability": None}), (eligibility.RUNTIME, {}, {"failure": "cannot be loaded"}),
+    (eligibility.FP4, {"fp4": True}, {"capability": (12, 1)}), (eligibility.FP4, {"fp4": True}, {}),
+    (eligibility.DTYPE, {"dtype": torch.float32}, {}), (eligibility.WIDTHS, {"widths": (56, 56)}, {}),
+    (eligibility.WIDTHS, {"widths": (136, 136)}, {}), (eligibility.WIDTHS, {"widths": (68, 68)}, {}),
+    (eligibility.WIDTHS, {"widths": (128, 192)}, {}), (eligibility.WIDTHS, {"widths": (192, 192)}, {}),
+    (eligibility.ABSORBED, {"widths": (576, 512)}, {}), (eligibility.CAUSAL, {"causal": False}, {}),
+    (eligibility.LENGTHS, {"tokens": (1, 256)}, {}), (eligibility.DOC_IDS, {"doc_ids": "non-uniform"}, {}),
+    (eligibility.DOC_IDS, {"doc_ids": "unknown"}, {}), (eligibility.MASK, {"mask": True}, {}),
+    (eligibility.WINDOW, {"window": 64}, {}), (eligibility.VALID_COUNTS, {"partial": True}, {}),
+    (eligibility.DROPOUT, {"dropout": 0.1}, {}), (eligibility.SOFTCAP, {"softcap": 30.0}, {"softcap": False}),
+    (eligibility.BACKWARD, {"backward": True}, {"backward": False}), (eligibility.TRACED, {"traced": True}, {}),
+])
 def test_eligibility(tag, call, runtime):
     found = eligible(dataclasses.replace(GOOD, **call), dataclasses.replace(ABLE, **runtime))
     assert (found and found[0]) == tag
@@ -98,12 +80,11 @@ def test_eligibility(tag, call, runtime):
         assert tag in eligibility.TAGS and found[1] and not found[1].endswith(".")
 
 
-def test_a_refused_capability_is_in_the_sentence():
+def test_a_refused_capability_is_in_the_sentence_and_tags_are_apart():
     assert "sm_80" in eligible(GOOD, dataclasses.replace(ABLE, capability=(8, 0)))[1]
     assert "sm_121a" in eligible(dataclasses.replace(GOOD, fp4=True), dataclasses.replace(ABLE, capability=(12, 1)))[1]
-
-
-# --- the switch
+    assert not set(bodies.TAGS) & set(eligibility.TAGS)
+    assert all(tag.startswith("dense_fa4_") for tag in eligibility.TAGS)
 
 
 def test_nothing_but_the_switch_turns_it_on(hopper):
@@ -127,21 +108,21 @@ def test_as_a_context_manager_it_restores_what_was_before(hopper):
             assert switch.doc_ids_policy() == "fall through"
         assert (switch.fa4_enabled(), switch.doc_ids_policy()) == (True, "error")
     assert (switch.fa4_enabled(), switch.doc_ids_policy()) == (False, "fall through")
+    with pytest.raises(BadOptionError, match="Did you mean 'error'"):
+        megacpp_compile.enable_fa4(doc_ids="errors")
 
 
-def test_without_the_package_enabling_is_the_error(missing):
+def test_without_the_package_enabling_and_naming_it_are_errors(missing):
     for enable in (
-        megacpp_compile.enable_fa4,
-        lambda: torch.compile(lambda x: x, backend="megacpp", options={"fa4": True}),
+        megacpp_compile.enable_fa4, lambda: torch.compile(lambda x: x, backend="megacpp", options={"fa4": True}),
     ):
         with pytest.raises(AttentionError, match=r"flash-attn-4 is not installed.*\[dense_fa4_runtime\]"):
             enable()
     assert not switch.fa4_enabled()
-
-
-def test_a_policy_that_there_is_not(hopper):
-    with pytest.raises(BadOptionError, match="Did you mean 'error'"):
-        megacpp_compile.enable_fa4(doc_ids="errors")
+    with pytest.raises(AttentionError, match=rf"\[{eligibility.CUDA_ONLY}\]"):
+        attention(*operands(), backend="fa4")
+    with pytest.raises(AttentionError, match=r"\[device\]"):
+        attention(*operands(), backend="te")
 
 
 def test_sparse_attention_and_this_do_not_ask_each_other(hopper):
@@ -156,6 +137,7 @@ def test_sparse_attention_and_this_do_not_ask_each_other(hopper):
     assert megacpp_compile.uses_dense_fa4("cuda") == torch.cuda.is_available()
 
 
+@pytest.mark.end_to_end
 def test_importing_asks_for_nothing():
     text = (
         "import sys, torch, megacpp_compile; from megacpp_compile.nn.attention import fa4_runtime; "
@@ -165,9 +147,6 @@ def test_importing_asks_for_nothing():
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] False 0"
-
-
-# --- order, policy, record
 
 
 def test_asked_first_and_the_default_serves_what_it_cannot(hopper):
@@ -206,12 +185,8 @@ def test_documents_on_a_device_are_not_known_to_be_uniform(hopper):
     found = fa4.lacks(*operands(), None, None, True, None, False, "unknown")
     assert found[0] == eligibility.DOC_IDS and "nobody knows" in found[1]
     uniform = torch.zeros(2, 16, dtype=torch.long, device="meta")
-    asked = attention_module()._asked(*operands(), uniform, None, True, None, None)
+    asked = sys.modules["megacpp_compile.nn.attention"]._asked(*operands(), uniform, None, True, None, None)
     assert asked.state == "unknown" and asked.ids is not None
-
-
-def attention_module():
-    return sys.modules["megacpp_compile.nn.attention"]
 
 
 def test_by_name_it_fails_closed(hopper):
@@ -221,13 +196,6 @@ def test_by_name_it_fails_closed(hopper):
         attention(*operands(), window=3, backend="fa4")
     with pytest.raises(OperandError, match="Did you mean 'fa4'"):
         attention(*operands(), backend="fa-4")
-
-
-def test_by_name_without_the_package_or_a_device(missing):
-    with pytest.raises(AttentionError, match=rf"\[{eligibility.CUDA_ONLY}\]"):
-        attention(*operands(), backend="fa4")
-    with pytest.raises(AttentionError, match=r"\[device\]"):
-        attention(*operands(), backend="te")
 
 
 def test_a_probe_that_fails_is_asked_once_and_kept(monkeypatch):
@@ -247,8 +215,8 @@ def test_a_probe_that_fails_is_asked_once_and_kept(monkeypatch):
 def test_a_package_that_does_not_load(monkeypatch, tmp_path):
     folder = tmp_path / "flash_attn" / "cute"
     folder.mkdir(parents=True)
-    (tmp_path / "flash_attn" / "__init__.py").touch()
-    (folder / "__init__.py").touch()
+    for package in (folder.parent, folder):
+        (package / "__init__.py").touch()
     (folder / "interface.py").write_text("raise ImportError('no cutlass here')\n")
     forget()
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -304,9 +272,6 @@ def test_the_kernel_that_ran(hopper):
     assert megacpp_compile.observed_attention(lambda: scaled_dot_product_attention(*x), "cpu") is None
 
 
-# --- the op
-
-
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize(("keys", "values", "groups"), [(192, 128, 4), (64, 64, 2), (128, 128, 1)])
 def test_forward_and_gradients(hopper, keys, values, groups, softcap):
@@ -343,7 +308,13 @@ def test_operands_of_any_layout(hopper):
     assert want.transpose(1, 2).is_contiguous(), "the output projection reads it without a copy"
 
 
-def test_a_kernel_that_returns_another_dtype_is_a_defect(hopper, monkeypatch):
+def test_deterministic_algorithms_reach_the_kernel_and_another_dtype_is_a_defect(hopper, monkeypatch):
+    torch.use_deterministic_algorithms(True)
+    try:
+        with_gradients(attention, operands(), backend="fa4")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert hopper.CALLS[-1] == "backward, deterministic"
     own = hopper._flash_attn_fwd
     megacpp_compile.enable_fa4()
     attention(*operands(grad=False))
@@ -352,34 +323,27 @@ def test_a_kernel_that_returns_another_dtype_is_a_defect(hopper, monkeypatch):
         attention(*operands(grad=False))
 
 
-def test_deterministic_algorithms_reach_the_kernel(hopper):
-    torch.use_deterministic_algorithms(True)
-    try:
-        with_gradients(attention, operands(), backend="fa4")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert hopper.CALLS[-1] == "backward, deterministic"
-
-
-# --- in compiled code
-
-
 def test_a_compiler_sees_one_graph(hopper):
     """`attention`, enabled: the op is in the graph, and disabling it is another graph, not a stale one."""
-    torch._dynamo.reset()
     graphs = []
 
     def backend(gm, _):
         graphs.append({str(n.target) for n in gm.graph.nodes})
         return gm.forward
 
-    tensors = operands()
-    call = torch.compile(attention, backend=backend, fullgraph=True)
+    tensors, call = operands(), torch.compile(attention, backend=backend, fullgraph=True)
     with megacpp_compile.enable_fa4():
         call(*tensors)
     call(*tensors)
-    has = [any("fa4_attention" in name for name in names) for names in graphs]
-    assert has == [True, False]
+    assert [any("fa4_attention" in name for name in names) for names in graphs] == [True, False]
+
+
+def results(model, call, x):
+    """The output, and gradients of its square sum."""
+    model.zero_grad()
+    out = call(x)
+    out.float().square().sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
 class Attend(nn.Module):
@@ -395,28 +359,22 @@ class Attend(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, tokens, -1))
 
 
+@pytest.mark.end_to_end
 @pytest.mark.usefixtures("no_kernels")
 def test_the_option_reaches_a_plain_model(hopper):
     """Torch's own op, written in a model that knows of nothing, is served by the kernel in forward and backward, whole,
     and agrees with eager to bfloat16's rounding."""
-    torch._dynamo.reset()
     model, x = Attend().bfloat16(), torch.randn(2, 16, 128).bfloat16()
-    plain = model(x)
-    plain.float().square().sum().backward()
-    want = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
+    want = results(model, model, x)
     hopper.CALLS.clear()
     with megacpp_compile.record() as report:
-        out = torch.compile(model, backend="megacpp", options={"fa4": True}, fullgraph=True)(x)
-        out.float().square().sum().backward()
+        found = results(model, torch.compile(model, backend="megacpp", options={"fa4": True}, fullgraph=True), x)
     assert hopper.CALLS.count("forward") == 2 and hopper.CALLS.count("backward") == 1, "one of the two is the probe's"
     [row] = report.frames[0].attention
-    assert (row["call"], row["requested"], row["effective"], row["kernel"]) == (
-        "sdpa", "fa4", "fa4", "fa4")  # fmt: skip
+    assert (row["call"], row["requested"], row["effective"], row["kernel"]) == ("sdpa", "fa4", "fa4", "fa4")
     assert "test_fa4.py" in row["source"] and "scaled_dot_product_attention(q, k, v" in row["source"]
-    for got, expected in zip((out, *(p.grad for p in model.parameters())), (plain, *want), strict=True):
-        error = (got.float() - expected.float()).norm() / expected.float().norm()
-        assert error < 2**-6, "two bfloat16 results, each rounded a few times"
+    for g, w in zip(found, want, strict=True):
+        assert (g.float() - w.float()).norm() < 2**-6 * w.float().norm(), "two bfloat16 results, rounded a few times"
 
 
 def test_windows_against_mathematics():
@@ -425,22 +383,17 @@ def test_windows_against_mathematics():
     tensors = [t.double().detach().requires_grad_() for t in operands(8, 8, 2, torch.float32)]
 
     def windowed(q, k, v):
-        keep = torch.ones(16, 16, dtype=torch.bool).tril() & torch.ones(16, 16, dtype=torch.bool).triu(-2)
+        keep = torch.ones(16, 16, dtype=torch.bool).tril().triu(-2)
         k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-        scores = (q @ k.mT * 8**-0.5).masked_fill(~keep, -torch.inf)
-        return scores.softmax(-1) @ v
+        return (q @ k.mT * 8**-0.5).masked_fill(~keep, -torch.inf).softmax(-1) @ v
 
     want = with_gradients(windowed, tensors)
-    for g, w in zip(with_gradients(attention, tensors, window=3), want, strict=True):
-        torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(with_gradients(attention, tensors, window=3), want, rtol=1e-10, atol=1e-12)
     single = [t.detach().float() for t in tensors]
     torch.testing.assert_close(attention(*single, window=3, backend="flex").double(), want[0], rtol=1e-5, atol=1e-6)
     for window, causal in ((0, True), (3, False)):
         with pytest.raises(OperandError, match="window"):
             attention(*tensors, window=window, causal=causal)
-
-
-# --- validity
 
 
 def test_tokens_that_are_not_there():
@@ -452,9 +405,8 @@ def test_tokens_that_are_not_there():
     torch.testing.assert_close(got, mathematics(*tensors, doc_ids=ids), rtol=1e-10, atol=1e-12)
     assert not got[1, :, 5:].any()
     both = torch.where(ids < 0, -1, DOCS)
-    torch.testing.assert_close(
-        attention(*tensors, validity=validity, doc_ids=DOCS), mathematics(*tensors, doc_ids=both), rtol=1e-10, atol=1e-12
-    )
+    got = attention(*tensors, validity=validity, doc_ids=DOCS)
+    torch.testing.assert_close(got, mathematics(*tensors, doc_ids=both), rtol=1e-10, atol=1e-12)
     assert attention_capability(*tensors, validity=Validity.of_tokens([16, 16])).backend == "sdpa"
     assert attention_capability(*tensors, validity=Validity()).backend == "sdpa"
 
@@ -481,17 +433,9 @@ def test_a_validity_that_means_nothing(fields):
 def test_a_validity_of_other_rows():
     with pytest.raises(OperandError, match="counts of 3 rows for 2"):
         attention(*operands(), validity=Validity.of_tokens([1, 2, 3]))
-    q, k, v = operands()
+    q, *keyed = operands()
     with pytest.raises(OperandError, match="validity of 16 keys for 1 queries"):
-        attention(q[:, :, :1], k, v, validity=Validity.of_tokens([1, 2]))
-
-
-def test_tags_of_bodies_and_of_this_are_apart():
-    assert not set(bodies.TAGS) & set(eligibility.TAGS)
-    assert all(tag.startswith("dense_fa4_") for tag in eligibility.TAGS)
-
-
-# --- Transformer Engine's, by the same pattern
+        attention(q[:, :, :1], *keyed, validity=Validity.of_tokens([1, 2]))
 
 
 class OnCuda:
@@ -502,12 +446,10 @@ class OnCuda:
 
 
 @pytest.mark.parametrize(("tag", "operand", "keys", "rest"), [
-    ("dtype", OnCuda(torch.float32), OnCuda(), (None, None, True)),
-    ("doc-ids", OnCuda(), OnCuda(), (DOCS, None, True)),
-    ("window", OnCuda(), OnCuda(), (None, None, False, 3)),
-    ("shape", OnCuda(), OnCuda(tokens=8), (None, None, True)),
+    ("dtype", OnCuda(torch.float32), OnCuda(), (None, None, True)), ("doc-ids", OnCuda(), OnCuda(), (DOCS, None, True)),
+    ("window", OnCuda(), OnCuda(), (None, None, False, 3)), ("shape", OnCuda(), OnCuda(tokens=8), (None, None, True)),
     (None, OnCuda(), OnCuda(), (None, 2.0, True, 3)),
-])  # fmt: skip
+])
 def test_what_the_engine_lacks(monkeypatch, tag, operand, keys, rest):
     monkeypatch.setattr(te.importlib.util, "find_spec", lambda name: name)
     assert ((found := te.lacks(operand, keys, keys, *rest)) and found[0]) == tag
@@ -529,39 +471,29 @@ def test_the_engines_module_is_given_what_it_takes(monkeypatch, given):
     te._module.cache_clear()
     tensors = [t.detach().double().requires_grad_() for t in operands(24, 16, 2)]
 
-    def call(q, k, v):
-        return te.attend(q, k, v, given.get("softcap"), 0.3, given.get("causal", True))
-
-    for g, w in zip(with_gradients(call, tensors), with_gradients(mathematics, tensors, scale=0.3, **given), strict=True):
-        torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
+    call = lambda q, k, v: te.attend(q, k, v, given.get("softcap"), 0.3, given.get("causal", True))  # noqa: E731
+    want = with_gradients(mathematics, tensors, scale=0.3, **given)
+    torch.testing.assert_close(with_gradients(call, tensors), want, rtol=1e-10, atol=1e-12)
     te._module.cache_clear()
 
 
-# --- beside the passes
-
-
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("policy", [None, "full"])
 def test_a_plain_mla_block(hopper, policy):
     """Heads of 192 and 128 channels: the passes of latent attention fire as without, its attention is FlashAttention-4's,
     in one graph; under a policy the core is kept or recomputed whole, with the same gradients."""
-    torch._dynamo.reset()
     model = PlainMLA(64, heads=2, q_lora=32, kv_lora=32, nope=128, rope=64, v=128, table_source="buffer").bfloat16()
     x = torch.randn(2, 16, 64).bfloat16().requires_grad_()
 
-    def gradients(call):
-        model.zero_grad()
-        out = call(x)
-        out.float().square().sum().backward()
-        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
-
-    want, counts = gradients(model), []
+    want, counts = results(model, model, x), []
     for options in ({}, {"fa4": True}):
         torch._dynamo.reset()
         hopper.CALLS.clear()
         with megacpp_compile.record() as report:
             call = torch.compile(model, backend="megacpp", options={**options, "policy": policy}, fullgraph=True)
-            got = gradients(call)
+            got = results(model, call, x)
         counts.append(report.counts)
         assert len(report.frames) == 1 and report.frames[0].captured
     assert counts[0] == counts[1] and counts[1]["mla_rope_q"] == counts[1]["mla_rope_kv"] == 1

@@ -14,8 +14,7 @@ from megacpp_compile.report.kernels import families
 from tests.nn.fa4_evidence import forward, train
 
 pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(not fa4_runtime.installed(), reason="needs flash-attn-4"),
 ]
 BOUND = 3e-3  # of the largest element, forward and gradients, against float32
@@ -68,6 +67,6 @@ def test_two_steps(record_property):
     assert all(left(record_property, **train("cuda", 2))["checks"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.end_to_end
 def test_hundred_steps(record_property):
     assert all(left(record_property, **train("cuda", 100))["checks"].values())

@@ -106,20 +106,15 @@ class NullTensor(torch.Tensor):
         return 0
 
 
-@pytest.mark.parametrize(
-    ("held", "words"),
-    [
-        ({"_data": None}, "has no payload"),
-        ({"_scale_inv": None}, "has no scale"),
-        ({"_scale_inv": torch.ones(0)}, "scale is"),
-        ({"_scale_inv": torch.ones(3)}, "its scale is (3,), for a payload (6, 8)"),
-        ({"_data": torch.empty(0, dtype=torch.uint8)}, "its payload is (0,), and itself (6, 8)"),
-        ({"_data": torch.ones(6, 8)}, "torch.float32, not bytes"),
-        ({"_data": torch.ones(6, 8, dtype=torch.uint8).view(torch.float8_e4m3fn).as_subclass(NullTensor)}, "null pointer"),
-        ({"_fp8_dtype": "fp4"}, "fp8 dtype is 'fp4'"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("held", "words"), [
+    ({"_data": None}, "has no payload"), ({"_scale_inv": None}, "has no scale"),
+    ({"_scale_inv": torch.ones(0)}, "scale is"),
+    ({"_scale_inv": torch.ones(3)}, "its scale is (3,), for a payload (6, 8)"),
+    ({"_data": torch.empty(0, dtype=torch.uint8)}, "its payload is (0,), and itself (6, 8)"),
+    ({"_data": torch.ones(6, 8)}, "torch.float32, not bytes"),
+    ({"_data": torch.ones(6, 8, dtype=torch.uint8).view(torch.float8_e4m3fn).as_subclass(NullTensor)}, "null pointer"),
+    ({"_fp8_dtype": "fp4"}, "fp8 dtype is 'fp4'"),
+], ids=str)
 def test_a_wrapper_without_what_it_should_hold_is_named(held, words):
     weight = te_tensor(torch.randn(6, 8))
     for name, value in held.items():
@@ -130,6 +125,7 @@ def test_a_wrapper_without_what_it_should_hold_is_named(held, words):
     assert str(caught.value).startswith("layers.3.q_proj.weight (transformer_engine Float8Tensor)")
 
 
+@pytest.mark.end_to_end
 def test_loads_neither_package():
     code = "import sys, megacpp_compile.nn.fp8_wrappers, megacpp_compile.precision.sentinel\n"
     code += "print([n for n in ('torchao', 'transformer_engine', 'triton') if n in sys.modules])"

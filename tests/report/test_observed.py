@@ -1,4 +1,5 @@
-"""`report.observe`: which attention kernels ran, beside those that frames were compiled to."""
+"""`report.observe`: which attention kernels ran, beside those that frames were compiled to; `report.measure`: what a
+step allocates beyond what was there before it, on any device."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from torch import nn
 
 import megacpp_compile
 from megacpp_compile.errors import DeviceNotMeasuredError
+from megacpp_compile.report.measure import allocated, at_peak
+from megacpp_compile.report.report import Report
 
 
 class Attends(nn.Module):
@@ -29,8 +32,7 @@ class Attends(nn.Module):
 def compiled(no_kernels):
     """(a step of a compiled model that ran once, the report of it)."""
     torch._dynamo.reset()
-    model = torch.compile(Attends(), backend="megacpp")
-    x = torch.randn(1, 8, 32)
+    model, x = torch.compile(Attends(), backend="megacpp"), torch.randn(1, 8, 32)
 
     def step():
         model(x).sum().backward()
@@ -52,7 +54,7 @@ def test_a_row_has_what_ran(compiled):
     assert again.frames[0].attention == report.frames[0].attention
 
 
-def test_another_kernel_than_promised_is_told(compiled):
+def test_another_kernel_than_promised_is_told_and_other_devices_are_an_error(compiled):
     step, report = compiled
     (row,) = report.frames[0].attention
     row["kernel"], row["fqn"] = "cudnn", "layers.0"
@@ -62,6 +64,8 @@ def test_another_kernel_than_promised_is_told(compiled):
     with pytest.warns(UserWarning, match="no kernel of attention that is known ran"):
         report.observe(lambda: None, "cpu")
     assert row["observed"] == "?"
+    with pytest.raises(DeviceNotMeasuredError, match="xla"):
+        compiled[1].observe(compiled[0], "xla:0")
 
 
 def test_of_several_that_ran_a_row_has_its_own(compiled):
@@ -78,6 +82,35 @@ def test_of_several_that_ran_a_row_has_its_own(compiled):
     assert report.observe(lambda: Attends(plain=True)(torch.randn(1, 8, 32)), "cpu") == ("unfused",)
 
 
-def test_other_devices_are_an_error(compiled):
-    with pytest.raises(DeviceNotMeasuredError, match="xla"):
-        compiled[1].observe(compiled[0], "xla:0")
+def allocating():
+    first, second = torch.empty(1000), torch.empty(500)
+    del first
+    return torch.empty(900) + second[0]
+
+
+def test_what_was_there_before_is_not_counted():
+    """Parameters and optimizer state stay, and what of them the step frees is no credit to it."""
+    own = at_peak(allocating, "cpu")
+    assert own == {"before": None, "step": 4 * 500 + 2 * 4 * 900, "peak": None}
+    there = [torch.empty(10_000)]
+    assert at_peak(allocating, "cpu") == own
+
+    def freeing():
+        there.clear()
+        return allocating()
+
+    assert at_peak(freeing, "cpu")["step"] <= own["step"] and allocated("cpu") == 0
+
+
+def test_on_cuda_it_is_the_same_quantity_and_elsewhere_an_error(monkeypatch):
+    """The allocator counts all there is: what was there before is taken off."""
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 250)
+    report = Report()
+    assert report.measure(lambda: None, "cuda") == 150
+    assert report.measured == {"before": 100, "step": 150, "peak": 250}
+    # Their tensors are not in main memory, and its figure would be of something else.
+    with pytest.raises(DeviceNotMeasuredError, match="'xla'"):
+        Report().measure(allocating, "xla")

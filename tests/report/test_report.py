@@ -24,15 +24,14 @@ from megacpp_compile.report.text import bytes_text, plain
 SOURCE = "modeling.py:123, in forward: `k = self.kv_b(self.norm(x[:, [0]]))`"
 
 
-def site(fqn="layers.0.self_attn", **changes):
-    values = {
-        "pass_name": "down_norm_up",
-        "op": "megacpp::down_norm_up",
-        "source": SOURCE,
-        "requested": "reference",
-        "effective": "reference",
-    }
-    return Site(fqn=fqn, **{**values, **changes})
+def site(fqn="layers.0.self_attn", pass_name="down_norm_up", requested="reference", effective="reference", **more):
+    return Site(pass_name, "megacpp::down_norm_up", fqn, SOURCE, requested, effective, **more)
+
+
+def reported(*sites):
+    report = Report()
+    report.add(Frame(), sites)
+    return report
 
 
 def miss(fqn="layers.0.self_attn", node="cat_3"):
@@ -48,16 +47,12 @@ def renderer(request, monkeypatch):
     return request.param
 
 
-def test_nothing_is_collected_outside():
+def test_nothing_is_collected_outside_also_when_the_body_raises():
     assert not active()
     emit_frame(Frame(), [site()])
     with record() as report:
         assert active()
-    assert not active()
-    assert report.frames == report.sites == report.misses == []
-
-
-def test_reports_close_when_the_body_raises():
+    assert not active() and report.frames == report.sites == report.misses == []
     with pytest.raises(RuntimeError), record():
         raise RuntimeError
     assert not active()
@@ -70,13 +65,8 @@ def test_nested_reports_both_collect_and_number_their_own_frames():
             emit_frame(Frame(name="second"), [site("layers.1.self_attn")], [miss()])
         emit_frame(Frame(name="third"))
     assert [(f.index, f.name) for f in outer.frames] == [(0, "first"), (1, "second"), (2, "third")]
-    assert [(f.index, f.name) for f in inner.frames] == [(0, "second")]
-    assert [s.frame for s in outer.sites] == [0, 1]
-    assert [s.frame for s in inner.sites] == [0]
-    assert (outer.misses[0].frame, inner.misses[0].frame) == (1, 0)
-
-
-def test_closing_an_inner_report_leaves_an_equal_outer_one_open():
+    assert [(f.index, f.name) for f in inner.frames] == [(0, "second")] and [s.frame for s in outer.sites] == [0, 1]
+    assert [s.frame for s in inner.sites] == [0] and (outer.misses[0].frame, inner.misses[0].frame) == (1, 0)
     with record() as outer:
         with record():
             pass
@@ -101,8 +91,7 @@ def test_what_is_emitted_is_not_changed_nor_followed():
         emit_frame(Frame())
         emit_frame(frame, [placed])
     frame.passes["down_norm_up"] = 9
-    assert (frame.index, placed.frame) == (0, 0)
-    assert report.frames[1].passes == {"down_norm_up": 1}
+    assert (frame.index, placed.frame) == (0, 0) and report.frames[1].passes == {"down_norm_up": 1}
 
 
 def test_other_threads_are_collected():
@@ -116,8 +105,7 @@ def test_other_threads_are_collected():
             thread.start()
         for thread in threads:
             thread.join()
-    assert [f.index for f in report.frames] == list(range(200))
-    assert [s.frame for s in report.sites] == list(range(200))
+    assert [f.index for f in report.frames] == [s.frame for s in report.sites] == list(range(200))
 
 
 def test_counts_hold_every_known_pass():
@@ -127,9 +115,6 @@ def test_counts_hold_every_known_pass():
         emit_frame(Frame(), [site(pass_name="late_pass")])
     assert dict(report.counts) == {"mla_rope_q": 0, "down_norm_up": 3, "moe": 0, "late_pass": 1}
     assert list(report.counts)[:3] == ["mla_rope_q", "down_norm_up", "moe"]
-
-
-def test_a_frame_may_count_a_pass_that_leaves_no_op():
     with record() as report:
         emit_frame(Frame(passes={"cast": 4}))
     assert report.counts == {"cast": 4}
@@ -138,13 +123,9 @@ def test_a_frame_may_count_a_pass_that_leaves_no_op():
 def filled():
     with record(["down_norm_up", "mla_rope_q"]) as report:
         placed = [site(f"model.layers.{i}.self_attn", node=f"op_{i}") for i in range(24)]
-        emit_frame(
-            Frame(
-                name="Model.forward", nodes=1203, target="cpu", passes={"down_norm_up": 24}, seconds={"capture": 1.5}
-            ),
-            placed,
-            [miss(f"model.layers.{i}.self_attn", f"cat_{i}") for i in (0, 1, 5)],
-        )
+        frame = Frame(name="Model.forward", nodes=1203, target="cpu", passes={"down_norm_up": 24})
+        frame.seconds["capture"] = 1.5
+        emit_frame(frame, placed, [miss(f"model.layers.{i}.self_attn", f"cat_{i}") for i in (0, 1, 5)])
         for each in placed:
             each.set_saved(780 * 2**20, 652 * 2**20)
         emit_frame(Frame(captured=False, reason="autograd.Function in the graph", name="helper", grad=True))
@@ -155,43 +136,25 @@ def filled():
 def test_json_round_trip(indent):
     report = filled()
     again = Report.from_json(report.to_json(indent))
-    assert again == report
-    assert str(again) == str(report)
-    assert ("\n" in report.to_json(indent)) == (indent is not None)
+    assert again == report and str(again) == str(report) and ("\n" in report.to_json(indent)) == (indent is not None)
 
 
 def test_json_keys():
     data = json.loads(filled().to_json())
-    assert data == filled().to_dict()
-    assert data["counts"] == {"down_norm_up": 24, "mla_rope_q": 0}
+    assert data == filled().to_dict() and data["counts"] == {"down_norm_up": 24, "mla_rope_q": 0}
     assert data["sites"][3] == {
-        "pass": "down_norm_up",
-        "op": "megacpp::down_norm_up",
-        "fqn": "model.layers.3.self_attn",
-        "source": SOURCE,
-        "requested": "reference",
-        "effective": "reference",
-        "reason": "",
-        "saved_before": 780 * 2**20,
-        "saved_after": 652 * 2**20,
-        "saved_reason": "",
-        "frame": 0,
-        "node": "op_3",
-        "note": "",
+        "pass": "down_norm_up", "op": "megacpp::down_norm_up", "fqn": "model.layers.3.self_attn", "source": SOURCE,
+        "requested": "reference", "effective": "reference", "reason": "", "saved_before": 780 * 2**20,
+        "saved_after": 652 * 2**20, "saved_reason": "", "frame": 0, "node": "op_3", "note": "",
     }
     assert set(data["misses"][0]) == {"pass", "fqn", "source", "node", "tag", "reason", "frame"}
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("{", "JSONDecodeError"),
-        ("[]", "TypeError"),
-        ("{}", "KeyError: 'format'"),
-        ('{"format": 99}', "format 99, this version reads 1 to 2"),
-        ('{"format": 2, "known_passes": [], "frames": [{"no": 1}], "sites": [], "misses": []}', "TypeError"),
-    ],
-)
+@pytest.mark.parametrize(("text", "problem"), [
+    ("{", "JSONDecodeError"), ("[]", "TypeError"), ("{}", "KeyError: 'format'"),
+    ('{"format": 99}', "format 99, this version reads 1 to 2"),
+    ('{"format": 2, "known_passes": [], "frames": [{"no": 1}], "sites": [], "misses": []}', "TypeError"),
+])
 def test_other_json_is_refused(text, problem):
     with pytest.raises(ReportFormatError, match="not a megacpp report") as caught:
         Report.from_json(text)
@@ -208,107 +171,70 @@ def test_copies_are_equal_and_independent():
 
 def test_text_has_every_section(renderer):
     text = filled().render(width=200)
-    assert "model.layers.{0..23}.self_attn ×24" in text
-    assert "780 MiB → 652 MiB" in text
+    assert "model.layers.{0..23}.self_attn ×24" in text and "780 MiB → 652 MiB" in text
     assert "model.layers.{0..1,5}.self_attn ×3" in text
     assert "the rotated query is also returned [intermediate_escapes]" in text
     assert "fell back: autograd.Function in the graph" in text
     assert "modeling.py:123" in text  # where; the code itself is in the JSON
-    assert [line for line in text.splitlines() if line in ("fused", "nearest misses", "frames")] == [
-        "fused",
-        "nearest misses",
-        "frames",
-    ]
-    assert text.splitlines()[-1] == (
-        "megacpp: 1 of 2 frames captured, 24 sites fused, 3 near misses, saved for backward 18.3 GiB → 15.3 GiB"
-    )
+    tables = ["fused", "nearest misses", "frames"]
+    assert [line for line in text.splitlines() if line in tables] == tables
+    last = "megacpp: 1 of 2 frames captured, 24 sites fused, 3 near misses, saved for backward 18.3 GiB → 15.3 GiB"
+    assert text.splitlines()[-1] == last
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
 def test_renderers_differ_only_in_looks(renderer):
     assert ("─" in str(filled())) == (renderer == "rich")
+    assert str(Report()) == "megacpp: 0 of 0 frames captured, 0 sites fused, 0 near misses"
 
 
 def test_rich_folds_to_the_width_without_losing_text():
     pytest.importorskip("rich")
     text = filled().render(width=110)
-    assert all(len(line) <= 110 for line in text.splitlines())
-    assert "model.layers.{0..23}.self_attn ×24" in text
+    assert all(len(line) <= 110 for line in text.splitlines()) and "model.layers.{0..23}.self_attn ×24" in text
     assert "…" not in text
 
 
-def test_an_empty_report_is_one_line(renderer):
-    assert str(Report()) == "megacpp: 0 of 0 frames captured, 0 sites fused, 0 near misses"
-
-
-def test_a_lowering_that_fell_back_shows_both_and_why(renderer):
-    report = Report()
-    report.add(Frame(), [site(requested="cuda_triton", effective="reference", reason="no CUDA device")])
+def test_lowerings_that_fell_back_and_unknown_saved_bytes(renderer):
+    report = reported(site(requested="cuda_triton", effective="reference", reason="no CUDA device"))
     assert "cuda_triton → reference (no CUDA device)" in report.render(width=200)
-
-
-def test_unknown_saved_bytes_are_not_zero(renderer):
-    report = Report()
-    report.add(Frame(), [site(saved_before=2048, saved_after=0), site("a"), site("b", saved_after=5)])
-    text = report.render(width=200)
+    text = reported(site(saved_before=2048, saved_after=0), site("a"), site("b", saved_after=5)).render(width=200)
     assert "2 KiB → 0 B" in text and "? → 5 B" in text
     assert text.endswith("saved for backward 2 KiB → 0 B over the 1 site where known")
 
 
 def modules(*fqns):
     """The module column for sites at `fqns`."""
-    report = Report()
-    report.add(Frame(), [site(fqn) for fqn in fqns])
-    rows = [line for line in report.render(width=240).splitlines() if "down_norm_up" in line]
+    text = reported(*map(site, fqns)).render(width=240)
+    rows = [line for line in text.splitlines() if "down_norm_up" in line]
     return [line.split("down_norm_up", 1)[1].split("modeling.py")[0].strip() for line in rows]
 
 
-@pytest.mark.parametrize(
-    ("fqns", "shown"),
-    [
-        (["layers.7.attn"], ["layers.7.attn"]),
-        (["layers.7.attn", "layers.7.attn"], ["layers.7.attn ×2"]),
-        (["layers.10.attn", "layers.9.attn", "layers.2.attn"], ["layers.{2,9..10}.attn ×3"]),
-        (["layers.0.attn", "layers.1.mlp"], ["layers.0.attn", "layers.1.mlp"]),
-        ([f"l.{i}.e.{j}" for i in (0, 1) for j in (0, 1, 2)], ["l.{0..1}.e.{0..2} ×6"]),
-        (["l.0.e.0", "l.0.e.1", "l.1.e.1"], ["l.0.e.{0..1} ×2", "l.1.e.1"]),
-        (["", ""], ["(the frame itself) ×2"]),
-    ],
-)
+@pytest.mark.parametrize(("fqns", "shown"), [
+    (["layers.7.attn"], ["layers.7.attn"]), (["layers.7.attn", "layers.7.attn"], ["layers.7.attn ×2"]),
+    (["layers.10.attn", "layers.9.attn", "layers.2.attn"], ["layers.{2,9..10}.attn ×3"]),
+    (["layers.0.attn", "layers.1.mlp"], ["layers.0.attn", "layers.1.mlp"]),
+    ([f"l.{i}.e.{j}" for i in (0, 1) for j in (0, 1, 2)], ["l.{0..1}.e.{0..2} ×6"]),
+    (["l.0.e.0", "l.0.e.1", "l.1.e.1"], ["l.0.e.{0..1} ×2", "l.1.e.1"]), (["", ""], ["(the frame itself) ×2"]),
+])
 def test_grouping_claims_no_module_that_is_not_there(renderer, fqns, shown):
     assert modules(*fqns) == shown
 
 
-def test_sites_that_differ_are_not_grouped(renderer):
-    report = Report()
-    report.add(Frame(), [site("l.0", saved_before=1, saved_after=1), site("l.1", saved_before=2, saved_after=1)])
-    assert "×" not in str(report)
-
-
-def test_frames_of_equal_regions_are_grouped_together(renderer):
+def test_frames_of_equal_regions_are_grouped_and_sites_that_differ_are_not(renderer):
+    different = site("l.0", saved_before=1, saved_after=1), site("l.1", saved_before=2, saved_after=1)
+    assert "×" not in str(reported(*different))
     report = Report()
     for i in range(3):
         report.add(Frame(name=f"block {i}"), [site(f"layers.{i}")])
     assert "layers.{0..2} ×3" in str(report)
 
 
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [
-        (None, "?"),
-        (0, "0 B"),
-        (512, "512 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (12_600, "12.3 KiB"),
-        (2**20 - 1, "1 MiB"),
-        (780 * 2**20, "780 MiB"),
-        (-(2**21), "-2 MiB"),
-        (24 * 2**30, "24 GiB"),
-        (5000 * 2**40, "5000 TiB"),
-    ],
-)
+@pytest.mark.parametrize(("n", "text"), [
+    (None, "?"), (0, "0 B"), (512, "512 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (12_600, "12.3 KiB"),
+    (2**20 - 1, "1 MiB"), (780 * 2**20, "780 MiB"), (-(2**21), "-2 MiB"), (24 * 2**30, "24 GiB"),
+    (5000 * 2**40, "5000 TiB"),
+])
 def test_bytes_text(n, text):
     assert bytes_text(n) == text
 
@@ -383,8 +309,7 @@ def test_code_from_a_cache_says_so_in_the_place_of_what_nobody_decided(renderer)
     text = report.render(width=240)
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if "from cache" in line]
     assert [row for row in rows if row[1] == "from cache"] == [["0", "from cache", *["-"] * 6], ["0", "from cache", *["-"] * 3]]
-    assert sum("captured, from cache" in row for row in rows) == 3
-    assert Report.from_json(report.to_json()) == report
+    assert sum("captured, from cache" in row for row in rows) == 3 and Report.from_json(report.to_json()) == report
 
 
 def test_predicted_and_measured_are_one_quantity(renderer):
@@ -413,6 +338,7 @@ def test_the_last_release_s_reports_are_read(target, key):
     assert Report.from_json(json.dumps({**old, "format": 1, "measured_peak": None})).measured is None
 
 
+@pytest.mark.end_to_end
 def test_nothing_heavy_is_imported():
     # A bare package, so that what the package's own __init__ imports does not count here.
     code = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -69,36 +71,28 @@ def test_a_frame_that_dynamo_traces_again_begins_again(clock):
 @pytest.fixture
 def ticking(monkeypatch):
     """A clock that tells how often it has been asked: every stage takes time."""
-    asked = [0]
-
-    def tell():
-        asked[0] += 1
-        return float(asked[0])
-
-    monkeypatch.setattr(stages.time, "perf_counter", tell)
+    asked = itertools.count(1.0)
+    monkeypatch.setattr(stages.time, "perf_counter", lambda: next(asked))
 
 
+@pytest.mark.end_to_end
 @pytest.mark.usefixtures("ticking", "no_kernels")
-@pytest.mark.parametrize(
-    ("options", "planned"), [({}, True), ({"policy": "selective"}, True), ({"policy": "none"}, False)]
-)
-def test_of_a_frame_every_stage_is_told(monkeypatch, options, planned):
+@pytest.mark.parametrize("policy", ["auto", "selective", "none"])
+def test_of_a_frame_every_stage_is_told(monkeypatch, policy):
     monkeypatch.setattr(automatic, "LEAST_READ", 0)
-    torch._dynamo.reset()
     layer = models.Layer(models.MLA(128, 4, 96, 64, 32, 16, 40), 128, 224)
     inputs = torch.randn(2, 16, 128).requires_grad_(), *models.rotary_tables(16, 16, torch.device("cpu"), torch.float32)
     with torch._inductor.config.patch(fx_graph_cache=False), megacpp_compile.record() as report:
-        torch.compile(layer, backend="megacpp", options=options)(*inputs)
+        torch.compile(layer, backend="megacpp", options={} if policy == "auto" else {"policy": policy})(*inputs)
     (frame,) = report.frames
-    assert set(STAGES) - {"plan"} <= set(frame.seconds) and ("plan" in frame.seconds) is planned
+    assert set(STAGES) - {"plan"} <= set(frame.seconds) and ("plan" in frame.seconds) is (policy != "none")
     assert set(frame.passes) <= set(frame.seconds)
     row = next(line for line in str(report).partition("compile time")[2].splitlines() if line.strip().startswith("0 "))
-    assert (row.split()[5] != "-") is planned
+    assert (row.split()[5] != "-") is (policy != "none")
 
 
 @pytest.mark.usefixtures("no_kernels")
 def test_a_frame_in_which_nothing_fires_is_timed_whole():
-    torch._dynamo.reset()
     with megacpp_compile.record() as report:
         torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), backend="megacpp")(torch.ones(2, 8))
     (frame,) = report.frames

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import megacpp_compile
 from benchmarks import performance_page
 from benchmarks.conditions import conditions
 from megacpp_compile import PrecisionPlan, replace_linears
@@ -32,17 +33,8 @@ def on(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
 
-@pytest.fixture
-def te(monkeypatch):
-    yield fake_te.install(monkeypatch)
-    fake_te.forget()
-
-
 def model():
     return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
-
-
-# --- the table
 
 
 @pytest.mark.parametrize(("capability", "label"), [((9, 0), "sm_90"), ((10, 0), "sm_100a"), ((12, 1), "sm_121a")])
@@ -78,24 +70,18 @@ def test_without_cuda_there_is_no_chip(monkeypatch):
     assert chips.current() is None and chips.label("cuda") == "cuda"
 
 
-def test_utilisation_is_of_one_peak_a_label():
+def test_utilisation_is_of_one_peak_a_label_and_the_log_has_the_pins():
     assert chips.of_capability(12, 1).utilisation(250.0) == 0.5, "of NVFP4's"
     assert chips.of_capability(9, 0).utilisation(989.0) == 1.0, "of bf16's"
-
-
-def test_the_log_has_the_pins():
     said = chips.of_capability(12, 1).describe()
     assert "sm_121a" in said and "disable_rht=True pinned" in said and "not stable on that target" in said
     assert chips.of_capability(9, 0).describe().endswith("no pins")
 
 
-# --- pins and refusals
-
-
-@pytest.mark.parametrize(
-    ("capability", "asked", "runs_with"),
-    [((12, 1), None, True), ((12, 1), True, True), ((10, 0), None, False), ((10, 0), True, True), ((10, 0), False, False)],
-)
+@pytest.mark.parametrize(("capability", "asked", "runs_with"), [
+    ((12, 1), None, True), ((12, 1), True, True), ((10, 0), None, False), ((10, 0), True, True),
+    ((10, 0), False, False),
+])
 def test_the_transform_as_pinned_or_asked(monkeypatch, te, capability, asked, runs_with):
     on(monkeypatch, capability)
     made, ran = model(), []
@@ -116,22 +102,18 @@ def test_the_transform_as_pinned_or_asked(monkeypatch, te, capability, asked, ru
 
 def test_a_plan_that_asks_for_the_transform_on_gb10_is_refused(monkeypatch, te):
     on(monkeypatch, (12, 1))
-    made = model()
+    made, plan = model(), PrecisionPlan({"*": "nvfp4"}, gate=False, disable_rht=False)
     with pytest.raises(TargetRecipeError, match="'nvfp4' on sm_121a.*not stable.*set it to True") as caught:
-        replace_linears(made, PrecisionPlan({"*": "nvfp4"}, gate=False, disable_rht=False), target="cuda")
+        replace_linears(made, plan, target="cuda")
     assert caught.value.target == "sm_121a" and type(made[0]) is nn.Linear
     # A plan for a device that is not here is carried out nowhere, and refused nowhere.
-    table = replace_linears(made, PrecisionPlan({"*": "nvfp4"}, gate=False, disable_rht=False), target="cpu")
-    assert not table.done
+    assert not replace_linears(made, plan, target="cpu").done
 
 
-def test_a_device_without_fp4_keeps_its_linears(monkeypatch, te):
+def test_a_device_or_an_engine_without_fp4_keeps_its_linears(monkeypatch, te):
     on(monkeypatch, (9, 0))
     table = replace_linears(model(), NVFP4, target="cuda")
     assert not table.done and table.reason == "sm_90 has no fp4"
-
-
-def test_an_older_transformer_engine_keeps_them_too(monkeypatch, te):
     on(monkeypatch, (10, 0))
     monkeypatch.delattr(te, "is_nvfp4_available")
     table = replace_linears(model(), NVFP4, target="cuda")
@@ -143,34 +125,31 @@ def test_what_a_plan_says_of_nvfp4():
     asks = PrecisionPlan({"*": "nvfp4"}, disable_rht=True)
     assert PrecisionPlan.from_manifest(asks.manifest()) == asks == PrecisionPlan.of(asks.to_dict())
     assert asks.traceable().recipe_for("mlp") == "bf16" and asks.traceable().disable_rht is None
-    with pytest.raises(BadOptionError, match="disable_rht.*no Hadamard transform"):
-        PrecisionPlan({"*": "fp8_current"}, disable_rht=True)
-    with pytest.raises(BadOptionError, match="precision.disable_rht"):
-        PrecisionPlan({"*": "nvfp4"}, disable_rht="no")
-    with pytest.raises(BadOptionError, match="nvfp4"):
-        Config(precision=NVFP4)
+    for make, words in (
+        (lambda: PrecisionPlan({"*": "fp8_current"}, disable_rht=True), "disable_rht.*no Hadamard transform"),
+        (lambda: PrecisionPlan({"*": "nvfp4"}, disable_rht="no"), "precision.disable_rht"),
+        (lambda: Config(precision=NVFP4), "nvfp4"),
+    ):
+        with pytest.raises(BadOptionError, match=words):
+            make()
 
 
-# --- nothing is merged
-
-
-@pytest.mark.parametrize(
-    ("where", "label"),
-    [
-        ({"label": "sm_121a"}, "sm_121a"), ({"capability": "9.0"}, "sm_90"), ({"capability": "12.1"}, "sm_121a"),
-        ({"capability": "12.0"}, "sm_120"), ({"kind": "cpu", "capability": None}, "cpu"), ({}, ""),
-        ({"capability": "nine"}, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("where", "label"), [
+    ({"label": "sm_121a"}, "sm_121a"), ({"capability": "9.0"}, "sm_90"), ({"capability": "12.1"}, "sm_121a"),
+    ({"capability": "12.0"}, "sm_120"), ({"kind": "cpu", "capability": None}, "cpu"), ({}, ""),
+    ({"capability": "nine"}, ""),
+])
 def test_where_a_measurement_is_from(where, label):
     assert chips.label_of(where) == label
 
 
-def test_rows_of_two_labels_are_not_merged():
+def test_rows_of_two_labels_are_not_merged_nor_a_label_and_another_capability():
     h200, gb10 = {"capability": "9.0"}, {"label": "sm_121a"}
     assert chips.one_label("rows", [h200, h200, {}]) == "sm_90" and chips.one_label("rows", []) == ""
     with pytest.raises(TargetMismatchError, match="rows would merge rows of sm_121a and sm_90"):
         chips.one_label("rows", [h200, gb10])
+    found = verdict(record(bound={"label": "sm_121a"}))
+    assert not found.counts and "'sm_121a'" in found.why and "'sm_90'" in found.why
 
 
 def test_evidence_of_two_labels_is_not_merged():
@@ -187,34 +166,22 @@ def test_evidence_of_two_labels_is_not_merged():
     assert CANONICAL != elsewhere.environment
 
 
-def test_a_label_that_is_not_its_capabilitys():
-    found = verdict(record(bound={"label": "sm_121a"}))
-    assert not found.counts and "'sm_121a'" in found.why and "'sm_90'" in found.why
-
-
 def test_a_page_of_benchmarks_is_of_one_label(tmp_path):
     source = Path(performance_page.RESULTS) / "ssd.json"
     document = json.loads(source.read_text())
     document["conditions"] = {**document["conditions"], "capability": "12.1", "label": "sm_121a"}
-    other = tmp_path / "gb10.json"
-    other.write_text(json.dumps(document))
+    (other := tmp_path / "gb10.json").write_text(json.dumps(document))
     with pytest.raises(TargetMismatchError, match="one page of benchmarks"):
         performance_page.page([source, other], None, tmp_path)
     assert "label sm_121a" in performance_page.page([other], None, tmp_path)
 
 
-def test_conditions_and_frames_have_the_label(monkeypatch):
+def test_frames_and_conditions_have_the_label(no_kernels, monkeypatch):
+    with megacpp_compile.record() as report:
+        torch.compile(model(), backend="megacpp")(torch.randn(4, 32))
+    assert [f.label for f in report.frames] == ["cpu"] and report.to_dict()["frames"][0]["label"] == "cpu"
     on(monkeypatch, (12, 1))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA GB10")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: type("P", (), {"total_memory": 2**37}))
     found = conditions(torch.device("cuda"), 0)
-    assert found["label"] == "sm_121a" and found["stated_peak"] == {"nvfp4": 500.0}
-    assert Frame().label == ""
-
-
-def test_a_frame_says_its_label(no_kernels):
-    import megacpp_compile
-
-    with megacpp_compile.record() as report:
-        torch.compile(model(), backend="megacpp")(torch.randn(4, 32))
-    assert [f.label for f in report.frames] == ["cpu"] and report.to_dict()["frames"][0]["label"] == "cpu"
+    assert found["label"] == "sm_121a" and found["stated_peak"] == {"nvfp4": 500.0} and Frame().label == ""

@@ -12,7 +12,6 @@ from megacpp_compile.errors import UnknownOptionError
 
 @pytest.fixture(autouse=True)
 def _put_back():
-    torch._dynamo.reset()
     before = torch.compile
     yield
     megacpp_compile.enable().disable()
@@ -27,18 +26,14 @@ def calls(monkeypatch):
     return seen
 
 
-class Latents(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down, self.norm, self.up = nn.Linear(16, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 16, bias=False)
-
-    def forward(self, x):
-        return self.up(self.norm(self.down(x)))
+def latents():
+    return nn.Sequential(nn.Linear(16, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 16, bias=False))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["torch.compile", "decorator", "Module.compile", "backend"])
 def test_passes_fire(no_kernels, how):
-    model, x = Latents(), torch.ones(4, 16)
+    model, x = latents(), torch.ones(4, 16)
     want = model(x)
     with megacpp_compile.enable(), megacpp_compile.record() as report:
         if how == "torch.compile":
@@ -72,31 +67,25 @@ def test_other_backends_stay(calls):
     assert calls == [{"backend": "eager", "mode": None}]
 
 
-def test_mode_and_options_at_once_are_torch_s_error():
-    with megacpp_compile.enable(), pytest.raises(RuntimeError, match="mode or options"):
-        torch.compile(Latents(), mode="default", options={"max_autotune": True})
-
-
-def test_the_last_call_counts(calls):
+def test_the_last_call_counts_also_beneath_another_replacement(calls, monkeypatch):
     megacpp_compile.enable({"policy": "selective"})
     with megacpp_compile.enable({"policy": "full"}) as enabled:
         torch.compile()
     torch.compile()
     enabled.disable()
     assert calls == [{"backend": "megacpp", "mode": None, "options": {"policy": "full"}}, {}]
-
-
-def test_disabled_beneath_another_replacement(calls, monkeypatch):
-    enabled = megacpp_compile.enable()
-    inner = torch.compile
+    calls.clear()
+    enabled, inner = megacpp_compile.enable(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda model=None, **kwargs: inner(model, **kwargs))
     enabled.disable()
     torch.compile()
     assert calls == [{}]
 
 
-def test_bad_options_are_an_error_at_once():
+def test_bad_options_are_an_error_at_once_and_mode_with_options_is_torch_s():
     before = torch.compile
     with pytest.raises(UnknownOptionError, match="polcy"):
         megacpp_compile.enable({"polcy": "selective"})
     assert torch.compile is before
+    with megacpp_compile.enable(), pytest.raises(RuntimeError, match="mode or options"):
+        torch.compile(latents(), mode="default", options={"max_autotune": True})

@@ -16,13 +16,11 @@ SITES = {"down_norm_up": 2, "mla_rope_kv": 1, "mla_rope_q": 1}
 
 def model() -> torch.nn.Module:
     torch.manual_seed(3)
-    return transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
-            v_head_dim=8, first_k_dense_replace=1, max_position_embeddings=32,
-        )
-    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=1, max_position_embeddings=32,
+    ))
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -44,9 +42,10 @@ def losses(tmp_path, **how) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
 def test_trainer(no_kernels, tmp_path, how):
-    torch._dynamo.reset()
     want = losses(tmp_path)
     with megacpp_compile.enable({"strict": True}), megacpp_compile.record() as report:
         got = losses(tmp_path, torch_compile=True, **how)
@@ -54,9 +53,9 @@ def test_trainer(no_kernels, tmp_path, how):
     assert len(got) == STEPS and got == pytest.approx(want, rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_trainer_without_logits(no_kernels, tmp_path):
     """The Trainer reads the loss alone; evaluation reads both."""
-    torch._dynamo.reset()
     want = losses(tmp_path, eval_strategy="steps", eval_steps=2)
     with megacpp_compile.enable({"strict": True, "drop_outputs": "logits"}), megacpp_compile.record() as report:
         got = losses(tmp_path, torch_compile=True, eval_strategy="steps", eval_steps=2)
@@ -65,9 +64,9 @@ def test_trainer_without_logits(no_kernels, tmp_path):
     assert len(got) == STEPS and got == pytest.approx(want, rel=1e-4)
 
 
-def test_accelerate(no_kernels, monkeypatch):
+@pytest.mark.end_to_end
+def test_accelerate(eager_backend, monkeypatch):
     """As `accelerate launch --dynamo_backend inductor` has it."""
-    torch._dynamo.reset()
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     with megacpp_compile.enable(), megacpp_compile.record() as report:
         prepared = accelerate.Accelerator(cpu=True).prepare(model())
@@ -75,14 +74,15 @@ def test_accelerate(no_kernels, monkeypatch):
     assert report.counts["mla_rope_q"] == 1
 
 
+@pytest.mark.end_to_end
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "targets", [["q_b_proj", "kv_b_proj", "o_proj"], ["q_a_proj", "kv_a_proj_with_mqa"]], ids=["up", "down"]
-)
+@pytest.mark.parametrize("targets", [
+    ["q_b_proj", "kv_b_proj", "o_proj"], ["q_a_proj", "kv_a_proj_with_mqa"],
+], ids=["up", "down"])
 def test_adapters_of_peft(eager_backend, targets, dtype):
     """No projection of latent attention is lost to the path beside it."""
     peft = pytest.importorskip("peft")
-    torch._dynamo.reset()
     adapted = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
     ids = torch.arange(24).view(2, 12)
     with megacpp_compile.record() as report:

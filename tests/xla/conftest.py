@@ -24,7 +24,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def xla():
-    """The XLA device."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     import torch_xla
 

@@ -20,10 +20,10 @@ import megacpp_compile
 from megacpp_compile import NativeLayerSpec, ShardingPlan, sharding
 from megacpp_compile.errors import ShardingError
 from tests.corpus.spellings import PlainMLA, tables
+from tests.xla.test_plain_models import compilations, difference
 
 if importlib.util.find_spec("torch_xla") is not None:  # --help needs none
     import torch_xla
-    import torch_xla.debug.metrics as metrics
     import torch_xla.runtime
 
 SIZES = {"heads": 4, "q_lora": 20, "kv_lora": 24, "nope": 16, "rope": 8, "v": 12}
@@ -32,9 +32,7 @@ PLANS = {
     # Heads over the devices: queries, keys and values by rows, the output by columns.
     "tensor": ShardingPlan(mesh={"model": 4}, rules={UP: ("model", None), OUT: (None, "model")}),
     # Rows of every weight, and the batch, over the devices.
-    "data": ShardingPlan(
-        mesh={"data": 4}, rules={"*.*_norm.weight": None, "*.weight": ("data", None)}, batch=("data",)
-    ),
+    "data": ShardingPlan({"data": 4}, {"*.*_norm.weight": None, "*.weight": ("data", None)}, batch=("data",)),
 }
 
 
@@ -47,17 +45,8 @@ class LowRank(nn.Module):
         return x + self.up(self.norm(self.down(x))).tanh()
 
 
-def difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.detach().cpu() - want.detach()).abs().max() / want.detach().abs().max())
-
-
 def spec(t: torch.Tensor) -> str:
     return torch_xla._XLAC._get_xla_sharding_spec(t)
-
-
-def compilations() -> int:
-    data = metrics.metric_data("CompileTime")
-    return data[0] if data else 0
 
 
 def differences(there: nn.Module, module: nn.Module) -> dict[str, float]:
@@ -92,12 +81,8 @@ def block_of(plan: ShardingPlan, device: torch.device) -> dict:
         torch_xla.sync(wait=True)
         compiled.append(compilations() - before)
     return {
-        "differences": wrong,
-        "compiled": compiled,
-        "specs": {name: spec(p) for name, p in there.named_parameters()},
-        "report": str(report),
-        "pinned": report.frames[0].sharding["pinned"],
-        "sites": len(report.sites),
+        "differences": wrong, "compiled": compiled, "specs": {name: spec(p) for name, p in there.named_parameters()},
+        "report": str(report), "pinned": report.frames[0].sharding["pinned"], "sites": len(report.sites),
     }
 
 
@@ -113,8 +98,7 @@ def blocks_of(device: torch.device) -> dict:
     model(x).sum().backward()
     return {
         "differences": {"out": difference(result, model(x)), **differences(there, model)},
-        "specs": {name: spec(p) for name, p in there.named_parameters()},
-        "frames": len(report.frames),
+        "specs": {name: spec(p) for name, p in there.named_parameters()}, "frames": len(report.frames),
         "report": str(report),
     }
 
@@ -140,8 +124,7 @@ def native_of(device: torch.device) -> dict:
 
 def main(names: list[str]) -> None:
     torch_xla.runtime.use_spmd()
-    device = torch_xla.device()
-    found = {}
+    device, found = torch_xla.device(), {}
     for name in names:
         torch.manual_seed(0)
         torch._dynamo.reset()

@@ -8,8 +8,11 @@ import torch
 import megacpp_compile
 from megacpp_compile.errors import AttentionError
 
+from .test_plain_models import TOLERANCE, host_ops
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
 DOCS = torch.tensor([[0, 0, 1, 1, 1, 2, -1], [5, 5, 5, 5, 5, 5, 5]])
-TOLERANCE = 1e-5
 
 
 def operands() -> list[torch.Tensor]:
@@ -28,7 +31,6 @@ def run(call, tensors, **arguments):
 def test_documents_and_a_cap(xla, compiled):
     import torch_xla.debug.metrics as metrics
 
-    torch._dynamo.reset()
     tensors = operands()
     want = run(megacpp_compile.attention, tensors, doc_ids=DOCS, softcap=0.7)
     metrics.clear_all()
@@ -38,7 +40,7 @@ def test_documents_and_a_cap(xla, compiled):
     got = run(call, [t.to(xla) for t in tensors], doc_ids=DOCS.to(xla), softcap=0.7)
     for g, w in zip(got, want, strict=True):
         assert (g - w).abs().max() < TOLERANCE * w.abs().max()
-    assert not [name for name in metrics.counter_names() if name.startswith("aten::")]
+    assert not host_ops()
 
 
 def test_without_a_tpu_the_plain_body_serves(xla):

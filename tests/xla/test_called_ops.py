@@ -14,6 +14,9 @@ import megacpp_compile
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import ForwardOnlyError
 from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.lowerings.causal_conv1d import reference as convolution
+from megacpp_compile.lowerings.rope_qk import reference as rotation
+from megacpp_compile.lowerings.rope_qk import tpu_xla as rotation_tpu
 from megacpp_compile.lowerings.sparse_mla import tpu_xla
 from tests.frames import run, train
 from tests.lowerings import relative_error
@@ -53,23 +56,20 @@ def test_attention_over_chosen_rows(xla, rand, monkeypatch, how, parts, index):
     b, t, k, d, d_v = 2, 11, 6, 24, 16
     monkeypatch.setattr(tpu_xla, "GATHERED_BYTES", b * k * d * 4 * -(-t // parts))
     q, kv, indices, *_ = operands(rand, torch.float32, b=b, t=t, s=9, k=k, d_qk=d, d_v=d_v, index=index)
-    want = step(attention, q.double(), kv.double(), indices, d_v)
-    call = attention
+    want, call = step(attention, q.double(), kv.double(), indices, d_v), attention
     if how != "called":
         settings = {"options": {"strict": True}} if how == "megacpp" else {}
         call = torch.compile(attention, backend=how, fullgraph=True, **settings)
     args, compiled = moved((q, kv, indices), xla), []
     with megacpp_compile.record() as report:
         for _ in range(3):
-            before = compilations()
-            got = step(call, *args, d_v)
+            before, got = compilations(), step(call, *args, d_v)
             torch_xla.sync(wait=True)
             compiled.append(compilations() - before)
     for g, w in zip(got, want, strict=True):
         assert torch.equal(g.cpu().isinf(), w.isinf())
         assert relative_error(*(x.masked_fill(w.isinf(), 0) for x in (g.cpu(), w))) < TOLERANCE
-    assert compiled[0] > 0 and not any(compiled[2:]), compiled
-    assert not host_ops()
+    assert compiled[0] > 0 and not any(compiled[2:]) and not host_ops(), compiled
     assert [(s.requested, s.effective, s.reason) for s in report.sites] == [("tpu_xla", "tpu_xla", "")] * (how == "megacpp")
 
 
@@ -150,9 +150,8 @@ def test_a_weight_in_fp8_in_a_compiled_frame(xla, rand):
             out = call(leaf, payload.to(device), scale.to(device))
             out.square().sum().backward()
         results.append((out, leaf.grad))
-    assert [(s.op, s.requested, s.effective) for s in report.sites] == [
-        ("megacpp::linear_fp8_weight", "reference", "reference")
-    ]
+    (s,) = report.sites
+    assert (s.op, s.requested, s.effective) == ("megacpp::linear_fp8_weight", "reference", "reference")
     for want, got in zip(*results, strict=True):
         assert relative_error(got.detach().cpu(), want.detach()) < TOLERANCE
     assert not host_ops()
@@ -205,5 +204,50 @@ def test_compressed_by_the_pass(xla, redraw):
     options = {"strict": True, "compress": compress, "require": {"compressed_linear": 2}}
     there = module.to(xla)
     got = train(torch.compile(there, backend="megacpp", options=options), there, (x.to(xla),))
-    assert all(relative_error(got[name].cpu(), t) < TOLERANCE for name, t in want.items())
+    assert all(relative_error(got[name].cpu(), t) < TOLERANCE for name, t in want.items()) and not host_ops()
+
+
+def assert_equal(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_rope_by_position_of_packed_documents(xla):
+    torch.manual_seed(0)
+    tensors = (torch.randn(11, 4, 10), torch.randn(11, 2, 10), torch.randn(7, 1, 3), torch.randn(7, 1, 3))
+    flags = (4, True, False, False, False, torch.float32)
+    args = (*tensors, *flags, torch.tensor([0, 3, 3, 8], dtype=torch.int32))
+    assert_equal(rotation_tpu.rope_qk(*moved(args, xla)), rotation.rope_qk(*args))
     assert not host_ops()
+
+
+def test_convolution_of_packed_documents(xla):
+    torch.manual_seed(0)
+    x, grad, weight, bias = torch.randn(2, 10, 3), torch.randn(2, 10, 3), torch.randn(3, 4), torch.randn(3)
+    seq_idx = torch.tensor([[0, 0, 0, 1, 1, 2, 3, 3, 3, 3], [4, 4, 4, 4, 4, 4, 7, 7, 7, 9]], dtype=torch.int32)
+    forward = (x, weight, bias, "silu", torch.float32, seq_idx)
+    assert_equal([convolution.causal_conv1d(*moved(forward, xla))], [convolution.causal_conv1d(*forward)])
+    backward = (grad, x, weight, bias, "silu", seq_idx)
+    assert_equal(convolution.causal_conv1d_backward(*moved(backward, xla)), convolution.causal_conv1d_backward(*backward))
+    assert not host_ops()
+
+
+def decoded(device, codec, form):
+    """What the last of some steps attends to."""
+    torch.manual_seed(0)
+    cache = megacpp_compile.MLAKVCache(1, 2, 12, 32, 16, dtype=torch.float32, codec=codec, device=device)
+    weight = torch.randn(2 * 14, 32)
+    for n in (4, 1, 2):
+        latent, rope = torch.randn(2, n, 32), torch.randn(2, n, 1, 16)
+        q_nope, q_rope = torch.randn(2, n, 2, 8), torch.randn(2, n, 2, 16)
+        rows = cache.update(0, latent.to(device), rope.to(device))
+        cache.advance(n)
+        out = megacpp_compile.latent_attention(q_nope.to(device), q_rope.to(device), rows, weight.to(device), form=form)
+    assert cache.length == 7
+    return out.cpu()
+
+
+@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+@pytest.mark.parametrize("codec", [None, "fp8", "turboquant", "polarquant"])
+def test_decoding_is_that_of_a_cpu(xla, codec, form):
+    assert relative_error(decoded(xla, codec, form), decoded("cpu", codec, form)) < 1e-5

@@ -12,10 +12,14 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
-from megacpp_compile.backends import _lower
+from megacpp_compile.backends import _lower, automatic
 from megacpp_compile.errors import NotLoweredError
+from megacpp_compile.targets.rates import Rates
 from tests.corpus import allowed_counts
 from tests.corpus.spellings import PlainGQA, PlainMLA, tables
+from tests.remat import models as stacks
+
+pytestmark = pytest.mark.usefixtures("fresh")
 
 # Largest difference over the largest element, float32 on both sides; sums in any order.
 TOLERANCE = 1e-5
@@ -48,25 +52,15 @@ def compilations() -> int:
     return data[0] if data else 0
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def made(kind, settings):
     """(a block, its input, its tables) on CPU."""
     torch.manual_seed(0)
     block = kind(**settings)
     x = torch.randn(2, 11, block.dim if hasattr(block, "dim") else 40)
-    rope_dim = getattr(block, "rope_dim", 14)
-    return block, x, tables(block.rope.table, x.shape[1], rope_dim)
+    return block, x, tables(block.rope.table, x.shape[1], getattr(block, "rope_dim", 14))
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [*((name, {}) for name in BLOCKS), ("halves", {"keep_latents": False})]
-)
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in BLOCKS), ("halves", {"keep_latents": False})])
 def test_block(xla, name, options):
     import torch_xla.debug.metrics as metrics
 
@@ -81,16 +75,14 @@ def test_block(xla, name, options):
     metrics.clear_all()
     moved = x.detach().to(xla).requires_grad_()
     with megacpp_compile.record() as report:
-        result = torch.compile(there, backend="megacpp", options={"strict": True, **options})(
-            moved, *(t.to(xla) for t in angles)
-        )
+        call = torch.compile(there, backend="megacpp", options={"strict": True, **options})
+        result = call(moved, *(t.to(xla) for t in angles))
         result.backward(grad.to(xla))
     for site, wanted in kind.expected(**settings).items():
         assert report.counts[site] in allowed_counts(wanted), report
     assert {frame.target for frame in report.frames} == {"tpu"}
     assert {frame.chosen.get("keep_latents") for frame in report.frames} == {None if options else True}
-    assert {site.effective for site in report.sites} == {"tpu_xla"}
-    assert difference(result, out) < TOLERANCE
+    assert {site.effective for site in report.sites} == {"tpu_xla"} and difference(result, out) < TOLERANCE
     assert difference(moved.grad, x.grad) < TOLERANCE
     for (label, p), q in zip(there.named_parameters(), block.parameters(), strict=True):
         assert difference(p.grad, q.grad) < TOLERANCE, label
@@ -146,9 +138,7 @@ def test_what_backward_keeps(xla):
 
     sizes = {}
     for name, function, options in (
-        ("openxla", block, None),
-        ("megacpp", block, {}),
-        ("checkpointed", checkpointed, {}),
+        ("openxla", block, None), ("megacpp", block, {}), ("checkpointed", checkpointed, {}),
         ("policy", block, {"policy": "full"}),
     ):
         torch._dynamo.reset()
@@ -209,13 +199,12 @@ def test_training_compiles_once(xla, examples, make):
         call = torch.compile(there, backend="megacpp", options={"strict": True})
         got, gradients, compiled, extracted = train(there, xla, call)
     check(report)
-    assert want[-1] < want[0]
-    assert ((got - want).abs() / want).max() < 1e-4 and difference(got[:1], want[:1]) < TOLERANCE
+    assert want[-1] < want[0] and ((got - want).abs() / want).max() < 1e-4
+    assert difference(got[:1], want[:1]) < TOLERANCE
     for name, gradient in gradients.items():
         assert difference(gradient, exact[name]) < TOLERANCE, name
     assert compiled[0] > 0 and not any(compiled[2:]), compiled
-    assert set(extracted) == {2}, extracted
-    assert not host_ops()
+    assert set(extracted) == {2} and not host_ops(), extracted
 
 
 def test_what_nothing_fires_in_is_left_to_openxla(xla):
@@ -236,8 +225,30 @@ def test_an_op_left_without_a_lowering_is_an_error(xla, monkeypatch):
 
 def test_settings_of_inductor_are_named(xla, caplog):
     block, x, angles = made(PlainMLA, {})
+    call = torch.compile(block.to(xla), backend="megacpp", options={"inductor": {"max_autotune": True}})
     with caplog.at_level("WARNING", logger="megacpp_compile"):
-        torch.compile(block.to(xla), backend="megacpp", options={"inductor": {"max_autotune": True}})(
-            x.to(xla), *(t.to(xla) for t in angles)
-        )
+        call(x.to(xla), *(t.to(xla) for t in angles))
     assert "max_autotune" in caplog.text
+
+
+@pytest.mark.parametrize("sparing", [True, False])
+def test_policy_auto_on_a_stack(xla, monkeypatch, sparing):
+    """At the target's rates; gradients are eager's on CPU, with a plan and without; latents are kept here in any case."""
+    monkeypatch.setattr(automatic, "LEAST_READ", 0)
+    monkeypatch.setattr(automatic, "rates", lambda target: Rates(1e9, 1e13, target))
+    if not sparing:
+        monkeypatch.setattr(automatic, "worth_taking", lambda plan, none: False)
+    model, inputs = stacks.mla(3)
+    x = inputs[0].detach().requires_grad_()
+    want = torch.autograd.grad(model(x, *inputs[1:]).square().sum(), [x, *model.parameters()])
+    model = model.to(xla)
+    x, *tables = (t.detach().to(xla) for t in inputs)
+    x.requires_grad_()
+    with megacpp_compile.record() as report:
+        out = torch.compile(model, backend="megacpp", options={"policy": "auto"})(x, *tables)
+        got = torch.autograd.grad(out.square().sum(), [x, *model.parameters()])
+    (found,) = [f.auto for f in report.frames if f.auto]
+    assert found["taken"] is sparing and found["rates"] == "tpu" and found["latents"]["kept"] == 0
+    assert report.frames[0].chosen == {"keep_latents": True}
+    for mine, eager in zip(got, want, strict=True):
+        assert (mine.cpu() - eager).abs().max() <= 1e-5 * eager.abs().max()

@@ -11,13 +11,12 @@ from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.config.options import Config
 from megacpp_compile.targets import TPU
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 aten = torch.ops.aten
 COPIES = {
-    "clone": aten.clone.default,
-    "alias": aten.alias.default,
-    "detach": aten.detach.default,
-    "lift": aten.lift_fresh_copy.default,
-    "copy": lambda x: aten.copy.default(torch.zeros_like(x), x),
+    "clone": aten.clone.default, "alias": aten.alias.default, "detach": aten.detach.default,
+    "lift": aten.lift_fresh_copy.default, "copy": lambda x: aten.copy.default(torch.zeros_like(x), x),
     "cast to what it is": lambda x: aten._to_copy.default(x, dtype=x.dtype),
 }
 
@@ -32,7 +31,6 @@ def test_copies_among_the_results(xla, name):
     def backend(gm, inputs):
         return openxla.compile_plain(gm, inputs, Settings(TPU, Config(), {}))
 
-    torch._dynamo.reset()
     x = torch.randn(3, 5)
     for got, want in zip(torch.compile(function, backend=backend)(x.to(xla)), function(x), strict=True):
         torch.testing.assert_close(got.cpu(), want)
@@ -44,15 +42,13 @@ def test_copies_among_the_results(xla, name):
 ], ids=["amax", "amin", "sum", "mean", "var", "sum of all", "amax of some"])  # fmt: skip
 def test_reductions_over_no_dimension_by_name(xla, reduce):
     """Of all dimensions, in a frame nothing fires in, forward and backward."""
-    torch._dynamo.reset()
     results = []
     for call, device in ((reduce, "cpu"), (torch.compile(reduce, backend="megacpp"), xla)):
         x = torch.arange(15.0).view(3, 5).sin().to(device).requires_grad_()
         out = call(x)
         out.sum().backward()
         results.append((out.detach().cpu(), x.grad.cpu()))
-    for want, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*results)
 
 
 def test_a_copy_is_saved_once(xla):
@@ -71,7 +67,6 @@ def test_a_copy_is_saved_once(xla):
         b = a.clone()
         return b @ x.sin(), b
 
-    torch._dynamo.reset()
     x = torch.randn(4, 4, device=xla, requires_grad=True)
     y, b = torch.compile(function, backend=backend)(x)
     (y.sum() + b.sum()).backward()

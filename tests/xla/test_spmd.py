@@ -34,12 +34,10 @@ def runs(tmp_path_factory) -> dict[str, tuple[dict, list[str], list[str]]]:
 
 def run(names: list[str], folder: Path) -> tuple[dict, list[str], list[str]]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
-    env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_FLAGS": flags}
     path = os.pathsep.join((str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "spmd_program.py"), *names],
-        env={**os.environ, **env, "PYTHONPATH": path}, capture_output=True, text=True,
-    )  # fmt: skip
+    env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_FLAGS": flags, "PYTHONPATH": path}
+    command = [sys.executable, str(HERE / "spmd_program.py"), *names]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     given = [p.read_text() for p in sorted(folder.glob("*before_optimizations.txt"))]
     made = [p.read_text() for p in sorted(folder.glob("*after_optimizations.txt"))]

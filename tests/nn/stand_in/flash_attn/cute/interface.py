@@ -19,8 +19,7 @@ def _scores(q, k, softmax_scale, causal, softcap):
 
 
 def _attend(q, k, v, softmax_scale, causal, softcap):
-    scores = _scores(q, k, softmax_scale, causal, softcap)
-    heads = q.shape[2] // k.shape[2]
+    scores, heads = _scores(q, k, softmax_scale, causal, softcap), q.shape[2] // k.shape[2]
     out = scores.softmax(-1) @ v.double().transpose(1, 2).repeat_interleave(heads, 1)
     return out.transpose(1, 2), scores.logsumexp(-1)
 
@@ -39,8 +38,7 @@ def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, s
     keys, values = (t.double().transpose(1, 2).repeat_interleave(q.shape[2] // groups, 1) for t in (k, v))
     queries, grad = q.double().transpose(1, 2), dout.double().transpose(1, 2)
     scores = _scores(q, k, softmax_scale, causal, softcap)
-    weights = (scores - lse.double()[..., None]).exp()
-    by_weight = grad @ values.mT
+    weights, by_weight = (scores - lse.double()[..., None]).exp(), grad @ values.mT
     by_score = weights * (by_weight - (out.double() * dout.double()).sum(-1).mT[..., None])
     if softcap:
         by_score = by_score * torch.where(weights > 0, 1 - (scores / softcap) ** 2, 0)
