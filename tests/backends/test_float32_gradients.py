@@ -105,6 +105,7 @@ def test_nearer_to_the_formula_than_bfloat16_is(rand, recipe, asked):
     assert relative_error(grad, want) < 1e-6 if asked else relative_error(grad, want) > 1e-3
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.end_to_end
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -140,6 +141,7 @@ def test_through_inductor_s_kernels_and_its_caches(rand):
 # --- how a step is run
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.end_to_end
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -156,6 +158,7 @@ def test_whatever_is_recomputed(rand, recipe, policy):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.end_to_end
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -167,6 +170,7 @@ def test_symbolic_sizes(rand, no_kernels, recipe):
     assert len(report.frames) == 1
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.end_to_end
 def test_equal_blocks_share_code(rand):
     """Whose parameters may ask for another dtype: they have that, of what the first one's code writes."""
@@ -180,6 +184,7 @@ def test_equal_blocks_share_code(rand):
     assert got["blocks.3.down.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("policy", [None, "selective"])
 def test_changed_behind_the_first_step(rand, policy):
@@ -259,6 +264,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.end_to_end
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
@@ -287,6 +293,7 @@ def test_cast_on_its_way(rand):
     assert exact(grad) and (grad != grad.half()).float().mean() > 0.9
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.end_to_end
 def test_linears_that_share_a_gemm(rand, monkeypatch):
     """Those whose gradients have one dtype do, and each has its rows of what the GEMM writes."""
@@ -337,6 +344,7 @@ def test_leaves_alone(rand, why):
         assert weight.grad is None if why == "frozen" else rounded(weight.grad)
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.end_to_end
 def test_a_dtensor_s_gradient_is_rounded_and_cast(rand, one_rank):
     """AOTAutograd hands it out as a DTensor of the parameter's dtype, whatever its local part is."""
@@ -359,6 +367,7 @@ def test_a_bias_and_a_linear_in_bfloat16_stay_as_they_are(rand):
     assert in_float32(got) == {"0.weight"} and {g.dtype for g in got.values()} == {torch.float32}
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.end_to_end
 def test_verified_and_told(rand):
     model = wide(Stack(1))
