@@ -170,7 +170,7 @@ FORMS = {
 }
 
 
-@sampled(5, "form", FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_fires(form):
     body, norm_first = FORMS[form]
     frames = assert_fires(NAME, *build(body, torch.float32 if form in HF else torch.float64))
@@ -299,7 +299,7 @@ REFUSED = {
 }
 
 
-@sampled(3, "case", REFUSED)
+@pytest.mark.parametrize("case", REFUSED)
 def test_refuses(case):
     tag, body = REFUSED[case]
     assert_refused(NAME, tag, *build(body))

@@ -70,6 +70,12 @@ def test_fires(kind, name):
     assert_fires(NAME, MoE(bodies[name], **made).double(), sequences(*shape))
 
 
+@pytest.mark.parametrize("name", ["returning_what_they_read", "first_returns_what_it_reads"])
+def test_experts_that_return_what_they_read(name):
+    """The last of them, too: a bound off by one has escaped the sets that `test_fires` samples."""
+    assert_fires(NAME, MoE(experts.LISTS[name]).double(), sequences(TOKENS))
+
+
 def test_outputs_gathered_for_other_tokens_are_no_layer():
     frames = check_graph(MoE(experts_by_rows.gathered_from_others), tokens())
     (analysis,) = frames.analyses

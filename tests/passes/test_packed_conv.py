@@ -174,7 +174,7 @@ REFUSED = {
 }
 
 
-@sampled(3, "case", REFUSED)
+@pytest.mark.parametrize("case", REFUSED)
 def test_refused(case):
     assert_refused(NAME, "documents", Mixer(REFUSED[case]), arguments())
 
