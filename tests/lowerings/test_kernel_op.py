@@ -9,7 +9,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import kernel_op
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # an op is registered once a process, in whatever order tests run
 def scaled():
     """(the op, what Dynamo was doing when it ran)"""
     seen: list[bool] = []
