@@ -61,7 +61,7 @@ help:  ## list these targets
 demo: $(READY)  ## train a small MLA model, eager and compiled, and compare the two
 	$(BIN)/python examples/train_mla.py
 
-test: lint types suite kernels  ## lint, type check, and the suite: all but grids, in some ten minutes
+test: lint types suite kernels  ## lint, type check, and the suite: all but grids, in some fifteen minutes
 
 # MALLOC_PERTURB_: glibc fills what it allocates with large numbers, so that no test passes on memory that happens to be
 # zero. PYTHONDONTWRITEBYTECODE: each worker, and each process that a test starts, would otherwise compile the package and

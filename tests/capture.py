@@ -85,14 +85,15 @@ def captured(module: nn.Module | Callable[..., Any], args: tuple[Any, ...]) -> t
     canonicalized. Raises NotAFunction."""
     called = Called(module)
     inputs = (*called.state.values(), *args)
-    graph = _kept(called, inputs) or _made(called, inputs)
+    graph = _kept(called, inputs) or traced(called, inputs)
     given = list(zip(graph.gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
     trained = frozenset(n for n, x in given if isinstance(x, Tensor) and x.requires_grad)
     weights = frozenset(n for n, x in given if isinstance(x, nn.Parameter))
     return Captured(graph.gm, graph.fake_mode, weights | trained, trained), inputs
 
 
-def _made(called: Called, inputs: tuple[Any, ...]) -> Captured:
+def traced(called: Called, inputs: tuple[Any, ...]) -> Captured:
+    """A graph made anew. Raises NotAFunction."""
     before = [x._version for x in inputs if isinstance(x, Tensor)]
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         results = len(called(*inputs))
@@ -133,7 +134,7 @@ def _kept(called: Called, inputs: tuple[Any, ...]) -> Captured | None:
     file = place / key[:2] / key
     if (found := _load(file, key)) is not None:
         return found
-    graph = _made(called, inputs)
+    graph = traced(called, inputs)
     with contextlib.suppress(OSError):
         _store(file, key, graph.gm)
     return graph

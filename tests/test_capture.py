@@ -163,8 +163,8 @@ def test_no_file_is_served_for_another_key(kept_here, monkeypatch):
     file.write_bytes(file.read_bytes()[:-1])
     assert capture._load(file, file.name) is None, "cut off"
     traced = []
-    made = capture._made
-    monkeypatch.setattr(capture, "_made", lambda *a: traced.append(1) or made(*a))
+    made = capture.traced
+    monkeypatch.setattr(capture, "traced", lambda *a: traced.append(1) or made(*a))
     for _ in range(2):
         capture.captured(module, args)
     assert traced == [1] and capture._load(file, file.name) is not None

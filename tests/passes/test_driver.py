@@ -20,7 +20,7 @@ from megacpp_compile.frontend.capture import capture
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.passes import _driver, down_norm_up
 from megacpp_compile.passes._rule import Match
-from tests.capture import Called, _made
+from tests.capture import Called, traced
 from tests.corpus import jitter_gains
 from tests.corpus.spellings import PlainMLA
 from tests.frames import check, run
@@ -291,7 +291,7 @@ def test_a_find_that_writes_is_seen(key):
 def alive(graphs):
     """Those of `graphs` that something keeps: not Dynamo's caches, nor torch's memory of what it has traced last."""
     torch._dynamo.reset()
-    _made(Called(torch.relu), (hidden(),))  # not a kept graph: a trace
+    traced(Called(torch.relu), (hidden(),))  # not a kept graph: a trace
     gc.collect()
     return [graph for graph in graphs if graph() is not None]
 
