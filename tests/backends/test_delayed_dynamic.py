@@ -58,7 +58,7 @@ def trained(batches):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         dynamic, call = HOW[how] if how else (False, lambda run: run)
-        model = Folded(2)
+        model = Folded(1)
         run = call(compiled(model, recipe, dynamic))
         with megacpp_compile.record() as report:
             steps = [step(run, model, x, grad) for x, grad in batches]
@@ -69,6 +69,7 @@ def trained(batches):
 
 
 @pytest.mark.end_to_end
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", HOW)
 def test_sites_and_recompilations_are_those_of_current_scaling(trained, how):
     found = {}
@@ -81,6 +82,7 @@ def test_sites_and_recompilations_are_those_of_current_scaling(trained, how):
 
 
 @pytest.mark.end_to_end
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", HOW)
 def test_numbers_are_those_of_static_sizes(trained, batches, how):
     """Bit for bit, from the first step, whose scales come from samples; and the past is every batch's."""
@@ -94,9 +96,10 @@ def test_numbers_are_those_of_static_sizes(trained, batches, how):
 
 
 @pytest.mark.end_to_end
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", HOW)
 def test_as_near_as_current_scaling(trained, batches, how):
-    eager = Folded(2)
+    eager = Folded(1)
     want = [step(eager, eager, x, grad) for x, grad in batches]
     worst = {}
     for recipe in ("fp8_current", "fp8_delayed"):

@@ -103,6 +103,7 @@ def test_blocks_that_share_code_have_pasts_of_their_own(rand):
 
 
 @pytest.mark.end_to_end
+@pytest.mark.sampled(2)  # after a step: tests/precision/test_scaling_state.py, too
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_goes_on_after_a_restart(rand, when):
     """A state that was saved and loaded, before the first step or behind one, and the same steps, bit for bit."""
@@ -143,6 +144,7 @@ def test_a_state_that_does_not_fit():
 
 
 @pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["auto", "selective", "full", "torch's checkpoint"])
 def test_what_is_recomputed_has_the_scales_of_its_forward(rand, how):
     """A step that recomputes its casts gives the bits of one that keeps them, though its forward has moved the past."""
