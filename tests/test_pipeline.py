@@ -195,6 +195,7 @@ def test_inference(mode, kind, no_kernels):
 
 
 @pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [Block, Projections])
 @pytest.mark.parametrize("how", ["autocast", "bfloat16_weights"])
 def test_half_precision(request, how, kind):

@@ -330,7 +330,7 @@ def test_membership_of_experts_without_tokens(body, dtype):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("body", membership.STAY, ids=lambda body: body.__name__)
 def test_other_membership_stays(body):
     """Of four experts two have no tokens, of all tokens or of the first."""
@@ -344,7 +344,7 @@ def test_other_membership_stays(body):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("body", two_values.FUSE, ids=lambda body: body.__name__)
 def test_two_values_fuse(body):
     """Of four experts two have no tokens at first."""
@@ -355,13 +355,14 @@ def test_two_values_fuse(body):
     assert not report.misses and not any(f.graph_break for f in report.frames) and report.counts["moe"] >= 1
 
 
+@pytest.mark.sampled(2, unit=2)
 @pytest.mark.parametrize("body", two_values.FUSE, ids=lambda body: body.__name__)
 def test_two_values_of_dynamic_shapes(body):
     fuses(compiled(MoE(body, Expert), tokens(), dynamic=True))
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("body", two_values.OTHER, ids=lambda body: body.__name__)
 def test_values_that_make_a_difference(body):
     """Of four experts two have no tokens at first. Behind a graph break numbers are constants, and a branch on them is

@@ -114,6 +114,7 @@ class Rows(Resumed):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch", [2, 3])
 def test_a_width_that_no_batch_changes(batch):
     """Dynamo has one symbol for two sizes that are equal: with two sequences, for their number and the choices'. The width
