@@ -78,7 +78,7 @@ def test_a_limit_reaches_the_graph_and_the_report():
 @pytest.mark.end_to_end
 def test_ranks_plan_by_the_one_that_has_most(monkeypatch, request):
     """The other rank is one of another model's: what it says is put where it would arrive."""
-    model, gather = models.llama(2), torch.distributed.all_gather_object
+    model, gather = models.llama(1), torch.distributed.all_gather_object
 
     def before(**policy):
         (found,) = [f.peak for f in step(model, (models.hidden(),), {"policy": {"peak_gib": 1.0, **policy}}).report.frames]
