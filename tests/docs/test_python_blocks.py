@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_runs(block, request, tmp_path, monkeypatch, no_kernels):
     place = request.node.callspec.id
