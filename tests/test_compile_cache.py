@@ -17,45 +17,57 @@ from megacpp_compile import load_cache, save_cache
 from megacpp_compile.errors import CompileCacheError
 
 ROOT = Path(__file__).parents[1]
-ONE_PROCESS = """
-import json, sys
+# Both processes are forks of one that has torch loaded, and nothing compiled.
+PROCESSES = """
+import json, os, sys
 import torch
-import torch._inductor.config
+import torch._inductor.compile_fx
 import megacpp_compile
 from torch import nn
 
-action, path = sys.argv[1:]
+path, *folders = sys.argv[1:]
 torch._inductor.config.cpp.simdlen = 1  # scalar C++ compiles in a part of the time
 
-torch.manual_seed(0)
-block, x = nn.Sequential(nn.Linear(32, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 32, bias=False)), torch.randn(4, 32)
-loaded = megacpp_compile.load_cache(path, strict=True) if action == "load" else None
-with megacpp_compile.record() as report:
-    out = torch.compile(block, backend="megacpp")(x)
-    out.square().sum().backward()
-held = megacpp_compile.save_cache(path) if action == "save" else loaded
-torch.testing.assert_close(out, block(x))
-print(json.dumps({
-    "out": out.tolist(), "grad": block[0].weight.grad.tolist(), "artifacts": held.artifacts, "bytes": held.bytes,
-    "cached": [frame.cached for frame in report.frames], "fired": report.counts["down_norm_up"],
-}))
+
+def run(action):
+    torch.manual_seed(0)
+    block, x = nn.Sequential(nn.Linear(32, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 32, bias=False)), torch.randn(4, 32)
+    loaded = megacpp_compile.load_cache(path, strict=True) if action == "load" else None
+    with megacpp_compile.record() as report:
+        out = torch.compile(block, backend="megacpp")(x)
+        out.square().sum().backward()
+    held = megacpp_compile.save_cache(path) if action == "save" else loaded
+    torch.testing.assert_close(out, block(x))
+    return {
+        "out": out.tolist(), "grad": block[0].weight.grad.tolist(), "artifacts": held.artifacts, "bytes": held.bytes,
+        "cached": [frame.cached for frame in report.frames], "fired": report.counts["down_norm_up"],
+    }
+
+
+torch.set_num_threads(1)
+for action, folder in zip(("save", "load"), folders):
+    if (child := os.fork()) == 0:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        print(json.dumps(run(action)), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, action
 """
 
 
-def one(action, path, caches):
-    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches)}
-    environ |= dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")
-    command = [sys.executable, "-c", ONE_PROCESS, action, str(path)]
+def saved_and_loaded(path, *caches):
+    """What the one process made and the other found; each has a folder of its own for what Inductor keeps."""
+    environ = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")}
+    command = [sys.executable, "-c", PROCESSES, str(path), *map(str, caches)]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.end_to_end
 def test_code_goes_from_one_process_to_another(tmp_path):
     path = tmp_path / "model.cache"
-    first = one("save", path, tmp_path / "first")
-    again = one("load", path, tmp_path / "second")
+    first, again = saved_and_loaded(path, tmp_path / "first", tmp_path / "second")
+    assert list((tmp_path / "first").iterdir()) and list((tmp_path / "second").iterdir())
     assert first["cached"] == [False] and again["cached"] == [True]
     assert first["fired"] == again["fired"] == 1
     assert first["artifacts"]["inductor"] >= 1 and first["artifacts"] == again["artifacts"]
