@@ -9,7 +9,7 @@ from tests.adapters import megatron_ranks as ranks
 from tests.ranks import ON_ONE_WORKER
 from tests.tiers import case_of
 
-pytestmark = [pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"), ON_ONE_WORKER, pytest.mark.rare("te")]
+pytestmark = [pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"), ON_ONE_WORKER, pytest.mark.rare("te_dynamic")]
 
 
 READ = ()  # no test reads a case but its own

@@ -227,6 +227,7 @@ def of_any_length(form, length, **kwargs):
 
 
 @pytest.mark.end_to_end
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["broadcast_products", "matrix_products_heads_first"])
 def test_dynamic_lengths_in_chunks(form):
     """The number of chunks is an expression, of a loop's one that a guard makes a number; what fills up the last one is
@@ -242,6 +243,7 @@ def test_chunks_of_a_dynamic_length_are_the_models():
 
 
 @pytest.mark.end_to_end
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["chunks_sliced_off", "chunks_split_off"])
 def test_chunks_of_a_second_length(form):
     """How many there are is a guard, which leaves the length but for the last chunk."""
