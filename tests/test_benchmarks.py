@@ -63,7 +63,7 @@ def test_predicted_peaks_stand_beside_measured_ones(run, monkeypatch):
 
 @pytest.mark.end_to_end
 def test_whole_path(run, tmp_path):
-    code, documents, printed = run("rope", "down_norm_up", "block")
+    code, documents, printed = run("rope", "block")
     assert code == 0, printed
     for subject, document in documents.items():
         assert document["format"] == suite.FORMAT and document["subject"] == subject and document["quick"]
@@ -99,6 +99,7 @@ def general_gemm(a, b, out_dtype, layout, use_split_accumulator):
     return (left.float() @ right.float().t() * a.scale * b.scale).to(out_dtype), None, None, None
 
 
+@pytest.mark.exhaustive  # the harness's branches are `test_whole_path`'s
 @pytest.mark.end_to_end
 def test_gemms_in_float8(run, monkeypatch):
     """Each multiplies the same payloads; Transformer Engine's by a stand-in that has its layouts."""
@@ -118,6 +119,7 @@ def test_gemms_in_float8(run, monkeypatch):
     assert len([*fp8_gemms.sizes()]) == 16 and all(s.n % 16 == s.k % 16 == 0 for s in fp8_gemms.sizes())
 
 
+@pytest.mark.exhaustive  # the harness's branches are `test_whole_path`'s
 @pytest.mark.end_to_end
 def test_head(run):
     """The op by itself and in a frame, beside what else keeps no logits; on a CPU the kernels' rows say what they need."""
@@ -322,6 +324,7 @@ def test_recall_under_other_conditions(tmp_path, capsys):
     assert (tmp_path / "recall.png").stat().st_size > 1000
 
 
+@pytest.mark.exhaustive  # both commands run in tests/docs/test_commands.py
 @pytest.mark.end_to_end
 def test_rounding_and_projections_change_a_loss_a_little():
     """The figures are of hundreds, and of several seeds (docs/compression.md)."""

@@ -286,6 +286,7 @@ def divided(monkeypatch):
 
 
 @pytest.mark.end_to_end
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("found", [SLOW_GEMMS, FAST_GEMMS], ids=["latents kept", "latents recomputed"])
 @pytest.mark.parametrize("layers", [2, 1], ids=["a plan", "torch's cut"])
 def test_one_graph_is_divided(planned, divided, layers, found):

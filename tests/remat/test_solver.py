@@ -111,8 +111,8 @@ def test_what_is_in_the_layers_of_latent_attention_is_given_up_unless_the_peak_w
 
 @pytest.mark.end_to_end
 def test_what_was_planned_is_what_is_saved():
-    model = models.llama(2)
-    plain, policed = step(model, (models.hidden(),), {}), step(model, (models.hidden(),), {"policy": 0.3})
+    model = models.llama(1)
+    plain, policed = step(model, (models.hidden(),), {"policy": "none"}), step(model, (models.hidden(),), {"policy": 0.3})
     assert same(plain, policed) and policed.saved < 0.5 * plain.saved
     assert policed.remat["ablock"]["entries"] == ["0.3"]
-    assert 0 <= policed.saved - policed.predicted <= 2 * 5056  # the random state of each core computed again
+    assert 0 <= policed.saved - policed.predicted <= 5056  # the random state of the core computed again
