@@ -124,8 +124,8 @@ def test_ranks_take_the_costliest_policy_that_one_of_them_needs(monkeypatch, one
     assert found.retry() and names.index(found.lever.name) > names.index("selective")
     with pytest.raises(FitError, match="into 3 GiB: the lowest estimated peak is 4 GiB"):
         fitted((len(names), 3 * 2**30, 4 * 2**30, "full"))
-    with pytest.raises(FitError, match="into 1e-06 GiB"):
-        fitted((0, 2**40, 1, "none"), limit_gib=1e-6)
+    with pytest.raises(FitError, match="into 1e-05 GiB"):
+        fitted((0, 2**40, 1, "none"), limit_gib=1e-5)
 
 
 @pytest.mark.end_to_end
