@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from megacpp_compile import estimate
 from megacpp_compile.memory.fields import FIELDS, FieldWatch, by_field
 from tests.remat import models
-from tests.remat.test_depth_loops import DEPTHS, Depths
+from tests.remat.test_depth_loops import Depths
 from tests.remat.test_streams import LAYERS, STREAMS, Streams
 
 DIM, HIDDEN, TOKENS = 32, 48, 40
@@ -246,7 +246,7 @@ def test_a_loop_over_depth_is_so_many_blocks(monkeypatch):
         monkeypatch.setattr("tests.remat.test_depth_loops.DEPTHS", depths)
         return estimate(Depths(), models.hidden(), compiled=False).fields
 
-    one, two, three = of(1), of(2), of(DEPTHS)
+    one, two, three = map(of, (1, 2, 3))
     assert "depth loop" not in one, "a layer like any other"
     assert three["depth loop"] * 2 == two["depth loop"] * 3
     assert two["attention"] == three["attention"], "the trunk's"
