@@ -13,12 +13,13 @@ class AttentionSite:
     Attributes:
         fqn: module the code belongs to, "" when it could not be resolved.
         source: as in `Site`.
-        call: what the model calls: "sdpa" (`scaled_dot_product_attention`), "flex_attention", or "attention", this
-            package's.
+        call: what the model calls: "sdpa" (`scaled_dot_product_attention`), "flex_attention", "attention", this
+            package's, or "spelled out", products and a softmax that the pass `attention` replaced.
         requested: the backend asked first: "fa4" under the option of that name or `enable_fa4`.
-        effective: the backend in the graph: "fa4", "sdpa", "flex" or "plain".
-        kernel: the family of kernels that serves: "fa4", "cudnn", "flash", "efficient" and "flex" are fused, "unfused"
-            multiplies all scores out, "?" is not known here.
+        effective: the backend in the graph: "fa4", "sdpa", "flex" or "plain"; a lowering of the op `attention` where it
+            was spelled out.
+        kernel: the family of kernels that serves: "fa4", "cudnn", "flash", "efficient", "flex" and "triton" are fused,
+            "unfused" multiplies all scores out, "?" is not known here.
         tag: why `requested` is not `effective`, or "unfused"; "" where neither.
         reason: the same in words.
         observed: the family that ran in the step given to `Report.observe`; "" where nobody looked, "?" where it could

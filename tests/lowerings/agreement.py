@@ -72,7 +72,8 @@ KIND = {"fp8_quantize": "float8", "fp8_quantize_delayed": "float8", "fp8_quantiz
         "linear_cross_entropy_backward": "loss", "linear_fp8_weight": "fp8_linear",
         "linear_fp8_weight_backward": "fp8_linear", "moe": "experts", "moe_backward": "experts",
         "moe_sorted": "experts", "moe_sorted_backward": "experts", "mla_rope_q": "rotation", "mla_rope_kv": "rotation",
-        "mla_rope_kv_backward": "rotation", "rope_qk": "rotation", "mla_decode": "attention", "sparse_mla": "attention",
+        "mla_rope_kv_backward": "rotation", "rope_qk": "rotation", "mla_decode": "attention",
+        "attention": "attention", "attention_backward": "attention", "sparse_mla": "attention",
         "sparse_mla_backward": "attention", "ssd_scan": "scan", "ssd_scan_backward": "scan"}
 
 

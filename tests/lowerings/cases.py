@@ -450,4 +450,5 @@ from . import (  # noqa: E402  their cases enter themselves above
     fp8_cases,  # noqa: F401
     loss_cases,  # noqa: F401
     mixer_cases,  # noqa: F401
+    softmax_attention_cases,  # noqa: F401
 )

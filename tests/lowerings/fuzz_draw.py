@@ -80,11 +80,21 @@ CLASSES = {"one": lambda draw, room: 1, "odd": lambda draw, room: draw.randrange
 
 def _drawn_elsewhere(op: str) -> Any:
     """The module that draws an op's calls, if it is not this one."""
-    from . import attention_draw, decode_draw, delta_draw, experts_draw, fp8_draw, loss_draw, mixer_draw
+    from . import (
+        attention_draw,
+        decode_draw,
+        delta_draw,
+        experts_draw,
+        fp8_draw,
+        loss_draw,
+        mixer_draw,
+        softmax_attention_draw,
+    )
 
     homes = {"mixer": mixer_draw, "experts": experts_draw, "attention": attention_draw, "fp8_linear": fp8_draw,
              "float8": fp8_draw, "delta rule": delta_draw, "loss": loss_draw}  # fmt: skip
-    return decode_draw if op == "mla_decode" else homes.get(KIND[op])
+    by_op = {"mla_decode": decode_draw, **dict.fromkeys(("attention", "attention_backward"), softmax_attention_draw)}
+    return by_op.get(op) or homes.get(KIND[op])
 
 
 def kind(draw: random.Random, op: str) -> Kind:

@@ -15,7 +15,8 @@ import megacpp_compile
 from megacpp_compile import analysis
 from megacpp_compile._torch.autograd import get_sequence_nr
 from megacpp_compile.errors import CaptureError
-from megacpp_compile.nn.attention import eligibility, fastest, sdpa_choice
+from megacpp_compile.lowerings.attention import _sdpa_choice
+from megacpp_compile.nn.attention import eligibility, fastest
 from megacpp_compile.passes._frame import attention_sites as sites
 from tests.nn.standing_in import hopper_on_cpu
 
@@ -90,7 +91,7 @@ def test_what_a_context_allows_is_asked_each_time():
     found = []
     for allowed in ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION]):
         with sdpa_kernel(allowed):
-            found.append(sdpa_choice.kernel_of("cpu", (layout, layout, layout, None), 0.0, True, False))
+            found.append(_sdpa_choice.kernel_of("cpu", (layout, layout, layout, None), 0.0, True, False))
     assert found == ["flash", "unfused", "flash"]
 
 
@@ -98,9 +99,9 @@ def test_asking_for_the_kernel_leaves_no_trace():
     """Autograd counts its nodes by thread, and what a step saves goes by that count."""
     layout = ((2, 2, 8, 16), (256, 128, 16, 1), torch.float32, True)
     before = get_sequence_nr()
-    sdpa_choice._asked.cache_clear()
-    assert sdpa_choice.kernel_of("cpu", (layout, layout, layout, None), 0.0, True, False) == "flash"
-    assert sdpa_choice._asked.cache_info().misses == 1 and get_sequence_nr() == before
+    _sdpa_choice._asked.cache_clear()
+    assert _sdpa_choice.kernel_of("cpu", (layout, layout, layout, None), 0.0, True, False) == "flash"
+    assert _sdpa_choice._asked.cache_info().misses == 1 and get_sequence_nr() == before
 
 
 @pytest.mark.sampled(3)

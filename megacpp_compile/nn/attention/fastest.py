@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megacpp_compile._torch.modes import in_own_thread
-from megacpp_compile.nn.attention.sdpa_choice import Layout
+from megacpp_compile.lowerings.attention._sdpa_choice import Layout
 
 # Calls that are timed, after one that compiles; and how much faster a package has to be to be worth a dependency on it.
 TIMES, WORTH = 10, 0.99

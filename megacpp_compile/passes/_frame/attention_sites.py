@@ -1,8 +1,9 @@
 """Tables who serves each attention of a frame, and why not who was asked; under the option `fa4` it also puts
 FlashAttention-4 in the place of `scaled_dot_product_attention` where that can serve.
 
-A graph has attention as torch's op, as FlexAttention, or as what `megacpp_compile.attention` wrote, whose lines of code
-the nodes carry. Runs after the passes: they know torch's op by name.
+A graph has attention as torch's op, as FlexAttention, as the op of the pass `attention`, or as what
+`megacpp_compile.attention` wrote, whose lines of code the nodes carry. Runs after the passes: they know torch's op by
+name.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from megacpp_compile.fx.edit import Builder, dynamo_value, value
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS
+from megacpp_compile.lowerings._registry import choose
+from megacpp_compile.lowerings.attention._sdpa_calls import chosen as chosen_kernel
+from megacpp_compile.lowerings.attention._sdpa_choice import UNFUSED, UNKNOWN, kernel_of
 from megacpp_compile.nn.attention import attention_order, bodies, fa4, fastest
 from megacpp_compile.nn.attention.eligibility import Call
-from megacpp_compile.nn.attention.sdpa_choice import UNFUSED, UNKNOWN, kernel_of
 from megacpp_compile.report.attention import AttentionSite
 from megacpp_compile.report.user_code import first_line
+from megacpp_compile.targets import family
 
 aten = torch.ops.aten
-SDPA, FLEX, OURS = "sdpa", "flex_attention", "attention"
+SDPA, FLEX, OURS, SPELLED = "sdpa", "flex_attention", "attention", "spelled out"
 ALONE = "the frame was compiled as it was written"
 NOT_CAPTURED, UNREAD = "not-captured", "unread"
 FASTEST, MEASURED = "fastest", "measured"
@@ -101,6 +105,8 @@ def _row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool) -> Atten
     asked = "fa4" if fa4_first else ""
     if node.target in _SDPA:
         return _sdpa_row(node, of, wanted, grad, body)
+    if str(node.target) == "megacpp.attention.default":
+        return _spelled_row(node, of)
     if str(node.target).startswith(_FA4) and "backward" not in str(node.target):
         return _made(node, OURS, "fa4", "fa4", "fa4")
     if str(node.target) == "flex_attention":
@@ -113,6 +119,17 @@ def _row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool) -> Atten
         reason = "; ".join(filter(None, (reason, _UNFUSED)))
         return _made(node, OURS, asked or _first(rows, body) or "plain", "plain", UNFUSED, tag or UNFUSED, reason)
     return None
+
+
+def _spelled_row(node: Node, of: Callable[[Any], Any]) -> AttentionSite:
+    """The row of an attention that the pass `attention` found written out."""
+    args: Any = fx.map_arg(node.args, of)
+    (q, k, v), right = args[:3], args[9]
+    choice = choose(node.target, family({q.device.type}).name, args)
+    kernel = {"cuda_triton": "triton", "reference": UNFUSED}.get(choice.effective)
+    kernel = kernel or chosen_kernel(q, k, v, right is not None)
+    tag = UNFUSED if kernel == UNFUSED else choice.effective if choice.reason else ""
+    return _made(node, SPELLED, choice.requested, choice.effective, kernel, tag, choice.reason)
 
 
 def _sdpa_row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool, body: str) -> AttentionSite:

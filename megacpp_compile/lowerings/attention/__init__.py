@@ -1,0 +1,131 @@
+"""`megacpp::attention`: softmax(cap(scale * q k^T) + bias, masked) v, without scores in memory.
+
+    q          [b, h, t, d]    float32, float16, bfloat16 (float64), any strides
+    k, v       [b, g, s, d], [b, g, s, e]    of q's dtype; h is a multiple of g, each of which serves h / g heads
+    mask       None, or bool that broadcasts to [b, h, t, s] in four dimensions: which keys a query sees. Scores of the
+               others are `fill`: -inf, or a number so low that nothing is left of them beside others. A row without
+               a key is what softmax makes of it: NaN under -inf, the mean of v under a number
+    bias       None, or floating point that broadcasts to [b, h, t, s] in four dimensions: added to the scores
+    sinks      None, or [h]: logits of one more key for each head, whose value is 0 (gpt-oss; arXiv:2309.17453)
+    scale      of the products;  softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118), 0
+               for none
+    left, right    query i sees keys i - left to i + right; None: all on that side. Causal attention has right = 0, or
+               s - t where the queries are the last ones; a window of w tokens left = w - 1. By them, every query sees
+               a key
+    returns    out [b, h, t, e] in v's dtype, laid out as q; lse [b, h, t], natural logarithm of the sum of exponentials
+               of the scores less `top`; top [b, h, t], each row's largest score with a mask or a bias, under which
+               scores may be too low for a number to hold their logarithm, too; else without elements, and 0
+
+Computed in float32 (float64 for float64); kernels round probabilities to v's dtype before they multiply values.
+Saved for backward: q, k, v, mask, bias, sinks, out, lse, top.
+Source: FlashAttention-2, arXiv:2307.08691.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.fx.sizes import hint, rows
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands
+from megacpp_compile.lowerings._traits import OpTraits, declare
+from megacpp_compile.lowerings.attention import reference
+from megacpp_compile.lowerings.attention._layout import empty_like_tokens
+
+PREFERENCE = {"cuda": ("cuda_sdpa", "cuda_triton", "reference"), "cpu": ("cpu_sdpa", "reference")}
+REFERENCE_SERVES = {"tpu": "products and a softmax, which XLA fuses as far as it can"}
+
+
+@torch.library.custom_op("megacpp::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    bias: Optional[Tensor],  # noqa: UP045
+    sinks: Optional[Tensor],  # noqa: UP045
+    scale: float,
+    softcap: float,
+    left: Optional[int],  # noqa: UP045
+    right: Optional[int],  # noqa: UP045
+    fill: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with no_autocast(q):
+        return reference.attention(q, k, v, mask, bias, sinks, scale, softcap, left, right, fill)
+
+
+@attention.register_fake
+def _(q, k, v, mask, bias, sinks, scale, softcap, left, right, fill):  # type: ignore[no-untyped-def]
+    b, h, t, _ = q.shape
+    out = empty_like_tokens(q, h, t, v.shape[-1]).to(v.dtype)
+    lse = q.new_empty((b, h, t), dtype=compute_dtype(q))
+    return out, lse, lse.new_empty((b, h, t) if mask is not None or bias is not None else (0,))
+
+
+@torch.library.custom_op("megacpp::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Optional[Tensor],  # noqa: UP045
+    bias: Optional[Tensor],  # noqa: UP045
+    sinks: Optional[Tensor],  # noqa: UP045
+    out: Tensor,
+    lse: Tensor,
+    top: Tensor,
+    scale: float,
+    softcap: float,
+    left: Optional[int],  # noqa: UP045
+    right: Optional[int],  # noqa: UP045
+    fill: float,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, bias (empty without `bias_grad`) and sinks (empty without)."""
+    with no_autocast(q):
+        return reference.attention_backward(
+            grad, q, k, v, mask, bias, sinks, out, lse, top, scale, softcap, left, right, fill, bias_grad
+        )
+
+
+@attention_backward.register_fake
+def _(grad, q, k, v, mask, bias, sinks, out, lse, top, scale, softcap, left, right, fill, bias_grad):  # type: ignore[no-untyped-def]
+    dbias = bias.new_empty(bias.shape) if bias_grad else q.new_empty(0)
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return *(empty_like_tokens(x, *x.shape[1:]) for x in (q, k, v)), dbias, dsinks
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, mask, bias, sinks, *ctx.settings = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.bias_grad = bias is not None and ctx.needs_input_grad[4]
+    save_operands(ctx, (q, k, v, mask, bias, sinks), *output)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    operands, (out, lse, top) = saved_operands(ctx)
+    *grads, dbias, dsinks = attention_backward(grad, *operands, out, lse, top, *ctx.settings, ctx.bias_grad)
+    return *grads, None, dbias if ctx.bias_grad else None, None if operands[5] is None else dsinks, *[None] * 5
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _flops(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any, scale: float, softcap: float,
+           left: int | None, right: int | None, *_: Any) -> float:  # fmt: skip
+    """Each query by the keys it sees, and their probabilities by the values."""
+    t, s = hint(q.shape[2]), hint(k.shape[2])
+    seen = s if right is None else s / 2
+    if left is not None:
+        seen = min(seen, hint(left) + 1 if right is not None else s)
+    return 2 * rows(q) * seen * (hint(q.shape[-1]) + hint(v.shape[-1])) if t else 0.0
+
+
+declare(
+    {
+        "megacpp::attention": OpTraits(core=True, block_kind="ablock", flops=_flops),
+        "megacpp::attention_backward": OpTraits(),
+    }
+)

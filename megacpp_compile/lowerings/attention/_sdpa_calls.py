@@ -1,0 +1,39 @@
+"""Which calls of `attention` the kernels behind torch's `scaled_dot_product_attention` serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from megacpp_compile.fx.sizes import hint
+from megacpp_compile.lowerings.attention._sdpa_choice import Layout, kernel_of
+
+
+def objection(name: str, args: Sequence[Any]) -> str | None:
+    """Why they cannot serve a call of `attention` or its backward, whatever the kernel, or None."""
+    backward = name == "attention_backward"
+    q, k, _, mask, bias, sinks = args[1:7] if backward else args[:6]
+    softcap, left, right = args[11:14] if backward else args[7:10]
+    for what, given in (("a mask as data", mask is not None), ("a bias", bias is not None), ("a softcap", softcap != 0),
+                        ("sinks", sinks is not None), ("a window", left is not None)):  # fmt: skip
+        if given:
+            return f"{what}: torch's kernels take none"
+    if right is not None and not (_is(right, 0) and _is(q.shape[2], k.shape[2])):
+        return "queries that are not those of the same tokens as the keys"
+    return None
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
+    """The kernel that torch would take for such a call, as `kernel_of` calls it."""
+    return kernel_of(q.device.type, (*map(_layout, (q, k, v)), None), 0.0, causal, not _is(q.shape[1], k.shape[1]))
+
+
+def _is(a: Any, b: Any) -> bool:
+    return bool(statically_known_true(a == b))
+
+
+def _layout(t: Tensor) -> Layout:
+    return tuple(map(hint, t.shape)), tuple(map(hint, t.stride())), t.dtype, True

@@ -1,0 +1,182 @@
+"""Triton kernel of `attention`, and what it shares with those of the backward (`_triton_backward`).
+
+Channels of queries and keys are two parts, A (a power of 2) and the rest R, so that 192 channels are tiles of 128 and
+64. Blocks of keys that no query of a block sees by their distance are not visited; of those visited, only the ones at
+the edges compare distances (`EDGE`). Without mask and bias scores are in base 2 (`WIDE` is false); with them they may
+be as low as float32 goes, and are multiplied by log2(e) only after a row's largest is taken off.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
+from megacpp_compile.lowerings._kernels.triton_math import LN_2, LOG2_E, dot
+
+
+@triton.jit
+def tile(base, rows, lanes, step, most, width, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Rows of a matrix, [rows, lanes]; zeros beyond its `most` rows (ROWS: there may be such) and `width` channels."""
+    at = base + rows[:, None] * step + lanes[None, :]
+    if ROWS and LANES:
+        return tl.load(at, mask=(rows < most)[:, None] & (lanes < width)[None, :], other=0.0)
+    elif ROWS:
+        return tl.load(at, mask=(rows < most)[:, None], other=0.0)
+    elif LANES:
+        return tl.load(at, mask=(lanes < width)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh by one exponential, exact to float32's rounding where it matters: softcaps take scores in their middle."""
+    return 1 - 2 / (1 + tl.exp2(x * (2 * LOG2_E)))
+
+
+@triton.jit
+def capped_scores(products, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores before bias and mask."""
+    if SOFTCAP:
+        return softcap * _tanh(products * (scale / softcap))
+    else:
+        return products * scale
+
+
+@triton.jit
+def hidden_scores(scores, i, j, tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s, fill, MASK: tl.constexpr,
+                  BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
+    """Scores with the bias, and hidden where queries i do not see keys j; i and j are of shapes that broadcast to
+    those of the scores."""
+    there = (i < tokens) & (j < keys)
+    if BIAS:
+        scores += tl.load(bias + i * b_t + j * b_s, mask=there, other=0.0).to(tl.float32)
+    if MASK:
+        scores = tl.where(tl.load(mask + i * m_t + j * m_s, mask=there, other=0) != 0, scores, fill)
+    if EDGE:
+        near = j < keys
+        if LEFT:
+            near = near & (j >= i - left)
+        if RIGHT:
+            near = near & (j <= i + right)
+        scores = tl.where(near, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, first, i, tokens, keys, left, right, scale, softcap,
+                   fill, k_s, v_s, m_t, m_s, b_t, b_s, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
+                   E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+                   LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+                   INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """One block of keys more in the online softmax."""
+    j = first + tl.arange(0, BN)
+    k_a = tile(k, j, tl.arange(0, A), k_s, keys, D, EDGE, A > D)
+    products = dot(q_a, tl.trans(k_a), tl.zeros([BM, BN], tl.float32), PRECISION, INTERPRETED)
+    if R:
+        k_r = tile(k, j, A + tl.arange(0, R), k_s, keys, D, EDGE, A + R > D)
+        products = dot(q_r, tl.trans(k_r), products, PRECISION, INTERPRETED)
+    scores = capped_scores(products, scale, softcap, SOFTCAP)
+    scores = hidden_scores(scores, i[:, None], j[None, :], tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s,
+                           fill, MASK, BIAS, LEFT, RIGHT, EDGE)  # fmt: skip
+    new = tl.maximum(most, tl.max(scores, 1))
+    base = new
+    if EDGE or MASK or BIAS:  # else every score is a number
+        base = tl.where(new == float("-inf"), 0.0, new)
+    if MASK or BIAS:
+        p, keep = tl.exp2((scores - base[:, None]) * LOG2_E), tl.exp2((most - base) * LOG2_E)
+    else:
+        p, keep = tl.exp2(scores - base[:, None]), tl.exp2(most - base)
+    total = total * keep + tl.sum(p, 1)
+    values = tile(v, j, tl.arange(0, EP), v_s, keys, E, EDGE, EP > E)
+    acc = dot(p.to(values.dtype), values, acc * keep[:, None], PRECISION, INTERPRETED)
+    return acc, total, new
+
+
+@triton.jit
+def blocks_of_keys(m0, tokens, keys, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BM: tl.constexpr,
+                   BN: tl.constexpr):  # fmt: skip
+    """(first key, first of a block all of whose keys all queries m0 to m0 + BM see, the end of such, the end) of the
+    keys that these queries see, at borders of blocks."""
+    first, whole, end = 0, 0, keys
+    whole_end = keys // BN * BN
+    if RIGHT:
+        end = tl.maximum(tl.minimum(keys, tl.minimum(m0 + BM, tokens) + right), 0)
+        whole_end = tl.minimum(whole_end, tl.maximum(m0 + right + 1, 0) // BN * BN)
+    if LEFT:
+        first = tl.minimum(tl.maximum(m0 - left, 0), keys) // BN * BN
+        whole = tl.maximum(tl.minimum(m0 + BM, tokens) - 1 - left + BN - 1, 0) // BN * BN
+    whole = tl.maximum(whole, first)
+    whole_end = tl.maximum(whole_end, whole)
+    end = tl.maximum(end, first)
+    whole = tl.minimum(whole, (end + BN - 1) // BN * BN)
+    whole_end = tl.minimum(whole_end, (end + BN - 1) // BN * BN)
+    return first, whole, whole_end, end
+
+
+@triton.jit
+def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, left, right, scale, softcap, fill, q_b,
+                      q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t,
+                      HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
+                      E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
+                      SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+                      INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    scale, softcap, fill = single(scale), single(softcap), single(fill)
+    WIDE: tl.constexpr = MASK or BIAS
+    if not WIDE:  # scores in base 2
+        if SOFTCAP:
+            scale *= LOG2_E
+            softcap *= LOG2_E
+        else:
+            scale *= LOG2_E
+    # Blocks with most keys first.
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i = m0 + tl.arange(0, BM)
+    q += b * q_b + h.to(tl.int64) * q_h
+    g = (h // GROUP).to(tl.int64)
+    k += b * k_b + g * k_h
+    v += b * v_b + g * v_h
+    mask += b * m_b + h.to(tl.int64) * m_h
+    bias += b * b_b + h.to(tl.int64) * b_h
+    q_a = tile(q, i, tl.arange(0, A), q_t, tokens, D, True, A > D)
+    q_r = q_a
+    if R:
+        q_r = tile(q, i, A + tl.arange(0, R), q_t, tokens, D, True, A + R > D)
+    most = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    if SINKS:
+        logit = tl.load(sinks + h).to(tl.float32)
+        if not WIDE:
+            logit *= LOG2_E
+        most = tl.zeros([BM], tl.float32) + logit
+        total += 1
+    acc = tl.zeros([BM, EP], tl.float32)
+    first, whole, whole_end, end = blocks_of_keys(m0, tokens, keys, left, right, LEFT, RIGHT, BM, BN)
+    if LEFT:
+        for n in range(first, whole, BN):
+            acc, total, most = _forward_block(
+                acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left, right, scale, softcap, fill,
+                k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, True, PRECISION,
+                INTERPRETED, BM, BN)  # fmt: skip
+    for n in range(whole, whole_end, BN):
+        acc, total, most = _forward_block(
+            acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left, right, scale, softcap, fill,
+            k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, False, PRECISION,
+            INTERPRETED, BM, BN)  # fmt: skip
+    for n in range(whole_end, end, BN):
+        acc, total, most = _forward_block(
+            acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left, right, scale, softcap, fill,
+            k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, True, PRECISION,
+            INTERPRETED, BM, BN)  # fmt: skip
+    acc = acc / total[:, None]
+    e = tl.arange(0, EP)
+    out += b * o_b + h.to(tl.int64) * o_h
+    tl.store(out + i[:, None] * o_t + e[None, :], as_stored(acc, out), mask=(i < tokens)[:, None] & (e < E)[None, :])
+    row = (b * HEADS + h) * tokens + i
+    if WIDE:
+        tl.store(lse + row, tl.log2(total) * LN_2, mask=i < tokens)
+        tl.store(top + row, most, mask=i < tokens)
+    else:
+        tl.store(lse + row, (most + tl.log2(total)) * LN_2, mask=i < tokens)

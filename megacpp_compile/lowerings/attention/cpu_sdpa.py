@@ -1,0 +1,67 @@
+"""`attention` on CPU by the flash kernel behind torch's `scaled_dot_product_attention`: attention to all keys, or
+causal from the first one on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings.attention._layout import laid_out
+from megacpp_compile.lowerings.attention._sdpa_calls import chosen, objection
+
+__all__ = ["attention", "attention_backward", "supports"]
+
+aten = torch.ops.aten
+
+
+def supports(name: str, args: Sequence[Any]) -> str | None:
+    """Why the kernel cannot serve this call, or None."""
+    if reason := objection(name, args):
+        return reason
+    (q, k, v), right = (args[1:4], args[13]) if name == "attention_backward" else (args[:3], args[9])
+    kernel = chosen(q, k, v, right is not None)
+    return None if kernel == "flash" else f"torch would take its kernel {kernel!r}"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    left: int | None,
+    right: int | None,
+    fill: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, right is not None, scale=scale)
+    return laid_out(out, q), lse.contiguous(), lse.new_empty(0)
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    top: Tensor,
+    scale: float,
+    softcap: float,
+    left: int | None,
+    right: int | None,
+    fill: float,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, right is not None, scale=scale
+    )
+    return laid_out(dq, q), laid_out(dk, k), laid_out(dv, v), q.new_empty(0), q.new_empty(0)

@@ -1,0 +1,185 @@
+"""`attention` on CUDA in Triton: flash attention with masks by distance or as data, bias, softcap and sinks.
+
+Backward is a kernel for the gradients of keys and values, which walks queries, one for those of queries, which walks
+keys, and for a bias that is learned a third: nothing is added by atomics, so that results are the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel, last_dim_contiguous, multiply, power_of_2, strides
+from megacpp_compile.lowerings.attention import _triton_backward as backward
+from megacpp_compile.lowerings.attention import _triton_kernels as kernels
+from megacpp_compile.lowerings.attention._layout import empty_like_tokens
+
+__all__ = ["attention", "attention_backward", "supports"]
+
+# Channels of a head that one program holds.
+MAX_CHANNELS = 256
+# Programs a launch may have along its second and third axis.
+MAX_GRID = 65535
+
+_TILES = [
+    {"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages}
+    for bm, bn in ((128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64))
+    for warps in (4, 8)
+    for stages in (2, 3)
+]
+_KEY = ("D", "E", "HEADS", "tokens")
+_forward = Kernel(kernels.attention_forward, _TILES, _KEY)
+_query_grad = Kernel(backward.attention_query_grad, _TILES, _KEY)
+_keys_grad = Kernel(backward.attention_keys_grad, _TILES, _KEY)
+_bias_grad = Kernel(backward.attention_bias_grad, _TILES, _KEY)
+
+
+def supports(name: str, args: Sequence[Any]) -> str | None:
+    """Why the kernels cannot serve this call, or None."""
+    q, k, v, _, bias = args[1:6] if name == "attention_backward" else args[:5]
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"queries in {q.dtype}: tensor cores multiply in float32 at most"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"queries, keys and values in {q.dtype}, {k.dtype} and {v.dtype}"
+    sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+    if not all(isinstance(n, int) for n in sizes):
+        return f"symbolic heads or channels: {sizes}"
+    if max(sizes[2:]) > MAX_CHANNELS:
+        return f"{max(sizes[2:])} channels a head: programs hold {MAX_CHANNELS}"
+    if any(isinstance(n, int) and n == 0 for n in (*q.shape, *v.shape)):
+        return "there is nothing to attend to"
+    if isinstance(q.shape[0], int) and max(q.shape[0], q.shape[1], q.shape[0] * q.shape[1]) > MAX_GRID:
+        return f"more than {MAX_GRID} sequences and heads"
+    if name == "attention_backward" and args[-1] and not _of_scores(bias, q, k):
+        return "the gradient of a bias that queries or keys share"
+    return None
+
+
+def _of_scores(bias: Tensor, q: Tensor, k: Tensor) -> bool:
+    sizes = zip(bias.shape[2:], (q.shape[2], k.shape[2]), strict=True)
+    return all(statically_known_true(a == b) for a, b in sizes)
+
+
+def _parts(channels: int) -> tuple[int, int]:
+    """Channels as two tiles: a power of 2 that is at most as many, and the rest."""
+    first = max(16, power_of_2(channels) if power_of_2(channels) == channels else power_of_2(channels) // 2)
+    return first, max(16, power_of_2(channels - first)) if channels > first else 0
+
+
+def _broadcast(name: str, t: Tensor | None, like: Tensor) -> dict[str, Any]:
+    """Strides of what broadcasts to [b, h, t, s], 0 along what it is one of."""
+    if t is None:
+        return {f"{name}_{dim}": 0 for dim in "bhts"}
+    return strides(name, t, "bhts")
+
+
+def _operands(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, softcap: float,
+    left: int | None, right: int | None, fill: float,
+) -> dict[str, Any]:  # fmt: skip
+    q, k, v = map(last_dim_contiguous, (q, k, v))
+    a, r = _parts(q.shape[-1])
+    return {
+        "q": q, "k": k, "v": v, "mask": q if mask is None else mask, "bias": q if bias is None else bias,
+        "tokens": q.shape[2], "keys": k.shape[2], "left": 0 if left is None else left,
+        "right": 0 if right is None else right, "scale": scale, "softcap": softcap, "fill": fill,
+        **strides("q", q, "bht"), **strides("k", k, "bhs"), **strides("v", v, "bhs"), **_broadcast("m", mask, q),
+        **_broadcast("b", bias, q), "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1], "D": q.shape[-1], "A": a,
+        "R": r, "E": v.shape[-1], "EP": max(16, power_of_2(v.shape[-1])), "MASK": int(mask is not None),
+        "BIAS": int(bias is not None), "SOFTCAP": int(softcap != 0), "LEFT": int(left is not None),
+        "RIGHT": int(right is not None), **multiply(q.dtype),
+    }  # fmt: skip
+
+
+# Block sizes by kernel, of heads of so many channels at most (H100; measured causal at 64, 128, 192/128 and 256).
+_STATIC: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
+    "queries": {64: (64, 64, 4, 2), 128: (128, 64, 8, 3), 192: (128, 64, 8, 2), 256: (64, 64, 4, 2)},
+    "keys": {64: (64, 64, 4, 2), 128: (32, 64, 4, 3), 192: (64, 128, 8, 2), 256: (128, 32, 8, 2)},
+    "bias": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1)},
+}
+
+
+def _tile(kernel: str, q: Tensor, v: Tensor) -> dict[str, int]:
+    """The static choice of block sizes of "forward", "queries", "keys" or "bias"."""
+    if q.dtype.itemsize == 4:
+        return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1}
+    widest = max(q.shape[-1], v.shape[-1])
+    found = next(sizes for most, sizes in _STATIC[kernel].items() if widest <= most)
+    return dict(zip(("BM", "BN", "num_warps", "num_stages"), found, strict=True))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    left: int | None,
+    right: int | None,
+    fill: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    args = _operands(q, k, v, mask, bias, scale, softcap, left, right, fill)
+    out = empty_like_tokens(q, q.shape[1], q.shape[2], v.shape[-1])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    top = lse.new_empty(q.shape[:3] if mask is not None or bias is not None else (0,))
+    _forward(
+        lambda meta: (triton.cdiv(q.shape[2], meta["BM"]), q.shape[1], q.shape[0]), _tile("forward", q, v),
+        sinks=q if sinks is None else sinks.contiguous(), SINKS=int(sinks is not None), out=out, lse=lse, top=top,
+        **strides("o", out, "bht"), **args,
+    )  # fmt: skip
+    return out, lse, top
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    top: Tensor,
+    scale: float,
+    softcap: float,
+    left: int | None,
+    right: int | None,
+    fill: float,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    delta = (grad.float() * out.float()).sum(-1).contiguous()
+    grad, operands = last_dim_contiguous(grad), (q, k, v)
+    args = _operands(q, k, v, mask, bias, scale, softcap, left, right, fill)
+    args |= {"grad": grad, **strides("g", grad, "bht"), "lse": lse, "top": top if top.numel() else lse, "delta": delta}
+    b, h, tokens, _ = q.shape
+    groups, keys = k.shape[1:3]
+    dq, dk, dv = (empty_like_tokens(x, *x.shape[1:]) for x in operands)
+    _keys_grad(lambda meta: (triton.cdiv(keys, meta["BN"]), groups, b), _tile("keys", q, v), dk=dk, dv=dv,
+               **strides("dk", dk, "bhs"), **strides("dv", dv, "bhs"), **args)  # fmt: skip
+    _query_grad(lambda meta: (triton.cdiv(tokens, meta["BM"]), h, b), _tile("queries", q, v), dq=dq,
+                **strides("o", dq, "bht"), **args)  # fmt: skip
+    dbias, dsinks = q.new_empty(0), q.new_empty(0)
+    if bias_grad and bias is not None:
+        per_batch, per_head = (not statically_known_true(n == 1) for n in bias.shape[:2])
+        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
+        args.pop("BIAS")
+        _bias_grad(
+            lambda meta: (triton.cdiv(keys, meta["BN"]), triton.cdiv(tokens, meta["BM"]),
+                          bias.shape[0] * bias.shape[1]),
+            _tile("bias", q, v), dbias=dbias, batches=b, PER_BATCH=int(per_batch), PER_HEAD=int(per_head), **args,
+        )  # fmt: skip
+    if sinks is not None:
+        logits = sinks[:, None].float()
+        logits = logits if mask is None and bias is None else logits - top
+        dsinks = -((logits - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+    return dq, dk, dv, dbias, dsinks

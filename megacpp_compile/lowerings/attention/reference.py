@@ -1,0 +1,119 @@
+"""`attention` and its backward in plain PyTorch: their meaning, their CPU lowering, and the oracle."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import wide
+from megacpp_compile.lowerings.attention._layout import laid_out
+
+
+class _Scores(NamedTuple):
+    """Scores [b, h, t, s]; capped: those that the bias is added to."""
+
+    scores: Tensor
+    capped: Tensor
+
+
+def seen(t: int, s: int, left: int | None, right: int | None, device: torch.device) -> Tensor | None:
+    """bool [t, s]: whether query i sees key j by their distance; None where each sees all."""
+    if left is None and right is None:
+        return None
+    gap = torch.arange(s, device=device) - torch.arange(t, device=device)[:, None]
+    parts = ([] if right is None else [gap <= right]) + ([] if left is None else [gap >= -left])
+    return parts[0] if len(parts) == 1 else parts[0] & parts[1]
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[b, h, t, d] as [b, groups, h / groups, t, d]."""
+    return x.unflatten(1, (groups, x.shape[1] // groups))
+
+
+def _scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, softcap: float, left: int | None,
+    right: int | None, fill: float,
+) -> _Scores:  # fmt: skip
+    products = (_grouped(q, k.shape[1]) @ k.unsqueeze(2).mT).flatten(1, 2) * scale
+    scores = capped = products if softcap == 0 else softcap * torch.tanh(products / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = torch.where(mask, scores, fill)
+    near = seen(q.shape[2], k.shape[2], left, right, q.device)
+    return _Scores(scores if near is None else scores.masked_fill(~near, float("-inf")), capped)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    left: int | None,
+    right: int | None,
+    fill: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given, like, (q, k, v) = v.dtype, q, wide(q, k, v)
+    scores, _ = _scores(q, k, mask, bias, scale, softcap, left, right, fill)
+    top = scores.amax(-1)
+    if sinks is not None:
+        top = torch.maximum(top, sinks[:, None].to(top.dtype))
+    weights = (scores - top.unsqueeze(-1)).exp()
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + (sinks[:, None] - top).exp()
+    weights = weights / total.unsqueeze(-1)
+    out = laid_out((_grouped(weights, v.shape[1]) @ v.unsqueeze(2)).flatten(1, 2).to(given), like)
+    return (out, total.log() + top, top.new_empty(0)) if mask is None and bias is None else (out, total.log(), top)
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    top: Tensor,
+    scale: float,
+    softcap: float,
+    left: int | None,
+    right: int | None,
+    fill: float,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given, groups, like = q.dtype, k.shape[1], (q, k, v)
+    grad, out, q, k, v = wide(grad, out, q, k, v)
+    scores, capped = _scores(q, k, mask, bias, scale, softcap, left, right, fill)
+    if mask is not None or bias is not None:
+        scores = scores - top.unsqueeze(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp()
+    delta = (grad * out).sum(-1)
+    grad = _grouped(grad, groups)
+    dv = (_grouped(weights, groups).mT @ grad).sum(2)
+    dscores = weights * ((grad @ v.unsqueeze(2).mT).flatten(1, 2) - delta.unsqueeze(-1))
+    if mask is not None:
+        dscores = torch.where(mask, dscores, 0)
+    dbias, dsinks = (q.new_empty(0, dtype=given) for _ in range(2))
+    if bias_grad and bias is not None:
+        dbias = dscores.sum_to_size(bias.shape).to(bias.dtype)
+    if sinks is not None:
+        logits = sinks[:, None].to(lse.dtype)
+        logits = logits - top if mask is not None or bias is not None else logits
+        dsinks = -((logits - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+    if softcap != 0:
+        dscores = dscores * (1 - (capped / softcap) ** 2)
+    dscores = _grouped(dscores * scale, groups)
+    dq = (dscores @ k.unsqueeze(2)).flatten(1, 2)
+    dk = (dscores.mT @ _grouped(q, groups)).sum(2)
+    dq, dk, dv = (laid_out(x.to(given), as_one) for x, as_one in zip((dq, dk, dv), like, strict=True))
+    return dq, dk, dv, dbias, dsinks

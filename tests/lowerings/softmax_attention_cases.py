@@ -1,0 +1,60 @@
+"""Cases of `attention`."""
+
+from __future__ import annotations
+
+import torch
+
+from .agreement import reference_of
+from .cases import each_case
+
+INF = float("-inf")
+
+
+def operands(rand, dtype, b=2, h=4, g=2, t=7, s=7, d=16, e=16, mask=None, bias=None, sinks=False, softcap=0.0, left=None,
+             right=None, fill=INF, layout="plain"):  # fmt: skip
+    """mask, bias: the sizes of what broadcasts to the scores. A mask hides no key from some query, and the first from
+    none, but under "rows": there whole rows are hidden."""
+    q, k, v = rand(b, h, t, d, dtype=dtype), rand(b, g, s, d, dtype=dtype), rand(b, g, s, e, dtype=dtype)
+    if layout == "tokens first":  # as projections leave them, values beside keys
+        q = rand(b, t, h, d, dtype=dtype).transpose(1, 2)
+        k, v = rand(b, s, g, d + e, dtype=dtype).transpose(1, 2).split([d, e], -1)
+    seen = None
+    if mask is not None:
+        seen = rand(*(n if m else 1 for m, n in zip(mask, (b, h, t, s), strict=True))) < 0.7
+        seen[..., 0] = True
+        if fill != INF:
+            seen[:1, ..., :1, :] = False
+    added = None if bias is None else rand(*(n if m else 1 for m, n in zip(bias, (b, h, t, s), strict=True)), dtype=dtype)
+    logits = rand(h, dtype=dtype) if sinks else None
+    return q, k, v, seen, added, logits, d**-0.5, softcap, left, right, fill
+
+
+SOFTMAX = {
+    "all_keys": {}, "causal": {"right": 0}, "one_group": {"g": 1, "right": 0}, "own_keys": {"g": 4, "right": 0},
+    "window": {"left": 2, "right": 0, "t": 9, "s": 9}, "both_sides": {"left": 1, "right": 2, "s": 8},
+    "last_queries": {"right": 4, "t": 3, "s": 7}, "window_of_last_queries": {"left": -2, "right": 4, "t": 3, "s": 7},
+    "more_queries": {"t": 9, "s": 5}, "one_query": {"t": 1}, "one_key": {"s": 1, "right": 0},
+    "softcap": {"softcap": 2.0, "right": 0}, "sinks": {"sinks": True, "right": 0},
+    "sinks_and_window": {"sinks": True, "left": 3, "right": 0}, "bias_a_head": {"bias": (0, 1, 1, 1)},
+    "bias_of_all": {"bias": (1, 1, 1, 1), "right": 0}, "bias_of_keys": {"bias": (1, 0, 0, 1)},
+    "mask_of_keys": {"mask": (1, 0, 0, 1)}, "mask_of_scores": {"mask": (1, 0, 1, 1), "right": 0},
+    "rows_without_a_key": {"mask": (1, 0, 1, 1), "fill": torch.finfo(torch.float32).min},
+    "all_at_once": {"mask": (1, 0, 1, 1), "bias": (0, 1, 1, 1), "sinks": True, "softcap": 3.0, "left": 4, "right": 1},
+    "wide_values": {"e": 32, "right": 0}, "two_parts": {"d": 24, "right": 0}, "odd_channels": {"d": 21, "e": 13},
+    "tokens_first": {"layout": "tokens first", "right": 0}, "no_sequence": {"b": 0},
+    "several_blocks": {"b": 1, "h": 2, "g": 1, "t": 150, "s": 150, "right": 0},
+    "windows_of_several_blocks": {"b": 1, "h": 1, "g": 1, "t": 200, "s": 200, "left": 40, "right": 0},
+    "both_sides_of_several_blocks": {"b": 1, "h": 1, "g": 1, "t": 140, "s": 170, "left": 70, "right": 33},
+}  # fmt: skip
+
+
+def backward(rand, dtype, **options):
+    given = operands(rand, dtype, **options)
+    out, lse, top = reference_of("attention")(*given)
+    settings = given[6:]
+    grad_of_bias = given[4] is not None and given[4].shape[2:] == (given[0].shape[2], given[1].shape[2])
+    return rand(*out.shape, dtype=dtype), *given[:6], out, lse, top, *settings, grad_of_bias
+
+
+each_case("attention", SOFTMAX)(operands)
+each_case("attention_backward", SOFTMAX)(backward)

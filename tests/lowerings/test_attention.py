@@ -1,0 +1,139 @@
+"""`megacpp::attention`: the formula, gradients, what it keeps, rows without a key, and torch's kernels beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megacpp_compile.lowerings.attention import attention, cpu_sdpa, reference
+from megacpp_compile.lowerings.attention._layout import heads_first
+
+from . import STRIDES, strided
+from .contract import agree, assert_is, assert_keeps, differentiate, gradcheck, tolerances
+
+B, H, G, T, S, D, E = 2, 4, 2, 5, 7, 6, 3
+INF = float("-inf")
+FORMS = {
+    "plain": {}, "causal": {"right": 2}, "window": {"left": 1, "right": 2}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": True},
+    "bias": {"bias": (1, H, T, S)}, "bias_of_keys": {"bias": (B, 1, 1, S)}, "mask": {"mask": True},
+    "all": {"mask": True, "bias": (1, H, T, S), "sinks": True, "softcap": 2.0, "left": 2, "right": 3},
+}  # fmt: skip
+
+
+def arguments(rand, *, groups=G, mask=False, bias=None, sinks=False, softcap=0.0, left=None, right=None, fill=INF,
+              dtype=torch.float64):  # fmt: skip
+    q, k, v = (
+        rand(B, heads, n, c, dtype=dtype, grad=True) for heads, n, c in ((H, T, D), (groups, S, D), (groups, S, E))
+    )
+    seen = None
+    if mask:
+        seen = rand(B, 1, T, S) < 0.5
+        seen[..., 2] = True
+    added = rand(*bias, dtype=dtype, grad=True) if bias else None
+    return q, k, v, seen, added, rand(H, dtype=dtype, grad=True) if sinks else None, 0.4, softcap, left, right, fill
+
+
+def formula(q, k, v, mask, bias, sinks, scale, softcap, left, right, fill):
+    """One query of one head after the other, by the definition."""
+    rows = []
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            g = h // (q.shape[1] // k.shape[1])
+            for i in range(q.shape[2]):
+                scores = []
+                for j in range(k.shape[2]):
+                    s = (q[b, h, i] * k[b, g, j]).sum() * scale
+                    s = softcap * torch.tanh(s / softcap) if softcap else s
+                    s = s if bias is None else s + bias.expand(B, H, T, S)[b, h, i, j]
+                    if mask is not None and not mask.expand(B, H, T, S)[b, h, i, j]:
+                        s = torch.full_like(s, fill)
+                    far = right is not None and j > i + right or left is not None and j < i - left
+                    scores.append(torch.full_like(s, INF) if far else s)
+                scores = torch.stack(scores + ([] if sinks is None else [sinks[h]]))
+                rows.append(scores.softmax(0)[: k.shape[2]] @ v[b, g])
+    return torch.stack(rows).view(*q.shape[:3], v.shape[-1])
+
+
+def out_of(*args):
+    return attention(*args)[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradcheck(rand, form):
+    gradcheck(out_of, arguments(rand, **FORMS[form]))
+
+
+@pytest.mark.sampled(3)
+@tolerances(1e-13, 3e-6, 1.2e-2)
+@pytest.mark.parametrize("form", FORMS)
+def test_against_the_formula(rand, dtype, tolerance, form):
+    args = arguments(rand, dtype=dtype, **FORMS[form])
+    out, *_ = assert_is(out_of, formula, rand, args, tolerance, dtype=dtype)
+    assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("form", ["plain", "all"])
+def test_keeps_operands_its_result_and_numbers_a_row(rand, form):
+    args = arguments(rand, **FORMS[form])
+    _, lse, top = assert_keeps(attention, args, args[:6], 0, 1, 2)
+    assert lse.shape == (B, H, T) and top.shape == ((B, H, T) if form == "all" else (0,))
+
+
+@pytest.mark.parametrize("fill", [INF, torch.finfo(torch.float32).min])
+def test_a_row_without_a_key_is_what_softmax_makes_of_it(rand, fill):
+    """NaN, or the mean of all values; so in gradients, whose scores were written over."""
+    q, k, v, _, *others = arguments(rand, groups=H, dtype=torch.float32)
+    mask = torch.ones(B, 1, T, S, dtype=torch.bool)
+    mask[0, :, 1] = False
+    args = q, k, v, mask, *others[:-1], fill
+
+    def eager(*_):
+        return (q @ k.mT * 0.4).masked_fill(~mask, fill).softmax(-1) @ v
+
+    seeds = [rand(B, H, T, E, dtype=torch.float32)]
+    for got, want in zip(differentiate(out_of, args, seeds), differentiate(eager, args, seeds), strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True)
+    assert bool(out_of(*args)[0, :, 1].isnan().all()) == (fill == INF)
+
+
+@pytest.mark.parametrize("layout", STRIDES)
+def test_strides_do_not_matter(rand, layout):
+    others = arguments(rand, right=2)[3:]
+    given = [strided(rand, layout, B, *sizes) for sizes in ((H, T, D), (G, S, D), (G, S, E))]
+    plain = [t.detach().contiguous().requires_grad_() for t in given]
+    seeds = [rand(B, H, T, E)]
+    agree(differentiate(out_of, (*given, *others), seeds), differentiate(out_of, (*plain, *others), seeds))
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_results_lie_as_operands_do(rand, tokens_first):
+    q, k, v = (rand(B, T, n, D).transpose(1, 2) if tokens_first else rand(B, n, T, D) for n in (H, G, G))
+    out, lse, top = reference.attention(q, k, v, None, None, None, 0.4, 0.0, None, 0, INF)
+    settings = 0.4, 0.0, None, 0, INF, False
+    grads = reference.attention_backward(out, q, k, v, None, None, None, out, lse, top, *settings)
+    assert [heads_first(t) for t in (out, *grads[:3])] == [not tokens_first] * 4
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_s_kernel_serves_what_it_can(rand, causal, dtype):
+    q, k, v, grad = (rand(B, H, 8, 16, dtype=dtype) for _ in range(4))
+    args = q, k, v, None, None, None, 0.3, 0.0, None, 0 if causal else None, INF
+    assert cpu_sdpa.supports("attention", args) is None
+    out, lse, top = cpu_sdpa.attention(*args)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3))
+    torch.testing.assert_close(lse.double(), reference.attention(*(t.double() for t in args[:3]), *args[3:])[1],
+                               rtol=1e-2, atol=1e-2)  # fmt: skip
+    backward = grad, *args[:6], out, lse, top, *args[6:], False
+    assert cpu_sdpa.supports("attention_backward", backward) is None
+    for got, want in zip(cpu_sdpa.attention_backward(*backward)[:3], reference.attention_backward(*backward)[:3], strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize(("form", "word"), [
+    ({"left": 1}, "window"), ({"sinks": True}, "sinks"), ({"softcap": 1.0}, "softcap"), ({"mask": True}, "mask"),
+    ({"bias": (1, H, T, S)}, "bias"), ({"right": 2}, "same tokens"),
+])  # fmt: skip
+def test_what_torch_s_kernel_refuses_is_said(rand, form, word):
+    assert word in cpu_sdpa.supports("attention", arguments(rand, groups=H, **form))
