@@ -28,9 +28,9 @@ LONGEST_IMPORT = 0.050
 def test_pass_order():
     """Reports, counts and rewrites follow it; a pass that moves may see another graph."""
     assert pass_names() == (
-        "causal_conv1d", "moe", "linear", "linear_cross_entropy", "sparse_mla", "mla_decode", "down_norm_up", "token_loop",
-        "gated_delta_rule", "gated_linear_attention", "gated_rms_norm", "mla_rope_q", "mla_rope_kv", "rope_qk",
-        "ssd_scan", "norm_linear", "compressed_linear",
+        "moe", "linear", "sparse_mla", "mla_decode", "linear_cross_entropy", "down_norm_up", "mla_rope_q", "mla_rope_kv",
+        "rope_qk", "attention", "causal_conv1d", "token_loop", "gated_delta_rule", "gated_linear_attention",
+        "gated_rms_norm", "ssd_scan", "norm_linear", "compressed_linear",
     )  # fmt: skip
     assert sorted(pass_names()) == PASSES
     for i, p in enumerate(all_passes()):

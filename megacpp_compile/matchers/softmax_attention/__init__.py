@@ -1,0 +1,1 @@
+"""Attention written out as products and a softmax."""

@@ -1,0 +1,130 @@
+"""Attention that a model spells out: products of queries and keys, what is done to scores, a softmax, and a product
+with values.
+
+Which dimension is which is told by the products: scores and values share those of batches and heads, the softmax goes
+over those of the keys, and each dimension is made of `Axes`' atoms, so that views of scores between the products, such
+as those of `bmm` and back, keep them. Masks are read by what they compare (`latent_attention/masks`): comparisons of
+places become distances between query and key; a mask that is data stays data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.latent_attention.products import CONTRACTED
+from megacpp_compile.matchers.softmax_attention.parts import (
+    Attention,
+    NotAttention,
+    Operand,
+    Scores,
+    Term,
+    flattened,
+)
+from megacpp_compile.matchers.softmax_attention.probabilities import Softmax, product_with_values, softmax_of, weighted
+from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, less_maximum
+from megacpp_compile.matchers.ssd.atoms import Atom, NoAxes, flat
+
+
+def attentions(graph: fx.Graph, weights: frozenset[Node]) -> Iterator[Attention | MatchFailure]:
+    """Every attention that is spelled out in `graph`, and what nearly is one. weights: the model's parameters."""
+    for node in graph.nodes:
+        if node.op != "call_function" or (start := softmax_of(node)) is None:
+            continue
+        try:
+            if (found := _Reader(weights).attention(node, start)) is not None:
+                yield found
+        except NotAttention as no:
+            yield no.failure
+        except NoAxes as no:
+            yield MatchFailure(node, "views", f"its dimensions can't be told apart: {no}")
+
+
+class _Reader(ScoresReader):
+    """Reads one attention."""
+
+    def attention(self, softmax: Node, start: Softmax) -> Attention | None:
+        dim = start.dim
+        scores = self.scores(start.scores, True)
+        if scores is None:
+            found = self.hidden_product(start.scores)
+            if found is not None and product_with_values(softmax) is not None:
+                reason = f"{found.target} stands between the products of queries with keys and the softmax"
+                raise NotAttention(found, "scores", reason)
+            return None
+        if start.one:
+            if scores.sinks is not None or less_maximum(start.scores):
+                reason = "1 is added to a sum of exponentials that the largest was taken off of"
+                raise NotAttention(softmax, "sinks", reason)
+            scores = dataclasses.replace(scores, sinks=(softmax, ()))
+        factors = weighted(self, softmax, scores, dim)
+        if factors is None:
+            return None
+        result, weights, dims, factor = factors
+        own_nodes = {*self.inside, *start.nodes}
+        for node in own_nodes - {softmax}:
+            if outside := next((u for u in node.users if u not in own_nodes), None):
+                raise NotAttention(outside, "scores-kept", f"scores are read by more than the softmax ({node.name})")
+        self.inside += start.nodes
+        values, keys = self.operand(factor.node), scores.dims[dim]
+        own: dict[int, Any] = {}  # the atoms of the result's dimensions
+        for place, d in zip(weights.dims, dims, strict=True):
+            if place >= 0:
+                own[place] = d
+        for place, theirs in zip(factor.dims, values.repeated, strict=True):
+            meets = keys if place == CONTRACTED else own.get(place)
+            if theirs and meets:
+                self.axes.same(list(meets), list(theirs))
+            elif theirs:
+                own[place] = theirs
+        return self.roles(softmax, scores, values, result, [own.get(i, ()) for i in range(value(result).dim())], keys)
+
+    def roles(
+        self, softmax: Node, scores: Scores, values: Operand, result: Node, result_dims: Any, keys: Any,
+    ) -> Attention | None:
+        """What each dimension is of; None where the products are none of an attention."""
+        products = tuple((_resolved(q), _resolved(k), scale) for q, k, scale in scores.products)
+        values, keys = _resolved(values), (*flat(keys),)
+        order = [a for d in scores.dims for a in flat(d)]
+        in_q, in_k, in_v = ({a for o in of for d in o.dims for a in d} for of in (
+            [q for q, _, _ in products], [k for _, k, _ in products], [values]))  # fmt: skip
+        if keys and not set(keys) <= in_k:  # the factors are the other way around
+            products = tuple((k, q, scale) for q, k, scale in products)
+            in_q, in_k = in_k, in_q
+        channels = tuple(tuple(a for d in q.dims for a in d if a not in order) for q, _, _ in products)
+        value_channels = tuple(a for d in values.dims for a in d if a not in order)
+        if set(keys) & in_q or not set(keys) <= in_k & in_v or not set(order) <= in_q | set(keys):
+            return None
+        repeats = set(flat(self.repeats))
+        shared = [a for a in order if a not in keys and a not in repeats and a in in_k | in_v]
+        alone = [a for a in order if a not in keys and a not in shared]
+        terms = tuple(dataclasses.replace(t, dims=flattened(t.dims)) for t in scores.terms)
+        queries = _tokens(terms, [a for a in alone if a not in repeats])
+        groups = tuple(shared[1:][-1:])
+        heads = groups + tuple(a for a in alone if a not in queries)
+        sinks = scores.sinks and (scores.sinks[0], flattened(scores.sinks[1]))
+        if sinks is not None and not {a for d in sinks[1] for a in d} <= set(heads):
+            raise NotAttention(sinks[0], "sinks", "they are not one logit for each head")
+        dims = tuple(map(list, flattened(scores.dims)))
+        known = Scores(dims, products, scores.softcap, terms, sinks, scores.sinks_first)
+        batch = tuple(a for a in shared if a not in groups)
+        return Attention(
+            softmax, frozenset(self.inside), known, values, result, flattened(result_dims), batch, heads, groups,
+            queries, keys, channels, value_channels,
+        )  # fmt: skip
+
+
+def _resolved(operand: Operand) -> Operand:
+    return Operand(operand.node, flattened(operand.dims), flattened(operand.repeated))
+
+
+def _tokens(terms: tuple[Term, ...], alone: list[Atom]) -> tuple[Atom, ...]:
+    """Of the dimensions that queries alone have, that of the tokens: what a mask varies in, else the last."""
+    varied = {a for t in terms for d in t.beside(t.node) for a in d}
+    return tuple(([a for a in alone if a in varied] or alone)[-1:])

@@ -1,0 +1,255 @@
+"""Scores of an attention as a model computes them: products of queries with keys, and what is done to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
+from megacpp_compile.matchers.latent_attention.core import constant, is_low
+from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor, product_of
+from megacpp_compile.matchers.numbers import number_of
+from megacpp_compile.matchers.softmax_attention.parts import Operand, Scores, Term, beside, grouped
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one
+from megacpp_compile.matchers.ssd.axes import Axes
+
+aten = torch.ops.aten
+_FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
+_WHERES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
+_MAXIMA = {aten.max.dim, aten.amax.default}
+_VIEWS = RESHAPES | FOLDS | PERMUTATIONS | UNIT_DIMS | EXPANSIONS | COPIES | {aten.repeat_interleave.self_int}
+
+
+class ScoresReader:
+    """Reads the scores of one attention. weights: the model's parameters."""
+
+    def __init__(self, weights: frozenset[Node]) -> None:
+        self.weights = weights
+        self.axes = Axes()
+        self.repeats: Dim = []
+        self.inside = list[Node]()  # from the products to the softmax
+
+    def is_weight(self, factor: Factor) -> bool:
+        """Whether a factor is the weight of a linear."""
+        stem = _stem(factor.node)
+        return stem in self.weights and value(stem).dim() <= 2
+
+    def operand(self, node: Node) -> Operand:
+        """A factor of a product, before what repeats it."""
+        chain, base = list[Node](), node
+        while base.target in _VIEWS and isinstance(base.args[0], Node):
+            chain.append(base)
+            base = base.args[0]
+        repeats = [i for i, n in enumerate(chain) if _repeats(n)]
+        if not repeats:
+            dims = grouped(fresh(n) for n in value(node).shape)
+            return Operand(node, dims, dims)
+        base = chain[repeats[-1]].args[0]  # type: ignore[assignment]
+        own = wide = [fresh(n) for n in value(base).shape]
+        for n in reversed(chain[: repeats[-1] + 1]):
+            wide = self.view(n, wide)
+        return Operand(base, grouped(own), grouped(wide))
+
+    def view(self, node: Node, dims: list[Dim]) -> list[Dim]:
+        """The dimensions of a view of what has `dims`."""
+        here, there = value(node).shape, value(node.args[0]).shape
+        if node.target in COPIES or is_cast(node):
+            return dims
+        if node.target in RESHAPES | FOLDS:
+            return self.axes.regroup(dims, here)
+        if node.target in PERMUTATIONS:
+            marked = torch.empty([n + 2 for n in range(len(there))], device="meta")
+            return [dims[n - 2] for n in node.target(marked, *node.args[1:]).shape]  # type: ignore[operator]
+        if node.target in UNIT_DIMS:
+            left = iter([d for d, n in zip(dims, there, strict=True) if not is_one(n)])
+            return [[] if is_one(n) else next(left) for n in here]
+        if node.target in EXPANSIONS:
+            padded: list[Dim] = [[] for _ in range(len(here) - len(there))] + dims
+            return [d or self.repeat(n) for d, n in zip(padded, here, strict=True)]
+        if node.target is aten.repeat_interleave.self_int:
+            times, dim = node.args[1], node.args[2] % len(dims)  # type: ignore[operator]
+            return [d + self.repeat(times) if i == dim else d for i, d in enumerate(dims)]
+        raise NoAxes(f"{node.target} is no view")
+
+    def repeat(self, times: Any) -> Dim:
+        made = fresh(times)
+        self.repeats += made
+        return made
+
+    def scores(self, node: Any, top: bool = False) -> Scores | None:
+        """What `node` is where it is made of products of queries with keys; None where it is not."""
+        found = self._read(node, top)
+        if found is not None:
+            self.inside.append(node)
+        return found
+
+    def _read(self, node: Any, top: bool) -> Scores | None:
+        if not isinstance(node, Node) or node.op != "call_function" or not isinstance(value(node), torch.Tensor):
+            return None
+        target, args = node.target, node.args
+        if target in COPIES or is_cast(node):
+            return self.scores(args[0], top)
+        if target in RESHAPES | FOLDS | PERMUTATIONS | UNIT_DIMS:
+            inner = self.scores(args[0])
+            return inner and self.viewed(node, inner)
+        if (number := _times(node)) is not None:
+            inner = self.scores(args[0])
+            return inner and inner.times(number)
+        if target is aten.tanh.default:
+            inner = self.scores(args[0])
+            plain = inner is not None and inner.softcap is None and not inner.terms
+            return dataclasses.replace(inner, softcap=1.0) if inner is not None and plain else None
+        if target in _FILLS and is_low(args[2]):
+            return self.masked(node, args[0], args[1], "hidden", args[2])
+        if target in _WHERES:
+            condition, a, b = args
+            if is_low(b):
+                return self.masked(node, a, condition, "seen", b)
+            return self.masked(node, b, condition, "hidden", a) if is_low(a) else None
+        if target is aten.add.Tensor and not node.kwargs:
+            return self.sum(node, *args[:2])
+        if target is aten.sub.Tensor and not node.kwargs and (maximum := less_maximum(node)):
+            self.inside += maximum
+            return self.scores(args[0], top)
+        if target is aten.baddbmm.default:
+            return self.baddbmm(node)
+        if top and target is aten.cat.default:
+            return self.with_sinks(node)
+        product = product_of(node)
+        if product is None or any(map(self.is_weight, product.factors)):
+            return None
+        return self.product(node, *product.factors)
+
+    def product(self, node: Node, a: Factor, b: Factor, scale: float = 1.0) -> Scores:
+        left, right = self.operand(a.node), self.operand(b.node)
+        dims: list[Dim] = [[] for _ in value(node).shape]
+        summed: list[Any] = []
+        for factor, operand in ((a, left), (b, right)):
+            for place, own in zip(factor.dims, operand.repeated, strict=True):
+                if place == CONTRACTED:
+                    summed.append(own)
+                elif place >= 0 and own:
+                    if dims[place]:
+                        self.axes.same(dims[place], list(own))
+                    else:
+                        dims[place] = list(own)
+        self.axes.same(list(summed[0]), list(summed[1]))
+        return Scores(tuple(dims), ((left, right, scale),))
+
+    def viewed(self, node: Node, inner: Scores) -> Scores:
+        return dataclasses.replace(inner, dims=tuple(self.view(node, [flat(d) for d in inner.dims])))
+
+    def masked(self, node: Node, of: Any, mask: Any, kind: str, fill: Any) -> Scores | None:
+        inner = self.scores(of)
+        if inner is None or not isinstance(mask, Node) or not _spans(node, of):
+            return None
+        low = constant(fill)
+        assert low is not None
+        return dataclasses.replace(inner, terms=(*inner.terms, Term(mask, kind, grouped(inner.dims), fill=low)))
+
+    def sum(self, node: Node, a: Any, b: Any) -> Scores | None:
+        """Scores and what is added to them, or scores of two parts."""
+        one, other = self.scores(a), self.scores(b)
+        if one is not None and other is not None:
+            plain = all(s.softcap is None and not s.terms for s in (one, other))
+            if not plain or len(one.dims) != len(other.dims):
+                return None
+            dims = list[Dim]()
+            for left, right in zip(one.dims, other.dims, strict=True):
+                if left and right:
+                    self.axes.same(list(left), list(right))
+                dims.append(list(left) or list(right))
+            return Scores(tuple(dims), one.products + other.products)
+        for scores, of, bias in ((one, a, b), (other, b, a)):
+            if scores is not None and isinstance(bias, Node) and _spans(node, of):
+                if not isinstance(value(bias), torch.Tensor) or not value(bias).is_floating_point():
+                    return None
+                return dataclasses.replace(scores, terms=(*scores.terms, Term(bias, "bias", grouped(scores.dims))))
+        return None
+
+    def baddbmm(self, node: Node) -> Scores | None:
+        bias, a, b = node.args[:3]
+        scale, times = (number_of(node.kwargs.get(name, 1)) for name in ("alpha", "beta"))
+        if scale is None or times is None:
+            return None
+        factors = Factor(a, (0, 1, CONTRACTED)), Factor(b, (0, CONTRACTED, 2))  # type: ignore[arg-type]
+        scores = self.product(node, *factors, scale)
+        if times == 0 or constant(bias) == 0:
+            return scores
+        return dataclasses.replace(scores, terms=(Term(bias, "bias", grouped(scores.dims), times),))  # type: ignore[arg-type]
+
+    def with_sinks(self, node: Node) -> Scores | None:
+        """Scores with a column more, of one logit for each head."""
+        parts, rank = node.args[0], value(node).dim()
+        dim = (node.args[1] if len(node.args) > 1 else 0) % rank  # type: ignore[operator]
+        if len(parts) != 2 or dim != rank - 1:  # type: ignore[arg-type]
+            return None
+        for first, (scored, more) in ((False, parts), (True, reversed(parts))):  # type: ignore[misc,arg-type]
+            if same_size(value(more).shape[-1], 1) and (scores := self.scores(scored)) is not None:
+                while more.target in EXPANSIONS or is_cast(more):
+                    more = more.args[0]
+                sinks = more, beside(more, grouped(scores.dims))
+                return dataclasses.replace(scores, sinks=sinks, sinks_first=first)
+        return None
+
+    def hidden_product(self, node: Any, depth: int = 12) -> Node | None:
+        """What reads a product of two computed tensors, a few ops before a softmax."""
+        while isinstance(node, Node) and node.op == "call_function" and depth:
+            operands = [a for a in node.all_input_nodes if isinstance(value(a), torch.Tensor) and value(a).dim() > 2]
+            for a in operands:
+                product = product_of(a)
+                if product is not None and not any(map(self.is_weight, product.factors)):
+                    return node
+            node, depth = next(iter(operands), None), depth - 1
+        return None
+
+
+def _stem(node: Node) -> Node:
+    """What `node` is views and casts of."""
+    while (node.target in _VIEWS or is_cast(node)) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _repeats(node: Node) -> bool:
+    """Whether `node` repeats what it is a view of."""
+    if node.target is aten.repeat_interleave.self_int:
+        return isinstance(node.args[1], int) and len(node.args) > 2
+    here, there = value(node).shape, value(node.args[0]).shape
+    return node.target in EXPANSIONS and not (len(here) == len(there) and all(map(same_size, here, there)))
+
+
+def _times(node: Node) -> float | None:
+    """The number that `node` multiplies its first operand by."""
+    if node.target not in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar) or node.kwargs:
+        return None
+    number = number_of(node.args[1])
+    number = constant(node.args[1]) if number is None else number
+    if not number or len(node.args) != 2:
+        return None
+    return number if "mul" in str(node.target) else 1 / number
+
+
+def less_maximum(node: Node) -> list[Node]:
+    """The nodes of the largest of scores where `node` is scores less these; none where it is not."""
+    if node.target is not aten.sub.Tensor or node.kwargs:
+        return []
+    x, most = node.args[:2]
+    nodes = list[Node]()
+    while isinstance(most, Node) and (most.target in COPIES or most.target in (aten.detach.default, operator.getitem)):
+        nodes.append(most)
+        most = most.args[0]
+    found = isinstance(most, Node) and most.target in _MAXIMA and most.args[0] is x
+    found = found and all(n.target is not operator.getitem or n.args[1] == 0 for n in nodes)
+    return [*nodes, most] if found else []  # type: ignore[list-item]
+
+
+def _spans(node: Node, of: Any) -> bool:
+    """Whether `node` is as large as its operand `of`."""
+    here, there = value(node).shape, value(of).shape
+    return len(here) == len(there) and all(map(same_size, here, there))

@@ -1,0 +1,364 @@
+"""Attention that a model spells out: a softmax between the product of queries with keys and that with values.
+
+Before: `softmax(q @ k.transpose(-1, -2) * scale + mask, -1) @ v` in any spelling: products of any kind, or sums of two;
+        grouped heads; scores divided, capped, biased and masked; a column more for sinks; a softmax by exponentials
+After:  `out, lse, top = megacpp.attention(q, k, v, mask, bias, sinks, scale, softcap, left, right, fill)`
+
+Safe because the op computes the same function in at least the same precision, and nothing else reads scores or
+probabilities. It saves q, k, v, the result and two numbers a row at most in place of both.
+Masks that compare places are told to the op as distances (`left`, `right`), so that kernels skip what they hide; each
+query has to see a key by them, as a query that sees none is NaN or the mean of the values in eager, by how it is
+written. Where that is not known, and where a mask is data, it stays a tensor that the op reads, with the number that it
+writes.
+Refused: probabilities that something else reads (`weights-kept`), drops at random (`dropout`) or changes
+(`weights-changed`); scores that another op changes (`scores`) or reads (`scores-kept`); queries in a wider dtype than
+the products' (`precision`); heads of more channels than kernels hold (`width`); masks that write several numbers
+(`masks`); logits that are not one a head (`sinks`). What `megacpp_compile.attention` wrote itself is left as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.views import COPIES, PERMUTATIONS, UNIT_DIMS, uncast
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.latent_attention import masks
+from megacpp_compile.matchers.latent_attention.core import constant
+from megacpp_compile.matchers.latent_attention.products import product_of
+from megacpp_compile.matchers.softmax_attention.find import attentions
+from megacpp_compile.matchers.softmax_attention.parts import Attention, Groups, Term
+from megacpp_compile.matchers.ssd.atoms import length
+from megacpp_compile.passes._rewrites.arrange import arrange
+from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+
+aten = torch.ops.aten
+name = "attention"
+op = "megacpp::attention"
+after: tuple[str, ...] = ("mla_decode", "sparse_mla", "rope_qk")
+
+MAX_CHANNELS = 256
+INF = float("-inf")
+# A line of `nn.attention` that made a node: its sites are told by the frame's table of attentions.
+_OWN = "nn/attention/"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Distance:
+    """A number of keys: `number + sum(n * node)`, the nodes being sizes."""
+
+    number: int
+    parts: tuple[tuple[int, Node], ...] = ()
+
+    @property
+    def size(self) -> Any:
+        return self.number + sum(n * value(node) for n, node in self.parts)
+
+    def emit(self, build: Builder) -> Any:
+        total: Any = None
+        for n, node in self.parts:
+            part = node if n == 1 else build(operator.mul, node, n)
+            total = part if total is None else build(operator.add, total, part)
+        return self.number if total is None else build(operator.add, total, self.number) if self.number else total
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hidden:
+    """One condition of a mask: the distances it means (None where it is data), and what it is as data: `node`, of bool,
+    says what is hidden or seen, or is added."""
+
+    term: Term
+    node: Node
+    kind: str
+    fill: float
+    left: _Distance | None = None
+    right: _Distance | None = None
+
+    @property
+    def by_distance(self) -> bool:
+        return self.left is not None or self.right is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What the op is told. added: (term, factor) of each bias."""
+
+    left: _Distance | None
+    right: _Distance | None
+    hidden: tuple[_Hidden, ...]
+    added: tuple[tuple[Term, float], ...]
+    fill: float
+    dtype: torch.dtype
+
+
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    for found in attentions(view.graph, view.weights):
+        if isinstance(found, MatchFailure):
+            if _OWN not in (found.node.meta.get("stack_trace") or ""):
+                yield found
+        elif _OWN not in (found.softmax.meta.get("stack_trace") or ""):
+            yield _decide(view, found)
+
+
+def _decide(view: GraphView, found: Attention) -> Match | MatchFailure:
+    plan = _plan(found)
+    if isinstance(plan, MatchFailure):
+        return plan
+    if (other := in_other_modes(view, sorted(found.inside), found.result)) is not None:
+        return other
+    inputs = _inputs(found, plan)
+    if place(inputs, [found.result], found.result, view.mode_states) is None:
+        return MatchFailure(found.softmax, *REGION)
+    return Match(found.result, inputs, [found.result], lambda build: _rewrite(build, found, plan))
+
+
+def _inputs(found: Attention, plan: _Plan) -> list[Node]:
+    nodes = [uncast(o.node) for q, k, _ in found.scores.products for o in (q, k)] + [uncast(found.values.node)]
+    nodes += [h.node for h in plan.hidden] + [term.node for term, _ in plan.added]
+    if found.scores.sinks is not None and found.scores.sinks[0] is not found.softmax:
+        nodes.append(found.scores.sinks[0])
+    nodes += [node for d in (plan.left, plan.right) if d is not None for _, node in d.parts]
+    return list(dict.fromkeys(nodes))
+
+
+# -- what the op is told
+
+
+def _plan(found: Attention) -> _Plan | MatchFailure:
+    softcap = found.scores.softcap
+    if softcap is not None and softcap <= 0:
+        return MatchFailure(found.softmax, "scores", "scores are capped by a number that is not positive")
+    widths = sum(_static(length([*c])) for c in found.channels), _static(length([*found.value_channels]))
+    if max(widths) > MAX_CHANNELS or min(widths) < 1:
+        reason = f"heads of {widths[0]} and {widths[1]} channels: kernels hold {MAX_CHANNELS}"
+        return MatchFailure(found.softmax, "width", reason)
+    dtype = _dtype(found)
+    if isinstance(dtype, MatchFailure):
+        return dtype
+    for sizes in (found.heads, found.groups):
+        if not isinstance(length([*sizes]), int):
+            return MatchFailure(found.softmax, "shape", "the number of heads is symbolic")
+    hidden, added = list[_Hidden](), list[tuple[Term, float]]()
+    for term in found.scores.terms:
+        parts = _parts(found, term)
+        if parts is None:
+            added.append((term, term.factor))
+        else:
+            hidden += parts
+    near = [h for h in hidden if h.by_distance]
+    data = [h for h in hidden if not h.by_distance]
+    if data or added or not _each_sees_one(found, near):
+        # As data where a row may be left without a key: what eager makes of it depends on the number that is written.
+        kept = [h for h in near if h.fill == INF] if data or added else []
+        if not _each_sees_one(found, kept):
+            kept = []
+        near, data = kept, data + [h for h in near if h not in kept]
+    left, right, more = _narrowest(near)
+    data += more
+    added += [(h.term, h.term.factor) for h in dict.fromkeys(data) if h.kind == "bias"]
+    added = list(dict.fromkeys(added))
+    data = [h for h in dict.fromkeys(data) if h.kind != "bias"]
+    fills = {h.fill for h in data}
+    if len(fills) > 1 or data and added and INF not in fills and _hides_first(found):
+        return MatchFailure(data[0].node, "masks", "masks write several numbers, or one before a bias is added")
+    return _Plan(left, right, tuple(data), tuple(added), next(iter(fills), INF), dtype)
+
+
+def _static(size: Any) -> int:
+    return size if isinstance(size, int) else 0
+
+
+def _hides_first(found: Attention) -> bool:
+    """Whether something is added to scores that are masked."""
+    kinds = [t.kind for t in found.scores.terms]
+    return "bias" in kinds and any(k != "bias" for k in kinds[: len(kinds) - kinds[::-1].index("bias") - 1])
+
+
+def _dtype(found: Attention) -> torch.dtype | MatchFailure:
+    """What the op computes in: the dtype of the product with values."""
+    result: torch.dtype = value(found.result).dtype
+    if result not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return MatchFailure(found.result, "dtype", f"a result in {result}")
+    products = [n for n in found.inside if product_of(n) is not None or n.target is aten.baddbmm.default]
+    rounded = all(torch.promote_types(value(n).dtype, result) == result for n in products)
+    for q, k, _ in found.scores.products:
+        for operand in (q, k):
+            given = value(uncast(operand.node)).dtype
+            if not given.is_floating_point:
+                return MatchFailure(operand.node, "dtype", f"queries or keys in {given}")
+            # Under autocast the products round them.
+            if not rounded and torch.promote_types(given, result) != result:
+                return MatchFailure(operand.node, "precision", f"queries or keys in {given}, a result in {result}")
+    return result
+
+
+def _parts(found: Attention, term: Term) -> list[_Hidden] | None:
+    """The conditions of a mask; None of a bias."""
+    if term.kind == "bias":
+        try:
+            conditions = masks._added(term.node)
+        except masks.NotRows:
+            return None
+        fill = _lowest(term.node) * term.factor
+        one = [_by_distance(found, term, term.node, "bias", fill, part) for part in conditions]
+        if not one or any(part is None for part in one):
+            return None
+        return [part for part in one if part is not None]
+    parts = list[_Hidden]()
+    for condition in masks._conditions(term.node, term.kind == "hidden"):
+        assert not isinstance(condition, list)
+        node, kind = condition[0], "hidden" if condition[1] else "seen"
+        part = _by_distance(found, term, node, kind, term.fill, condition)
+        parts.append(part or _Hidden(term, node, kind, term.fill))
+    return parts
+
+
+def _by_distance(found: Attention, term: Term, node: Node, kind: str, fill: float, part: Any) -> _Hidden | None:
+    """A condition that compares places, as one or two distances."""
+    try:
+        limits = part if isinstance(part, list) else masks.limits_of(*part)
+        left, right, more = _narrowest([_Hidden(term, node, kind, fill, *_sides(found, term, one)) for one in limits])
+    except masks.NotRows:
+        return None
+    return None if more or left is right is None else _Hidden(term, node, kind, fill, left, right)
+
+
+def _sides(found: Attention, term: Term, limit: masks.Sum) -> tuple[_Distance | None, _Distance | None]:
+    """(left, right) of a sum that is at most 0 where a key is seen. Raises NotRows."""
+    steps = (0,) * (len(term.dims) - len(limit.steps)) + limit.steps
+    of: dict[str, int] = {"t": 0, "s": 0}
+    for step, dim in zip(steps, term.dims, strict=True):
+        if step and dim in (found.keys, found.queries) and dim:
+            of["s" if dim == found.keys else "t"] = step
+        elif step and dim:
+            raise masks.NotRows("it is data")
+    one_query = not found.queries
+    if any(isinstance(value(node), torch.Tensor) for _, node in limit.parts):
+        raise masks.NotRows("it is data")
+    if of["s"] == 1 and (of["t"] == -1 or one_query and not of["t"]):
+        return None, _Distance(-limit.number, tuple((-n, node) for n, node in limit.parts))
+    if of["s"] == -1 and (of["t"] == 1 or one_query and not of["t"]):
+        return _Distance(-limit.number, tuple((-n, node) for n, node in limit.parts)), None
+    raise masks.NotRows("it is data")
+
+
+def _narrowest(near: list[_Hidden]) -> tuple[_Distance | None, _Distance | None, list[_Hidden]]:
+    """(the least distance to the left, to the right, the conditions of which that is not known)."""
+    least: dict[str, _Distance | None] = {"left": None, "right": None}
+    more = list[_Hidden]()
+    for one in near:
+        for side in ("left", "right"):
+            new, old = getattr(one, side), least[side]
+            if new is None:
+                continue
+            if old is None or statically_known_true(new.size <= old.size):
+                least[side] = new
+            elif not statically_known_true(old.size <= new.size):
+                more.append(one)
+    return least["left"], least["right"], more
+
+
+def _each_sees_one(found: Attention, near: list[_Hidden]) -> bool:
+    """Whether each query is known to see a key by these distances."""
+    left, right, more = _narrowest(near)
+    if more or not found.keys:
+        return not near
+    queries, keys = length([*found.queries]), length([*found.keys])
+    asked = [] if right is None else [right.size >= 0]
+    asked += [] if left is None else [queries - left.size <= keys]
+    asked += [] if left is None or right is None else [left.size + right.size >= 0]
+    return all(map(statically_known_true, asked))
+
+
+def _lowest(node: Node) -> float:
+    """The number that an added mask hides by; one that is no infinity where that is not seen."""
+    seen, pending = {node}, [node]
+    while pending:
+        n = pending.pop()
+        for a in n.args:
+            number = constant(a) if not isinstance(a, (list, tuple)) else None
+            if number is not None and number <= -60000:
+                return number
+            if isinstance(a, Node) and a not in seen:
+                seen.add(a)
+                pending.append(a)
+    return -60000.0
+
+
+# -- the rewrite
+
+
+def _rewrite(build: Builder, found: Attention, plan: _Plan) -> tuple[Node, list[Node]]:
+    batch, heads, groups = found.batch, found.heads, found.groups
+    first = found.scores.products[0][2]
+    q_parts, k_parts = [], []
+    for (q, k, scale), channels in zip(found.scores.products, found.channels, strict=True):
+        part = arrange(build, (uncast(q.node), q.dims), (batch, heads, found.queries, channels))
+        part = build.cast(part, plan.dtype)
+        q_parts.append(part if scale == first else build(aten.mul.Tensor, part, scale / first))
+        part = arrange(build, (uncast(k.node), k.dims), (batch, groups, found.keys, channels))
+        k_parts.append(build.cast(part, plan.dtype))
+    q, k = (p[0] if len(p) == 1 else build(aten.cat.default, p, -1) for p in (q_parts, k_parts))
+    values = uncast(found.values.node), found.values.dims
+    v = build.cast(arrange(build, values, (batch, groups, found.keys, found.value_channels)), plan.dtype)
+    mask = bias = None
+    for hidden in plan.hidden:
+        one = _broadcast(build, found, hidden.node, hidden.term)
+        if hidden.kind == "hidden":
+            one = build(aten.logical_not.default, one)
+        mask = one if mask is None else build(aten.logical_and.default, mask, one)
+    for term, factor in plan.added:
+        one = _broadcast(build, found, term.node, term)
+        one = one if factor == 1 else build(aten.mul.Tensor, one, factor)
+        bias = one if bias is None else build(aten.add.Tensor, bias, one)
+    sinks = _sinks(build, found, q)
+    softcap = found.scores.softcap
+    scale = float(first) if softcap is None else first * softcap
+    made = build(
+        torch.ops.megacpp.attention.default, q, k, v, mask, bias, sinks, scale, softcap or 0.0,
+        *(d and d.emit(build) for d in (plan.left, plan.right)), plan.fill,
+    )  # fmt: skip
+    out = arrange(build, (build.item(made, 0), (batch, heads, found.queries, found.value_channels)), found.result_dims)
+    out = build.cast(out, value(found.result).dtype)
+    if _strides_show(found.result) and not value(out).is_contiguous():
+        out = build(aten.clone.default, out, memory_format=torch.contiguous_format)
+    return made, [out]
+
+
+def _broadcast(build: Builder, found: Attention, node: Node, term: Term) -> Node:
+    """What broadcasts to the scores, as it does to the op's four dimensions."""
+    dims: Groups = term.beside(node)
+    own = {a for d in dims for a in d}
+    wanted = (found.batch, found.heads, found.queries, found.keys)
+    return arrange(build, (node, dims), [group if own & set(group) else () for group in wanted])
+
+
+def _sinks(build: Builder, found: Attention, q: Node) -> Node | None:
+    if found.scores.sinks is None:
+        return None
+    node, dims = found.scores.sinks
+    if node is found.softmax:
+        return build(aten.new_zeros.default, q, [length([*found.heads])])
+    return arrange(build, (node, dims), (found.heads,))
+
+
+def _strides_show(result: Node) -> bool:
+    """Whether the result's strides reach the frame's output, or a view that other strides have none of."""
+    pending, seen = [result], {result}
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output" or user.target in (aten.view.default, aten.as_strided.default):
+                return True
+            moves = user.target in PERMUTATIONS | UNIT_DIMS | COPIES - {aten.contiguous.default} | {aten.slice.Tensor}
+            if moves and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False

@@ -1,0 +1,398 @@
+"""Attention that is written out: found in its spellings, with the masks it has, and refused for every reason there is."""
+
+from __future__ import annotations
+
+import math
+
+import expecttest
+import pytest
+import torch
+from torch import nn
+
+from tests.frames import check_graph, render, run_graph
+from tests.seeds import Draws
+
+from .conditions import conditions, op_of
+from .contract import assert_fires, assert_refused
+
+NAME = "attention"
+B, H, T, D, S = 2, 4, 6, 8, 9
+INF = float("-inf")
+LOW = torch.finfo(torch.float32).min
+draw = Draws(__name__)
+
+
+class Block(nn.Module):
+    """Projections of queries, keys and values, of `groups` heads of the latter two, and `body(module, q, k, v)`."""
+
+    def __init__(self, body, groups=H):
+        super().__init__()
+        self.body, self.groups = body, groups
+        # Keys without a bias, whose gradient is a zero that is all rounding.
+        self.q, self.k = nn.Linear(12, H * D), nn.Linear(12, groups * D, bias=False)
+        self.v = nn.Linear(12, groups * D)
+        self.bias, self.sinks = nn.Parameter(draw(H, T, T)), nn.Parameter(draw(H))
+        self.register_buffer("triangle", torch.ones(9, 9, dtype=torch.bool).tril()[None, None])
+
+    def forward(self, x, *more):
+        q, k, v = (
+            proj(x).view(*x.shape[:2], heads, D).transpose(1, 2)
+            for proj, heads in ((self.q, H), (self.k, self.groups), (self.v, self.groups))
+        )
+        return self.body(self, q, k, v, *more)
+
+
+def block(body, *more, groups=H):
+    torch.manual_seed(0)
+    return Block(body, groups), (draw(B, T, 12).requires_grad_(), *more)
+
+
+def places(q, k):
+    return torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+
+
+def scored(q, k):
+    return q @ k.transpose(-1, -2) * D**-0.5
+
+
+def causal(q, k):
+    i, j = places(q, k)
+    return j <= i
+
+
+def plain(m, q, k, v):
+    return scored(q, k).masked_fill(~causal(q, k), INF).softmax(-1) @ v
+
+
+def repeated(x, times=2):
+    b, h, t, d = x.shape
+    return x[:, :, None].expand(b, h, times, t, d).reshape(b, h * times, t, d)
+
+
+def hugging_face(m, q, k, v):
+    mask = torch.where(causal(q, k)[None, None], 0.0, LOW)
+    weights = torch.matmul(q, repeated(k).transpose(2, 3)) * D**-0.5 + mask
+    weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
+    weights = nn.functional.dropout(weights, p=0.0, training=m.training)
+    return torch.matmul(weights, repeated(v)).transpose(1, 2).contiguous().flatten(2)
+
+
+def gpt_oss(m, q, k, v):
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    i, j = places(q, k)
+    scores = scored(q, k).masked_fill(~((j <= i) & (i - j < 3)), INF)
+    scores = torch.cat([scores, m.sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)], -1)
+    return (scores - scores.max(-1, keepdim=True).values).softmax(-1)[..., :-1] @ v
+
+
+def sinks_first(m, q, k, v):
+    sinks = m.sinks[None, :, None, None].expand(q.shape[0], H, q.shape[2], 1)
+    return torch.cat([sinks, scored(q, k)], -1).softmax(-1)[..., 1:] @ v
+
+
+def gemma(m, q, k, v):
+    scores = torch.tanh(scored(q, k) / 50) * 50
+    return torch.where(causal(q, k), scores, torch.tensor(LOW)).softmax(-1) @ v
+
+
+def batched(m, q, k, v):
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(B, H, T, T) / math.sqrt(D)
+    weights = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), INF).softmax(-1)
+    return torch.bmm(weights.view(B * H, T, T), v).view(B, H, T, D)
+
+
+def baddbmm(m, q, k, v):
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    alibi = (m.sinks[:, None, None] * torch.arange(T)).repeat(B, 1, 1)
+    return torch.baddbmm(alibi, q, k.mT, beta=1.0, alpha=0.3).softmax(-1) @ v
+
+
+def by_hand(m, q, k, v):
+    scores = scored(q, k)
+    powers = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return (powers / powers.sum(-1, keepdim=True)) @ v
+
+
+def softmax1(m, q, k, v):
+    powers = torch.exp(scored(q, k))
+    return (powers / (powers.sum(-1, keepdim=True) + 1)) @ v
+
+
+def log_softmax(m, q, k, v):
+    return torch.log_softmax(scored(q, k), -1).exp() @ v
+
+
+def einsums(m, q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = (torch.einsum("bthd,bshd->bhts", q, k) / D**0.5).softmax(-1)
+    return torch.einsum("bhts,bshd->bthd", weights, v).flatten(2)
+
+
+def groups_of_heads(m, q, k, v):
+    weights = torch.einsum("bgrtc,bgsc->bgrts", q.unflatten(1, (2, 2)), k).masked_fill(~causal(q, k), INF).softmax(-1)
+    return torch.einsum("bgrts,bgsc->bgrtc", weights, v).flatten(1, 2)
+
+
+def one_head_of_keys(m, q, k, v):
+    return torch.einsum("bhtc,bsc->bhts", q, k[:, 0]).mul(0.3).softmax(-1) @ v
+
+
+def two_products(m, q, k, v):
+    """DeepSeek's own inference code: RoPE's channels of keys are of all heads."""
+    scores = torch.einsum("bhtc,bhsc->bhts", q[..., :6], k[..., :6])
+    scores = (scores + torch.einsum("bhtc,bsc->bhts", q[..., 6:], k[:, 0, :, 6:])) * 0.3
+    return (scores + torch.full((T, T), INF).triu_(1)).softmax(-1) @ v
+
+
+def buffer_of_gpt2(m, q, k, v):
+    return torch.where(m.triangle[:, :, :T, :T], scored(q, k), LOW).softmax(-1) @ v
+
+
+def learned_bias(m, q, k, v):
+    return (scored(q, k) + m.bias).softmax(-1) @ v
+
+
+def alibi(m, q, k, v):
+    i, j = places(q, k)
+    return (scored(q, k) + m.sinks.view(H, 1, 1) * (j - i)).masked_fill(j > i, INF).softmax(-1) @ v
+
+
+def window_on_both_sides(m, q, k, v):
+    i, j = places(q, k)
+    return scored(q, k).masked_fill((j - i).abs() > 2, INF).softmax(-1) @ v
+
+
+def chunks(m, q, k, v):
+    i, j = places(q, k)
+    return scored(q, k).masked_fill(~((j <= i) & (j // 3 == i // 3)), INF).softmax(-1) @ v
+
+
+def last_queries(m, q, k, v):
+    q = q[:, :, -3:]
+    return scored(q, k).masked_fill(torch.ones(3, T, dtype=torch.bool).triu(T - 2), INF).softmax(-1) @ v
+
+
+def documents(m, q, k, v, ids):
+    same = ids[:, None, :, None] == ids[:, None, None, :]
+    return scored(q, k).masked_fill(~(same & causal(q, k)), INF).softmax(-1) @ v
+
+
+def padded(m, q, k, v, there):
+    return scored(q, k).masked_fill(~there[:, None, None], INF).softmax(-1) @ v
+
+
+def padded_by_a_number(m, q, k, v, there):
+    return (scored(q, k) + (1.0 - there[:, None, None].float()) * -1e9).softmax(-1) @ v
+
+
+def padded_before(m, q, k, v, there):
+    """Whole rows are hidden, all of whose scores become one number: eager gives the mean of all values."""
+    return scored(q, k).masked_fill(~causal(q, k), LOW).masked_fill(~there[:, None, None], LOW).softmax(-1) @ v
+
+
+def no_key_for_the_first(m, q, k, v):
+    i, j = places(q, k)
+    return scored(q, k).masked_fill(j >= i, -1e30).softmax(-1) @ v
+
+
+IDS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
+THERE = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+BEFORE = THERE.flip(1)
+# Spelling -> (block, what the op is told: mask and bias as tensors, sinks, softcap, left, right).
+SPELLINGS = {
+    "plain": (lambda: block(plain), "right 0"),
+    "hugging_face": (lambda: block(hugging_face, groups=2), "right 0"),
+    "gpt_oss": (lambda: block(gpt_oss, groups=2), "sinks left 2 right 0"),
+    "sinks_first": (lambda: block(sinks_first), "sinks"),
+    "gemma": (lambda: block(gemma), "softcap 50 right 0"),
+    "batched": (lambda: block(batched), "right 0"),
+    "baddbmm": (lambda: block(baddbmm), "bias"),
+    "by_hand": (lambda: block(by_hand), ""),
+    "softmax1": (lambda: block(softmax1), "sinks"),
+    "log_softmax": (lambda: block(log_softmax), ""),
+    "einsums": (lambda: block(einsums), ""),
+    "groups_of_heads": (lambda: block(groups_of_heads, groups=2), "right 0"),
+    "one_head_of_keys": (lambda: block(one_head_of_keys), ""),
+    "two_products": (lambda: block(two_products), "right 0"),
+    "buffer_of_gpt2": (lambda: block(buffer_of_gpt2), "mask"),
+    "learned_bias": (lambda: block(learned_bias), "bias"),
+    "alibi": (lambda: block(alibi), "bias right 0"),
+    "window_on_both_sides": (lambda: block(window_on_both_sides), "mask"),
+    "chunks": (lambda: block(chunks), "mask right 0"),
+    "last_queries": (lambda: block(last_queries), "right 3"),
+    "documents": (lambda: block(documents, IDS), "mask right 0"),
+    "padded": (lambda: block(padded, THERE), "mask"),
+    "padded_by_a_number": (lambda: block(padded_by_a_number, THERE), "bias"),
+    "padded_before": (lambda: block(padded_before, BEFORE), "mask"),
+    "no_key_for_the_first": (lambda: block(no_key_for_the_first), "mask"),
+}
+
+
+def told(frames):
+    """What the op is told of masks, in words."""
+    _, _, _, mask, bias, sinks, _, softcap, left, right, _ = op_of(frames, NAME).args
+    words = [name for name, given in (("mask", mask), ("bias", bias), ("sinks", sinks)) if given is not None]
+    words += [f"softcap {softcap:g}"] if softcap else []
+    words += [f"{name} {given}" for name, given in (("left", left), ("right", right)) if given is not None]
+    return " ".join(words)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_fires(name):
+    made, wanted = SPELLINGS[name]
+    assert told(assert_fires(NAME, *made())) == wanted
+
+
+def test_graph():
+    frames = assert_fires(NAME, *block(gpt_oss, groups=2))
+    expecttest.assert_expected_inline(render(frames.graph), """\
+linear: f32[2, 6, 32] = linear(arg8_1, q_weight, q_bias)
+view: f32[2, 6, 4, 8] = view(linear, [2, 6, 4, 8])
+transpose: f32[2, 4, 6, 8] = transpose.int(view, 1, 2)
+linear_1: f32[2, 6, 16] = linear(arg8_1, k_weight)
+view_1: f32[2, 6, 2, 8] = view(linear_1, [2, 6, 2, 8])
+transpose_1: f32[2, 2, 6, 8] = transpose.int(view_1, 1, 2)
+linear_2: f32[2, 6, 16] = linear(arg8_1, v_weight, v_bias)
+view_2: f32[2, 6, 2, 8] = view(linear_2, [2, 6, 2, 8])
+transpose_2: f32[2, 2, 6, 8] = transpose.int(view_2, 1, 2)
+view_3: f32[1, 4, 1, 1] = view(sinks, [1, -1, 1, 1])
+squeeze: f32[4] = squeeze.dims(view_3, [0, 2, 3])
+attention: (f32[2, 4, 6, 8], f32[2, 4, 6], f32[0]) = megacpp.attention(transpose, transpose_1, transpose_2, None, None, squeeze, 0.3535533905932738, 0.0, 2, 0, -inf)
+getitem: f32[2, 4, 6, 8] = attention[0]
+clone: f32[2, 4, 6, 8] = clone(getitem, memory_format=contiguous_format)
+return [clone]""")
+
+
+def kept(m, q, k, v):
+    weights = scored(q, k).softmax(-1)
+    return weights @ v, weights
+
+
+def averaged(m, q, k, v):
+    weights = scored(q, k).softmax(-1)
+    return weights @ v + weights.mean()
+
+
+def dropped(m, q, k, v):
+    return nn.functional.dropout(scored(q, k).softmax(-1), 0.1) @ v
+
+
+def sparse(m, q, k, v):
+    scores = scored(q, k)
+    return scores.masked_fill(scores < scores.topk(3, -1).values[..., -1:], INF).softmax(-1) @ v
+
+
+def scores_returned(m, q, k, v):
+    scores = scored(q, k)
+    return scores.softmax(-1) @ v, scores
+
+
+def another_axis(m, q, k, v):
+    return scored(q, k).softmax(-2) @ v
+
+
+def normalised_again(m, q, k, v):
+    return scored(q, k).softmax(-1).clamp(min=1e-3) @ v
+
+
+def no_nan(m, q, k, v):
+    return plain_scores_without_the_first(q, k).softmax(-1).nan_to_num() @ v
+
+
+def plain_scores_without_the_first(q, k):
+    i, j = places(q, k)
+    return scored(q, k).masked_fill(j >= i, INF)
+
+
+def squared(m, q, k, v):
+    return scored(q, k).square().softmax(-1) @ v
+
+
+def masked_by_scores(m, q, k, v):
+    return scored(q, k).relu().softmax(-1) @ v
+
+
+def sinks_kept(m, q, k, v):
+    weights = torch.cat([scored(q, k), m.sinks[None, :, None, None].expand(B, H, T, 1)], -1).softmax(-1)
+    return weights @ torch.cat([v, v[:, :, :1]], 2)
+
+
+def sink_of_each_token(m, q, k, v):
+    return torch.cat([scored(q, k), q[..., :1]], -1).softmax(-1)[..., :-1] @ v
+
+
+def one_more_after_the_maximum(m, q, k, v):
+    scores = scored(q, k)
+    powers = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return (powers / (powers.sum(-1, keepdim=True) + 1)) @ v
+
+
+def negative_cap(m, q, k, v):
+    return (torch.tanh(scored(q, k) / 5) * -5).softmax(-1) @ v
+
+
+def mask_and_bias_in_turn(m, q, k, v):
+    return (torch.where(m.triangle[:, :, :T, :T], scored(q, k), LOW) + m.bias).softmax(-1) @ v
+
+
+def wide_heads(m, q, k, v):
+    q, k = (torch.cat([x] * 40, -1) for x in (q, k))
+    return (q @ k.mT * 0.01).softmax(-1) @ v
+
+
+def queries_in_float64(m, q, k, v):
+    return (q.double() * m.sinks.double()[:, None, None] @ k.double().mT).softmax(-1).float() @ v
+
+
+REFUSED = {
+    "weights-kept": [kept, averaged],
+    "scores-kept": [sparse, scores_returned],
+    "other-sum": [another_axis],
+    "weights-changed": [normalised_again, no_nan],
+    "scores": [squared, masked_by_scores, negative_cap],
+    "sinks": [sinks_kept, sink_of_each_token, one_more_after_the_maximum],
+    "masks": [mask_and_bias_in_turn],
+    "width": [wide_heads],
+    "precision": [queries_in_float64],
+}
+
+
+@pytest.mark.parametrize(("tag", "body"), [
+    pytest.param(tag, body, id=body.__name__) for tag, bodies in REFUSED.items() for body in bodies
+])  # fmt: skip
+def test_refuses(tag, body):
+    assert_refused(NAME, tag, *block(body))
+
+
+def test_probabilities_dropped_at_random():
+    frames = run_graph(*block(dropped))  # eager draws other numbers
+    assert "dropout" in frames.tags(NAME) and not frames.counts[NAME]
+
+
+def router(m, q, k, v):
+    """A softmax of a linear that weighs what experts gave is no attention."""
+    chosen = nn.functional.linear(q.transpose(1, 2).flatten(2), m.sinks.expand(H * D, H).T).softmax(-1)
+    return chosen[..., None] * v.transpose(1, 2)
+
+
+def test_a_router_is_none():
+    frames = check_graph(*block(router))
+    assert not frames.counts[NAME] and not frames.tags(NAME)
+
+
+def lengths(body, groups=H):
+    torch.manual_seed(0)
+    return Block(body, groups), lambda n: (Draws(f"tokens {n}")(B, n, 12).requires_grad_(),)
+
+
+test_conditions = conditions(
+    NAME,
+    disabled=lambda: block(plain),
+    bfloat16=lambda: (block(hugging_face, groups=2)[0].bfloat16(), (draw(B, T, 12).bfloat16().requires_grad_(),)),
+    inference=lambda: block(gpt_oss, groups=2),
+    autocast=lambda: block(hugging_face, groups=2),
+    autocast_inside=lambda: block(plain),
+    length=lambda: lengths(hugging_face, 2),
+    everything=lambda: lengths(gpt_oss, 2),
+)
