@@ -17,8 +17,7 @@ pytestmark = [
     pytest.mark.rare(
         "tensor_parallel_no_grad", "tensor_parallel_dynamic", "checkpointed", "gathered_gain", "dtensor_out",
         "local_experts", "on_dtensors_sequence", "frozen_region", "decoding",
-        # "sharded_experts" is of both, and `sparse_mla` is rewritten as the other ops are.
-        "experts", "sharded_tensor_parallel", "sparse",
+        "experts", "sharded_tensor_parallel",  # "sharded_experts" is of both
     ),
 ]  # fmt: skip
 CASES_OF = ranks
