@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, move_behind, place, unread_without
+from megacpp_compile.fx.edit import Builder, move_behind, place, same_size, unread_without, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.passes._rule import REGION, Match
@@ -16,12 +20,14 @@ OVERLAP = "overlap"
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """A match that was applied. new: the nodes that carry its outputs. unread: the plain nodes without readers now."""
+    """A match that was applied. new: the nodes that carry its outputs. unread: the plain nodes without readers now.
+    stamped: fake values of nodes behind the outputs, which lie otherwise now, as they were."""
 
     match: Match
     op_node: Node
     new: list[Node]
     unread: set[Node]
+    stamped: dict[Node, Any]
 
 
 class Rewriter:
@@ -55,7 +61,8 @@ class Rewriter:
         plain = _plain(match)  # an output may be what another is computed from: the plain subgraph stays whole
         for old, node in zip(match.outputs, new, strict=True):
             old.replace_all_uses_with(node, delete_user_cb=lambda user: user not in plain)
-        done = Rewrite(match, op_node, new, unread_without(match.outputs, self.unread))
+        stamped = _stamp(view, match.outputs, new)
+        done = Rewrite(match, op_node, new, unread_without(match.outputs, self.unread), stamped)
         read = {n for node in build.emitted for n in node.all_input_nodes}
         if not self.unread.isdisjoint(read) or not done.unread.isdisjoint(self.ops):
             self.undo(done)
@@ -71,10 +78,38 @@ class Rewriter:
         """Let the plain nodes be read again."""
         for node, plain in zip(done.new, done.match.outputs, strict=True):
             node.replace_all_uses_with(plain)
+        for node, before in done.stamped.items():
+            node.meta["val"] = before
 
     def _overlap(self, match: Match) -> MatchFailure:
         self.waiting |= _plain(match)
         return MatchFailure(match.node, OVERLAP, "part of it belongs to another site")
+
+
+def _stamp(view: GraphView, plain: Sequence[Node], new: Sequence[Node]) -> dict[Node, Any]:
+    """Give what reads `new` fake values with the strides it has now, as far as they are others than those of `plain`;
+    the values before."""
+    changed = {n for old, n in zip(plain, new, strict=True) if not _lies_alike(value(old), value(n))}
+    before: dict[Node, Any] = {}
+    pending = sorted({user for n in changed for user in n.users})
+    while pending:
+        node = pending.pop(0)
+        if node.op != "call_function" or not isinstance(value(node), torch.Tensor) or node in before:
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        with view.fake_mode, torch.no_grad():
+            made = node.target(*args, **kwargs)  # type: ignore[operator]
+        if not _lies_alike(value(node), made):
+            before[node], node.meta["val"] = value(node), made
+            pending = sorted({*pending, *node.users})
+    return before
+
+
+def _lies_alike(a: Any, b: Any) -> bool:
+    """Whether two tensors of one shape have the same strides, as far as that is known."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return True
+    return all(same_size(n, 1) or same_size(x, y) for n, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
 def _plain(match: Match) -> set[Node]:

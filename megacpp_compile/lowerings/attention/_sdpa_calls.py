@@ -17,6 +17,8 @@ def objection(name: str, args: Sequence[Any]) -> str | None:
     backward = name == "attention_backward"
     q, k, _, mask, bias, sinks = args[1:7] if backward else args[:6]
     softcap, left, right = args[11:14] if backward else args[7:10]
+    if any(isinstance(n, int) and n == 0 for n in (*q.shape, k.shape[2])):
+        return "there is nothing to attend to"
     for what, given in (("a mask as data", mask is not None), ("a bias", bias is not None), ("a softcap", softcap != 0),
                         ("sinks", sinks is not None), ("a window", left is not None)):  # fmt: skip
         if given:

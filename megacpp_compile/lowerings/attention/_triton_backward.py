@@ -8,7 +8,13 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E, dot
-from megacpp_compile.lowerings.attention._triton_kernels import blocks_of_keys, capped_scores, hidden_scores, tile
+from megacpp_compile.lowerings.attention._triton_kernels import (
+    beside,
+    blocks_of_keys,
+    capped_scores,
+    hidden_scores,
+    tile,
+)
 
 
 @triton.jit
@@ -36,7 +42,7 @@ def _score_gradient(p, dp, delta, slope, i, j, tokens, keys, mask, m_t, m_s, MAS
     """(gradients of the scores, of the products but for their scale)."""
     ds = p * (dp - delta)
     if MASK:
-        ds = tl.where(tl.load(mask + i * m_t + j * m_s, mask=(i < tokens) & (j < keys), other=0) != 0, ds, 0.0)
+        ds = tl.where(beside(mask, i, j, tokens, keys, m_t, m_s, MASK) != 0, ds, 0.0)
     if SOFTCAP:
         return ds, ds * slope
     else:
@@ -282,7 +288,7 @@ def attention_bias_grad(grad, q, k, v, mask, bias, lse, top, delta, dbias, batch
                 above = tl.load(top + row, mask=i < tokens, other=0.0)
                 mask_of, bias_of = mask + b * m_b + h * m_h, bias + b * b_b + h * b_h
                 p, slope = _weights(products, i[:, None], j[None, :], known[:, None], above[:, None], tokens, keys,
-                                    left, right, scale, softcap, mask_of, bias_of, m_t, m_s, b_t, b_s, fill, MASK, True,
+                                    left, right, scale, softcap, mask_of, bias_of, m_t, m_s, b_t, b_s, fill, MASK, 2,
                                     SOFTCAP, LEFT, RIGHT, True)  # fmt: skip
                 do = tile(grad + b * g_b + h * g_h, i, tl.arange(0, EP), g_t, tokens, E, True, EP > E)
                 values = tile(v_of, j, tl.arange(0, EP), v_s, keys, E, True, EP > E)

@@ -45,15 +45,23 @@ def capped_scores(products, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def beside(base, i, j, tokens, keys, step_t, step_s, KIND: tl.constexpr):
+    """What stands beside the scores: a number for each key where KIND is 1, for each query and key where it is 2."""
+    if KIND == 1:
+        return tl.load(base + j * step_s, mask=j < keys, other=0)
+    else:
+        return tl.load(base + i * step_t + j * step_s, mask=(i < tokens) & (j < keys), other=0)
+
+
+@triton.jit
 def hidden_scores(scores, i, j, tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s, fill, MASK: tl.constexpr,
                   BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
     """Scores with the bias, and hidden where queries i do not see keys j; i and j are of shapes that broadcast to
     those of the scores."""
-    there = (i < tokens) & (j < keys)
     if BIAS:
-        scores += tl.load(bias + i * b_t + j * b_s, mask=there, other=0.0).to(tl.float32)
+        scores += beside(bias, i, j, tokens, keys, b_t, b_s, BIAS).to(tl.float32)
     if MASK:
-        scores = tl.where(tl.load(mask + i * m_t + j * m_s, mask=there, other=0) != 0, scores, fill)
+        scores = tl.where(beside(mask, i, j, tokens, keys, m_t, m_s, MASK) != 0, scores, fill)
     if EDGE:
         near = j < keys
         if LEFT:
@@ -123,7 +131,7 @@ def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, l
                       SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
                       INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     scale, softcap, fill = single(scale), single(softcap), single(fill)
-    WIDE: tl.constexpr = MASK or BIAS
+    WIDE: tl.constexpr = MASK + BIAS > 0
     if not WIDE:  # scores in base 2
         if SOFTCAP:
             scale *= LOG2_E

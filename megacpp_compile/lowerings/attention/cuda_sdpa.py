@@ -14,9 +14,11 @@ from torch import Tensor
 
 from megacpp_compile.lowerings.attention._sdpa_calls import chosen, objection
 
-__all__ = ["attention", "attention_backward", "supports"]
+__all__ = ["attention", "attention_backward", "loses", "supports"]
 
 aten = torch.ops.aten
+# Keys from which these kernels are quicker than those in Triton (H100; 64 keys: 1.2 times the time).
+MIN_KEYS = 128
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -26,6 +28,12 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     (q, k, v), right = (args[1:4], args[13]) if name == "attention_backward" else (args[:3], args[9])
     kernel = chosen(q, k, v, right is not None) if q.device.type == "cuda" else "of another device"
     return None if kernel in ("cudnn", "flash") else f"torch would take its kernel {kernel!r}"
+
+
+def loses(name: str, args: Sequence[Any]) -> str | None:
+    """Why another lowering is quicker, or None."""
+    keys = args[2 if name == "attention_backward" else 1].shape[2]
+    return f"{keys} keys: of use from {MIN_KEYS}" if isinstance(keys, int) and keys < MIN_KEYS else None
 
 
 def attention(

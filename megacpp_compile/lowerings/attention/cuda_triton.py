@@ -78,6 +78,11 @@ def _broadcast(name: str, t: Tensor | None, like: Tensor) -> dict[str, Any]:
     return strides(name, t, "bhts")
 
 
+def _beside(t: Tensor | None) -> int:
+    """0 for nothing, 1 for what is the same for all queries, 2 for the rest."""
+    return 0 if t is None else 1 if statically_known_true(t.shape[2] == 1) else 2
+
+
 def _operands(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, softcap: float,
     left: int | None, right: int | None, fill: float,
@@ -90,15 +95,15 @@ def _operands(
         "right": 0 if right is None else right, "scale": scale, "softcap": softcap, "fill": fill,
         **strides("q", q, "bht"), **strides("k", k, "bhs"), **strides("v", v, "bhs"), **_broadcast("m", mask, q),
         **_broadcast("b", bias, q), "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1], "D": q.shape[-1], "A": a,
-        "R": r, "E": v.shape[-1], "EP": max(16, power_of_2(v.shape[-1])), "MASK": int(mask is not None),
-        "BIAS": int(bias is not None), "SOFTCAP": int(softcap != 0), "LEFT": int(left is not None),
+        "R": r, "E": v.shape[-1], "EP": max(16, power_of_2(v.shape[-1])), "MASK": _beside(mask), "BIAS": _beside(bias),
+        "SOFTCAP": int(softcap != 0), "LEFT": int(left is not None),
         "RIGHT": int(right is not None), **multiply(q.dtype),
     }  # fmt: skip
 
 
 # Block sizes by kernel, of heads of so many channels at most (H100; measured causal at 64, 128, 192/128 and 256).
 _STATIC: dict[str, dict[int, tuple[int, int, int, int]]] = {
-    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
+    "forward": {128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
     "queries": {64: (64, 64, 4, 2), 128: (128, 64, 8, 3), 192: (128, 64, 8, 2), 256: (64, 64, 4, 2)},
     "keys": {64: (64, 64, 4, 2), 128: (32, 64, 4, 3), 192: (64, 128, 8, 2), 256: (128, 32, 8, 2)},
     "bias": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1)},
