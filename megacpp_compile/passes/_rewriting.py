@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, same_size, unread_without, value
+from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.passes._rule import REGION, Match
@@ -87,15 +88,15 @@ class Rewriter:
 
 
 def _stamp(view: GraphView, plain: Sequence[Node], new: Sequence[Node]) -> dict[Node, Any]:
-    """Give what reads `new` fake values with the strides it has now, as far as they are others than those of `plain`;
-    the values before."""
+    """Give views of `new`, and what is elementwise, fake values with the strides they have now, where those are others
+    than behind `plain`; the values before."""
     changed = {n for old, n in zip(plain, new, strict=True) if not _lies_alike(value(old), value(n))}
     before: dict[Node, Any] = {}
     pending = sorted({user for n in changed for user in n.users})
     while pending:
         node = pending.pop(0)
-        if node.op != "call_function" or not isinstance(value(node), torch.Tensor) or node in before:
-            continue
+        if node.target not in AUTOCAST_BLIND or not isinstance(value(node), torch.Tensor):
+            continue  # products have one layout for any of their operands'; what else there is goes by modes
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
         with view.fake_mode, torch.no_grad():
             made = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -2,7 +2,7 @@
 
 Before: `softmax(q @ k.transpose(-1, -2) * scale + mask, -1) @ v` in any spelling: products of any kind, or sums of two;
         grouped heads; scores divided, capped, biased and masked; a column more for sinks; a softmax by exponentials
-After:  `out, lse, top = megacpp.attention(q, k, v, mask, bias, sinks, scale, softcap, left, right, fill)`
+After:  `out, lse, top = megacpp.attention(q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill)`
 
 Safe because the op computes the same function in at least the same precision, and nothing else reads scores or
 probabilities. It saves q, k, v, the result and two numbers a row at most in place of both.
@@ -19,7 +19,6 @@ the products' (`precision`); heads of more channels than kernels hold (`width`);
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,9 +30,8 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, UNIT_DIMS, uncast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.latent_attention import masks
-from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.matchers.latent_attention.products import product_of
+from megacpp_compile.matchers.softmax_attention.conditions import Distance, Hidden, conditions_of, narrowest
 from megacpp_compile.matchers.softmax_attention.find import attentions
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Groups, Term
 from megacpp_compile.matchers.ssd.atoms import length
@@ -52,48 +50,13 @@ _OWN = "nn/attention/"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Distance:
-    """A number of keys: `number + sum(n * node)`, the nodes being sizes."""
-
-    number: int
-    parts: tuple[tuple[int, Node], ...] = ()
-
-    @property
-    def size(self) -> Any:
-        return self.number + sum(n * value(node) for n, node in self.parts)
-
-    def emit(self, build: Builder) -> Any:
-        total: Any = None
-        for n, node in self.parts:
-            part = node if n == 1 else build(operator.mul, node, n)
-            total = part if total is None else build(operator.add, total, part)
-        return self.number if total is None else build(operator.add, total, self.number) if self.number else total
-
-
-@dataclasses.dataclass(frozen=True)
-class _Hidden:
-    """One condition of a mask: the distances it means (None where it is data), and what it is as data: `node`, of bool,
-    says what is hidden or seen, or is added."""
-
-    term: Term
-    node: Node
-    kind: str
-    fill: float
-    left: _Distance | None = None
-    right: _Distance | None = None
-
-    @property
-    def by_distance(self) -> bool:
-        return self.left is not None or self.right is not None
-
-
-@dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What the op is told. added: (term, factor) of each bias."""
+    """What the op is told. added: (term, factor) of each bias; documents: the condition that tells them apart."""
 
-    left: _Distance | None
-    right: _Distance | None
-    hidden: tuple[_Hidden, ...]
+    left: Distance | None
+    right: Distance | None
+    documents: Hidden | None
+    hidden: tuple[Hidden, ...]
     added: tuple[tuple[Term, float], ...]
     fill: float
     dtype: torch.dtype
@@ -123,6 +86,7 @@ def _decide(view: GraphView, found: Attention) -> Match | MatchFailure:
 def _inputs(found: Attention, plan: _Plan) -> list[Node]:
     nodes = [uncast(o.node) for q, k, _ in found.scores.products for o in (q, k)] + [uncast(found.values.node)]
     nodes += [h.node for h in plan.hidden] + [term.node for term, _ in plan.added]
+    nodes += [plan.documents.documents] if plan.documents is not None and plan.documents.documents is not None else []
     if found.scores.sinks is not None and found.scores.sinks[0] is not found.softmax:
         nodes.append(found.scores.sinks[0])
     nodes += [node for d in (plan.left, plan.right) if d is not None for _, node in d.parts]
@@ -146,22 +110,24 @@ def _plan(found: Attention) -> _Plan | MatchFailure:
     for sizes in (found.heads, found.groups):
         if not isinstance(length([*sizes]), int):
             return MatchFailure(found.softmax, "shape", "the number of heads is symbolic")
-    hidden, added = list[_Hidden](), list[tuple[Term, float]]()
+    hidden, added = list[Hidden](), list[tuple[Term, float]]()
     for term in found.scores.terms:
-        parts = _parts(found, term)
+        parts = conditions_of(found, term)
         if parts is None:
             added.append((term, term.factor))
         else:
             hidden += parts
     near = [h for h in hidden if h.by_distance]
-    data = [h for h in hidden if not h.by_distance]
-    if data or added or not _each_sees_one(found, near):
+    ids = [h for h in hidden if h.documents is not None][:1]
+    data = [h for h in hidden if h not in near and h not in ids]
+    if data or added or not _each_sees_one(found, near, ids):
         # As data where a row may be left without a key: what eager makes of it depends on the number that is written.
-        kept = [h for h in near if h.fill == INF] if data or added else []
-        if not _each_sees_one(found, kept):
+        kept = [h for h in (*near, *ids) if h.fill == INF] if data or added else []
+        if not _each_sees_one(found, [h for h in kept if h.by_distance], [h for h in kept if not h.by_distance]):
             kept = []
-        near, data = kept, data + [h for h in near if h not in kept]
-    left, right, more = _narrowest(near)
+        data += [h for h in (*near, *ids) if h not in kept]
+        near, ids = ([h for h in of if h in kept] for of in (near, ids))
+    left, right, more = narrowest(near)
     data += more
     added += [(h.term, h.term.factor) for h in dict.fromkeys(data) if h.kind == "bias"]
     added = list(dict.fromkeys(added))
@@ -169,7 +135,7 @@ def _plan(found: Attention) -> _Plan | MatchFailure:
     fills = {h.fill for h in data}
     if len(fills) > 1 or data and added and INF not in fills and _hides_first(found):
         return MatchFailure(data[0].node, "masks", "masks write several numbers, or one before a bias is added")
-    return _Plan(left, right, tuple(data), tuple(added), next(iter(fills), INF), dtype)
+    return _Plan(left, right, next(iter(ids), None), tuple(data), tuple(added), next(iter(fills), INF), dtype)
 
 
 def _static(size: Any) -> int:
@@ -200,97 +166,18 @@ def _dtype(found: Attention) -> torch.dtype | MatchFailure:
     return result
 
 
-def _parts(found: Attention, term: Term) -> list[_Hidden] | None:
-    """The conditions of a mask; None of a bias."""
-    if term.kind == "bias":
-        try:
-            conditions = masks._added(term.node)
-        except masks.NotRows:
-            return None
-        fill = _lowest(term.node) * term.factor
-        one = [_by_distance(found, term, term.node, "bias", fill, part) for part in conditions]
-        if not one or any(part is None for part in one):
-            return None
-        return [part for part in one if part is not None]
-    parts = list[_Hidden]()
-    for condition in masks._conditions(term.node, term.kind == "hidden"):
-        assert not isinstance(condition, list)
-        node, kind = condition[0], "hidden" if condition[1] else "seen"
-        part = _by_distance(found, term, node, kind, term.fill, condition)
-        parts.append(part or _Hidden(term, node, kind, term.fill))
-    return parts
-
-
-def _by_distance(found: Attention, term: Term, node: Node, kind: str, fill: float, part: Any) -> _Hidden | None:
-    """A condition that compares places, as one or two distances."""
-    try:
-        limits = part if isinstance(part, list) else masks.limits_of(*part)
-        left, right, more = _narrowest([_Hidden(term, node, kind, fill, *_sides(found, term, one)) for one in limits])
-    except masks.NotRows:
-        return None
-    return None if more or left is right is None else _Hidden(term, node, kind, fill, left, right)
-
-
-def _sides(found: Attention, term: Term, limit: masks.Sum) -> tuple[_Distance | None, _Distance | None]:
-    """(left, right) of a sum that is at most 0 where a key is seen. Raises NotRows."""
-    steps = (0,) * (len(term.dims) - len(limit.steps)) + limit.steps
-    of: dict[str, int] = {"t": 0, "s": 0}
-    for step, dim in zip(steps, term.dims, strict=True):
-        if step and dim in (found.keys, found.queries) and dim:
-            of["s" if dim == found.keys else "t"] = step
-        elif step and dim:
-            raise masks.NotRows("it is data")
-    one_query = not found.queries
-    if any(isinstance(value(node), torch.Tensor) for _, node in limit.parts):
-        raise masks.NotRows("it is data")
-    if of["s"] == 1 and (of["t"] == -1 or one_query and not of["t"]):
-        return None, _Distance(-limit.number, tuple((-n, node) for n, node in limit.parts))
-    if of["s"] == -1 and (of["t"] == 1 or one_query and not of["t"]):
-        return _Distance(-limit.number, tuple((-n, node) for n, node in limit.parts)), None
-    raise masks.NotRows("it is data")
-
-
-def _narrowest(near: list[_Hidden]) -> tuple[_Distance | None, _Distance | None, list[_Hidden]]:
-    """(the least distance to the left, to the right, the conditions of which that is not known)."""
-    least: dict[str, _Distance | None] = {"left": None, "right": None}
-    more = list[_Hidden]()
-    for one in near:
-        for side in ("left", "right"):
-            new, old = getattr(one, side), least[side]
-            if new is None:
-                continue
-            if old is None or statically_known_true(new.size <= old.size):
-                least[side] = new
-            elif not statically_known_true(old.size <= new.size):
-                more.append(one)
-    return least["left"], least["right"], more
-
-
-def _each_sees_one(found: Attention, near: list[_Hidden]) -> bool:
-    """Whether each query is known to see a key by these distances."""
-    left, right, more = _narrowest(near)
+def _each_sees_one(found: Attention, near: list[Hidden], documents: list[Hidden]) -> bool:
+    """Whether each query is known to see a key by these distances, with documents itself."""
+    left, right, more = narrowest(near)
     if more or not found.keys:
         return not near
+    if documents:
+        return all(side is None or statically_known_true(side.size >= 0) for side in (left, right))
     queries, keys = length([*found.queries]), length([*found.keys])
     asked = [] if right is None else [right.size >= 0]
     asked += [] if left is None else [queries - left.size <= keys]
     asked += [] if left is None or right is None else [left.size + right.size >= 0]
     return all(map(statically_known_true, asked))
-
-
-def _lowest(node: Node) -> float:
-    """The number that an added mask hides by; one that is no infinity where that is not seen."""
-    seen, pending = {node}, [node]
-    while pending:
-        n = pending.pop()
-        for a in n.args:
-            number = constant(a) if not isinstance(a, (list, tuple)) else None
-            if number is not None and number <= -60000:
-                return number
-            if isinstance(a, Node) and a not in seen:
-                seen.add(a)
-                pending.append(a)
-    return -60000.0
 
 
 # -- the rewrite
@@ -319,11 +206,15 @@ def _rewrite(build: Builder, found: Attention, plan: _Plan) -> tuple[Node, list[
         one = _broadcast(build, found, term.node, term)
         one = one if factor == 1 else build(aten.mul.Tensor, one, factor)
         bias = one if bias is None else build(aten.add.Tensor, bias, one)
-    sinks = _sinks(build, found, q)
+    sinks, documents = _sinks(build, found, q), None
+    if plan.documents is not None and plan.documents.documents is not None:
+        node, term = plan.documents.documents, plan.documents.term
+        dims, own = term.beside(node), {a for d in term.beside(node) for a in d}
+        documents = arrange(build, (node, dims), (batch if own & set(batch) else (), found.queries))
     softcap = found.scores.softcap
     scale = float(first) if softcap is None else first * softcap
     made = build(
-        torch.ops.megacpp.attention.default, q, k, v, mask, bias, sinks, scale, softcap or 0.0,
+        torch.ops.megacpp.attention.default, q, k, v, mask, bias, sinks, documents, scale, softcap or 0.0,
         *(d and d.emit(build) for d in (plan.left, plan.right)), plan.fill,
     )  # fmt: skip
     out = arrange(build, (build.item(made, 0), (batch, heads, found.queries, found.value_channels)), found.result_dims)

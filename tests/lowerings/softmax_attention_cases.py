@@ -11,7 +11,7 @@ INF = float("-inf")
 
 
 def operands(rand, dtype, b=2, h=4, g=2, t=7, s=7, d=16, e=16, mask=None, bias=None, sinks=False, softcap=0.0, left=None,
-             right=None, fill=INF, layout="plain"):  # fmt: skip
+             right=None, fill=INF, layout="plain", documents=None):  # fmt: skip
     """mask, bias: the sizes of what broadcasts to the scores. A mask hides no key from some query, and the first from
     none, but under "rows": there whole rows are hidden."""
     q, k, v = rand(b, h, t, d, dtype=dtype), rand(b, g, s, d, dtype=dtype), rand(b, g, s, e, dtype=dtype)
@@ -26,7 +26,11 @@ def operands(rand, dtype, b=2, h=4, g=2, t=7, s=7, d=16, e=16, mask=None, bias=N
             seen[:1, ..., :1, :] = False
     added = None if bias is None else rand(*(n if m else 1 for m, n in zip(bias, (b, h, t, s), strict=True)), dtype=dtype)
     logits = rand(h, dtype=dtype) if sinks else None
-    return q, k, v, seen, added, logits, d**-0.5, softcap, left, right, fill
+    ids = None
+    if documents is not None:  # of lengths that are no units of tokens, or in no order
+        ids = torch.arange(t)[None].repeat(b, 1) // documents
+        ids = ids if documents < t else (rand(b, t) > 0).long()
+    return q, k, v, seen, added, logits, ids, d**-0.5, softcap, left, right, fill
 
 
 SOFTMAX = {
@@ -42,6 +46,9 @@ SOFTMAX = {
     "all_at_once": {"mask": (1, 0, 1, 1), "bias": (0, 1, 1, 1), "sinks": True, "softcap": 3.0, "left": 4, "right": 1},
     "wide_values": {"e": 32, "right": 0}, "two_parts": {"d": 24, "right": 0}, "odd_channels": {"d": 21, "e": 13},
     "tokens_first": {"layout": "tokens first", "right": 0}, "no_sequence": {"b": 0},
+    "documents": {"documents": 3, "right": 0}, "documents_in_no_order": {"documents": 9},
+    "documents_in_several_blocks": {"b": 2, "h": 2, "g": 1, "t": 300, "s": 300, "documents": 70, "right": 0, "e": 8},
+    "documents_and_a_window": {"b": 1, "h": 1, "t": 200, "s": 200, "g": 1, "documents": 70, "left": 40, "right": 0},
     "several_blocks": {"b": 1, "h": 2, "g": 1, "t": 150, "s": 150, "right": 0},
     "windows_of_several_blocks": {"b": 1, "h": 1, "g": 1, "t": 200, "s": 200, "left": 40, "right": 0},
     "both_sides_of_several_blocks": {"b": 1, "h": 1, "g": 1, "t": 140, "s": 170, "left": 70, "right": 33},
@@ -51,9 +58,9 @@ SOFTMAX = {
 def backward(rand, dtype, **options):
     given = operands(rand, dtype, **options)
     out, lse, top = reference_of("attention")(*given)
-    settings = given[6:]
+    settings = given[7:]
     grad_of_bias = given[4] is not None and given[4].shape[2:] == (given[0].shape[2], given[1].shape[2])
-    return rand(*out.shape, dtype=dtype), *given[:6], out, lse, top, *settings, grad_of_bias
+    return rand(*out.shape, dtype=dtype), *given[:7], out, lse, top, *settings, grad_of_bias
 
 
 each_case("attention", SOFTMAX)(operands)

@@ -20,7 +20,7 @@ def kind(draw: random.Random, op: str) -> Kind:
         dtypes={"main": draw.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))},
         flags={"mask": draw.choice(shared), "bias": draw.choice(shared), "sinks": draw.random() < 0.3,
                "softcap": draw.choice((0.0, 0.0, 3.0)), "left": draw.random() < 0.3, "right": draw.random() < 0.6,
-               "low": draw.random() < 0.3},
+               "low": draw.random() < 0.3, "documents": draw.random() < 0.2},
         # Equal rows would leave the scores without a gradient.
         patterns={name: pattern(draw, 3, may_repeat=False) for name in ("q", "k", "v", "grad")},
     )  # fmt: skip
@@ -30,6 +30,8 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
     w, f = kind.widths, kind.flags
     b, t, s = draw.choice((1, 1, 2)), draw.choice((1, 2, max(1, room))), draw.randrange(2, 20 + room)
     normal = make.normal(kind.dtypes["main"])
+    if f["documents"]:
+        s = t
     q = kind.patterns["q"].lay(normal, (b, w["h"], t, w["d"]))
     k, v = (kind.patterns[n].lay(normal, (b, w["g"], s, c)) for n, c in (("k", w["d"]), ("v", w["e"])))
     sizes = {"a row": (b, 1, 1, s), "a head": (1, w["h"], t, s), "all": (b, w["h"], t, s)}
@@ -40,12 +42,18 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
     bias = normal(*sizes[f["bias"]]) if f["bias"] else None
     right = draw.randrange(0, s) if f["right"] else None
     left = draw.randrange(max(0, t - s), t + s) if f["left"] and not f["mask"] else None
+    documents = None
+    if f["documents"]:  # with itself a token is of one document, and it is seen
+        documents = (make.normal(torch.float32)(b, s).abs() * 2).long()
+        documents = documents.cumsum(1) if draw.random() < 0.7 else documents
+        mask = None
     logits = normal(w["h"]) if f["sinks"] else None
     fill = -60000.0 if f["low"] else float("-inf")
-    settings = w["d"] ** -0.5, f["softcap"], left, right, fill
+    settings = documents, w["d"] ** -0.5, f["softcap"], left, right, fill
     if kind.op == "attention":
         return q, k, v, mask, bias, logits, *settings
     out, lse, top = reference_of("attention")(q, k, v, mask, bias, logits, *settings)
+    settings = settings[1:]
     grad = kind.patterns["grad"].lay(normal, out.shape)
     own = f["bias"] in ("a head", "all")
-    return grad, q, k, v, mask, bias, logits, out, lse, top, *settings, own
+    return grad, q, k, v, mask, bias, logits, documents, out, lse, top, *settings, own

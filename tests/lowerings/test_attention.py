@@ -22,7 +22,7 @@ FORMS = {
 
 
 def arguments(rand, *, groups=G, mask=False, bias=None, sinks=False, softcap=0.0, left=None, right=None, fill=INF,
-              dtype=torch.float64):  # fmt: skip
+              ids=None, dtype=torch.float64):  # fmt: skip
     q, k, v = (
         rand(B, heads, n, c, dtype=dtype, grad=True) for heads, n, c in ((H, T, D), (groups, S, D), (groups, S, E))
     )
@@ -31,10 +31,10 @@ def arguments(rand, *, groups=G, mask=False, bias=None, sinks=False, softcap=0.0
         seen = rand(B, 1, T, S) < 0.5
         seen[..., 2] = True
     added = rand(*bias, dtype=dtype, grad=True) if bias else None
-    return q, k, v, seen, added, rand(H, dtype=dtype, grad=True) if sinks else None, 0.4, softcap, left, right, fill
+    return q, k, v, seen, added, rand(H, dtype=dtype, grad=True) if sinks else None, ids, 0.4, softcap, left, right, fill
 
 
-def formula(q, k, v, mask, bias, sinks, scale, softcap, left, right, fill):
+def formula(q, k, v, mask, bias, sinks, ids, scale, softcap, left, right, fill):
     """One query of one head after the other, by the definition."""
     rows = []
     for b in range(q.shape[0]):
@@ -48,6 +48,8 @@ def formula(q, k, v, mask, bias, sinks, scale, softcap, left, right, fill):
                     s = s if bias is None else s + bias.expand(B, H, T, S)[b, h, i, j]
                     if mask is not None and not mask.expand(B, H, T, S)[b, h, i, j]:
                         s = torch.full_like(s, fill)
+                    if ids is not None and ids.expand(B, T)[b, i] != ids.expand(B, T)[b, j]:
+                        s = torch.full_like(s, INF)
                     far = right is not None and j > i + right or left is not None and j < i - left
                     scores.append(torch.full_like(s, INF) if far else s)
                 scores = torch.stack(scores + ([] if sinks is None else [sinks[h]]))
@@ -73,10 +75,17 @@ def test_against_the_formula(rand, dtype, tolerance, form):
     assert out.dtype == dtype
 
 
+@pytest.mark.parametrize("ids", [[[0, 0, 1, 1, 1], [3, 4, 3, 4, 4]], [[2, 2, 2, 1, 0]]])
+def test_documents(rand, ids):
+    q, k, v, *others = arguments(rand, right=0, ids=torch.tensor(ids))
+    args = q, k[:, :, :T].detach().requires_grad_(), v[:, :, :T].detach().requires_grad_(), *others
+    assert_is(out_of, formula, rand, args, 1e-13)
+
+
 @pytest.mark.parametrize("form", ["plain", "all"])
 def test_keeps_operands_its_result_and_numbers_a_row(rand, form):
     args = arguments(rand, **FORMS[form])
-    _, lse, top = assert_keeps(attention, args, args[:6], 0, 1, 2)
+    _, lse, top = assert_keeps(attention, args, args[:7], 0, 1, 2)
     assert lse.shape == (B, H, T) and top.shape == ((B, H, T) if form == "all" else (0,))
 
 
@@ -109,9 +118,9 @@ def test_strides_do_not_matter(rand, layout):
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_results_lie_as_operands_do(rand, tokens_first):
     q, k, v = (rand(B, T, n, D).transpose(1, 2) if tokens_first else rand(B, n, T, D) for n in (H, G, G))
-    out, lse, top = reference.attention(q, k, v, None, None, None, 0.4, 0.0, None, 0, INF)
+    out, lse, top = reference.attention(q, k, v, None, None, None, None, 0.4, 0.0, None, 0, INF)
     settings = 0.4, 0.0, None, 0, INF, False
-    grads = reference.attention_backward(out, q, k, v, None, None, None, out, lse, top, *settings)
+    grads = reference.attention_backward(out, q, k, v, None, None, None, None, out, lse, top, *settings)
     assert [heads_first(t) for t in (out, *grads[:3])] == [not tokens_first] * 4
 
 
@@ -119,16 +128,29 @@ def test_results_lie_as_operands_do(rand, tokens_first):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_s_kernel_serves_what_it_can(rand, causal, dtype):
     q, k, v, grad = (rand(B, H, 8, 16, dtype=dtype) for _ in range(4))
-    args = q, k, v, None, None, None, 0.3, 0.0, None, 0 if causal else None, INF
+    args = q, k, v, None, None, None, None, 0.3, 0.0, None, 0 if causal else None, INF
     assert cpu_sdpa.supports("attention", args) is None
     out, lse, top = cpu_sdpa.attention(*args)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3))
     torch.testing.assert_close(lse.double(), reference.attention(*(t.double() for t in args[:3]), *args[3:])[1],
                                rtol=1e-2, atol=1e-2)  # fmt: skip
-    backward = grad, *args[:6], out, lse, top, *args[6:], False
+    backward = grad, *args[:7], out, lse, top, *args[7:], False
     assert cpu_sdpa.supports("attention_backward", backward) is None
     for got, want in zip(cpu_sdpa.attention_backward(*backward)[:3], reference.attention_backward(*backward)[:3], strict=True):
         torch.testing.assert_close(got, want, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_nothing_is_loaded_ahead_of_rows_that_are_not_aligned(rand):
+    """Triton 3.6 leaves tiles then; queries, keys and values are copied where they can be aligned."""
+    cuda_triton = pytest.importorskip("megacpp_compile.lowerings.attention.cuda_triton")
+
+    def stages(channels=64, *beside):
+        q = rand(1, 2, 32, channels, dtype=torch.bfloat16)
+        return cuda_triton._tile("forward", q, q, *beside)["num_stages"]
+
+    whole, odd = rand(1, 2, 32, 48, dtype=torch.bfloat16), rand(1, 2, 32, 50, dtype=torch.bfloat16)
+    assert stages() > 1 and stages(64, None, whole) > 1 and stages(64, whole[:, :, :, :33]) > 1
+    assert stages(40) == stages(64, odd) == stages(64, None, whole[..., 1:]) == stages(64, whole[..., ::2]) == 1
 
 
 @pytest.mark.parametrize(("form", "word"), [

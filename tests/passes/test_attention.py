@@ -178,6 +178,23 @@ def documents(m, q, k, v, ids):
     return scored(q, k).masked_fill(~(same & causal(q, k)), INF).softmax(-1) @ v
 
 
+def documents_by_others(m, q, k, v, ids):
+    """Other numbers than those of the queries."""
+    same = ids[:, None, :, None] == (ids // 2)[:, None, None, :]
+    same = same | torch.eye(T, dtype=torch.bool)
+    return scored(q, k).masked_fill(~same | ~causal(q, k), INF).softmax(-1) @ v
+
+
+def documents_and_padding(m, q, k, v, ids, there):
+    hidden = (ids[:, None, :, None] != ids[:, None, None, :]) | (places(q, k)[1] > places(q, k)[0])
+    there = there[:, None, None] | torch.eye(T, dtype=torch.bool)
+    return scored(q, k).masked_fill(hidden, INF).masked_fill(~there, INF).softmax(-1) @ v
+
+
+def one_row_of_documents(m, q, k, v, ids):
+    return scored(q, k).masked_fill(ids[:, None] != ids, LOW).softmax(-1) @ v
+
+
 def padded(m, q, k, v, there):
     return scored(q, k).masked_fill(~there[:, None, None], INF).softmax(-1) @ v
 
@@ -221,7 +238,10 @@ SPELLINGS = {
     "window_on_both_sides": (lambda: block(window_on_both_sides), "mask"),
     "chunks": (lambda: block(chunks), "mask right 0"),
     "last_queries": (lambda: block(last_queries), "right 3"),
-    "documents": (lambda: block(documents, IDS), "mask right 0"),
+    "documents": (lambda: block(documents, IDS), "documents right 0"),
+    "documents_by_others": (lambda: block(documents_by_others, IDS), "mask right 0"),
+    "documents_and_padding": (lambda: block(documents_and_padding, IDS, THERE), "mask documents right 0"),
+    "one_row_of_documents": (lambda: block(one_row_of_documents, IDS[0]), "documents"),
     "padded": (lambda: block(padded, THERE), "mask"),
     "padded_by_a_number": (lambda: block(padded_by_a_number, THERE), "bias"),
     "padded_before": (lambda: block(padded_before, BEFORE), "mask"),
@@ -231,8 +251,9 @@ SPELLINGS = {
 
 def told(frames):
     """What the op is told of masks, in words."""
-    _, _, _, mask, bias, sinks, _, softcap, left, right, _ = op_of(frames, NAME).args
-    words = [name for name, given in (("mask", mask), ("bias", bias), ("sinks", sinks)) if given is not None]
+    _, _, _, mask, bias, sinks, ids, _, softcap, left, right, _ = op_of(frames, NAME).args
+    given = {"mask": mask, "bias": bias, "sinks": sinks, "documents": ids}
+    words = [name for name, one in given.items() if one is not None]
     words += [f"softcap {softcap:g}"] if softcap else []
     words += [f"{name} {given}" for name, given in (("left", left), ("right", right)) if given is not None]
     return " ".join(words)
@@ -258,7 +279,7 @@ view_2: f32[2, 6, 2, 8] = view(linear_2, [2, 6, 2, 8])
 transpose_2: f32[2, 2, 6, 8] = transpose.int(view_2, 1, 2)
 view_3: f32[1, 4, 1, 1] = view(sinks, [1, -1, 1, 1])
 squeeze: f32[4] = squeeze.dims(view_3, [0, 2, 3])
-attention: (f32[2, 4, 6, 8], f32[2, 4, 6], f32[0]) = megacpp.attention(transpose, transpose_1, transpose_2, None, None, squeeze, 0.3535533905932738, 0.0, 2, 0, -inf)
+attention: (f32[2, 4, 6, 8], f32[2, 4, 6], f32[0]) = megacpp.attention(transpose, transpose_1, transpose_2, None, None, squeeze, None, 0.3535533905932738, 0.0, 2, 0, -inf)
 getitem: f32[2, 4, 6, 8] = attention[0]
 clone: f32[2, 4, 6, 8] = clone(getitem, memory_format=contiguous_format)
 return [clone]""")

@@ -6,6 +6,8 @@
                others are `fill`: -inf, or a number so low that nothing is left of them beside others. A row without
                a key is what softmax makes of it: NaN under -inf, the mean of v under a number
     bias       None, or floating point that broadcasts to [b, h, t, s] in four dimensions: added to the scores
+    documents  None, or integers [b or 1, s], t == s: a query sees the keys with its own number alone, as of documents
+               that are packed into one row
     sinks      None, or [h]: logits of one more key for each head, whose value is 0 (gpt-oss; arXiv:2309.17453)
     scale      of the products;  softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118), 0
                for none
@@ -17,7 +19,7 @@
                scores may be too low for a number to hold their logarithm, too; else without elements, and 0
 
 Computed in float32 (float64 for float64); kernels round probabilities to v's dtype before they multiply values.
-Saved for backward: q, k, v, mask, bias, sinks, out, lse, top.
+Saved for backward: q, k, v, mask, bias, sinks, documents, out, lse, top.
 Source: FlashAttention-2, arXiv:2307.08691.
 """
 
@@ -46,6 +48,7 @@ def attention(
     mask: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
     bias: Optional[Tensor],  # noqa: UP045
     sinks: Optional[Tensor],  # noqa: UP045
+    documents: Optional[Tensor],  # noqa: UP045
     scale: float,
     softcap: float,
     left: Optional[int],  # noqa: UP045
@@ -53,11 +56,11 @@ def attention(
     fill: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with no_autocast(q):
-        return reference.attention(q, k, v, mask, bias, sinks, scale, softcap, left, right, fill)
+        return reference.attention(q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill)
 
 
 @attention.register_fake
-def _(q, k, v, mask, bias, sinks, scale, softcap, left, right, fill):  # type: ignore[no-untyped-def]
+def _(q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill):  # type: ignore[no-untyped-def]
     b, h, t, _ = q.shape
     out = empty_like_tokens(q, h, t, v.shape[-1]).to(v.dtype)
     lse = q.new_empty((b, h, t), dtype=compute_dtype(q))
@@ -73,6 +76,7 @@ def attention_backward(
     mask: Optional[Tensor],  # noqa: UP045
     bias: Optional[Tensor],  # noqa: UP045
     sinks: Optional[Tensor],  # noqa: UP045
+    documents: Optional[Tensor],  # noqa: UP045
     out: Tensor,
     lse: Tensor,
     top: Tensor,
@@ -86,35 +90,37 @@ def attention_backward(
     """Gradients of q, k, v, bias (empty without `bias_grad`) and sinks (empty without)."""
     with no_autocast(q):
         return reference.attention_backward(
-            grad, q, k, v, mask, bias, sinks, out, lse, top, scale, softcap, left, right, fill, bias_grad
+            grad, q, k, v, mask, bias, sinks, documents, out, lse, top, scale, softcap, left, right, fill, bias_grad
         )
 
 
 @attention_backward.register_fake
-def _(grad, q, k, v, mask, bias, sinks, out, lse, top, scale, softcap, left, right, fill, bias_grad):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    grad, q, k, v, mask, bias, sinks, documents, out, lse, top, scale, softcap, left, right, fill, bias_grad
+):  # fmt: skip
     dbias = bias.new_empty(bias.shape) if bias_grad else q.new_empty(0)
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return *(empty_like_tokens(x, *x.shape[1:]) for x in (q, k, v)), dbias, dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, mask, bias, sinks, *ctx.settings = inputs
+    q, k, v, mask, bias, sinks, documents, *ctx.settings = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.bias_grad = bias is not None and ctx.needs_input_grad[4]
-    save_operands(ctx, (q, k, v, mask, bias, sinks), *output)
+    save_operands(ctx, (q, k, v, mask, bias, sinks, documents), *output)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     operands, (out, lse, top) = saved_operands(ctx)
     *grads, dbias, dsinks = attention_backward(grad, *operands, out, lse, top, *ctx.settings, ctx.bias_grad)
-    return *grads, None, dbias if ctx.bias_grad else None, None if operands[5] is None else dsinks, *[None] * 5
+    return *grads, None, dbias if ctx.bias_grad else None, None if operands[5] is None else dsinks, *[None] * 6
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _flops(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any, scale: float, softcap: float,
-           left: int | None, right: int | None, *_: Any) -> float:  # fmt: skip
+def _flops(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any, documents: Any, scale: float,
+           softcap: float, left: int | None, right: int | None, *_: Any) -> float:  # fmt: skip
     """Each query by the keys it sees, and their probabilities by the values."""
     t, s = hint(q.shape[2]), hint(k.shape[2])
     seen = s if right is None else s / 2

@@ -15,12 +15,13 @@ from megacpp_compile.lowerings.attention._sdpa_choice import Layout, kernel_of
 def objection(name: str, args: Sequence[Any]) -> str | None:
     """Why they cannot serve a call of `attention` or its backward, whatever the kernel, or None."""
     backward = name == "attention_backward"
-    q, k, _, mask, bias, sinks = args[1:7] if backward else args[:6]
-    softcap, left, right = args[11:14] if backward else args[7:10]
+    q, k, _, mask, bias, sinks, documents = args[1:8] if backward else args[:7]
+    softcap, left, right = args[12:15] if backward else args[8:11]
     if any(isinstance(n, int) and n == 0 for n in (*q.shape, k.shape[2])):
         return "there is nothing to attend to"
     for what, given in (("a mask as data", mask is not None), ("a bias", bias is not None), ("a softcap", softcap != 0),
-                        ("sinks", sinks is not None), ("a window", left is not None)):  # fmt: skip
+                        ("sinks", sinks is not None), ("documents", documents is not None),
+                        ("a window", left is not None)):  # fmt: skip
         if given:
             return f"{what}: torch's kernels take none"
     if right is not None and not (_is(right, 0) and _is(q.shape[2], k.shape[2])):

@@ -14,17 +14,18 @@ from megacpp_compile.lowerings.attention._triton_kernels import (
     capped_scores,
     hidden_scores,
     tile,
+    within_documents,
 )
 
 
 @triton.jit
 def _weights(products, i, j, known, above, tokens, keys, left, right, scale, softcap, mask, bias, m_t, m_s, b_t, b_s,
-             fill, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-             RIGHT: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
+             fill, documents, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
+             RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
     """(probabilities, what a score's gradient is multiplied by before its products'); `known` is lse in base 2."""
     capped = capped_scores(products, scale, softcap, SOFTCAP)
-    scores = hidden_scores(capped, i, j, tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s, fill, MASK, BIAS,
-                           LEFT, RIGHT, EDGE)  # fmt: skip
+    scores = hidden_scores(capped, i, j, tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s, fill, documents,
+                           MASK, BIAS, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     if MASK or BIAS:
         p = tl.exp2((scores - above) * LOG2_E - known)
     else:
@@ -51,10 +52,10 @@ def _score_gradient(p, dp, delta, slope, i, j, tokens, keys, mask, m_t, m_s, MAS
 
 @triton.jit
 def _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, delta, tokens, keys, left, right,
-                      scale, softcap, fill, k_s, v_s, m_t, m_s, b_t, b_s, D: tl.constexpr, A: tl.constexpr,
+                      scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t, b_s, D: tl.constexpr, A: tl.constexpr,
                       R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-                      SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr,
-                      PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
+                      SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr,
+                      EDGE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
                       BN: tl.constexpr):  # fmt: skip
     j = n + tl.arange(0, BN)
     k_a = tile(k, j, tl.arange(0, A), k_s, keys, D, EDGE, A > D)
@@ -63,8 +64,8 @@ def _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, a
         k_r = tile(k, j, A + tl.arange(0, R), k_s, keys, D, EDGE, A + R > D)
         products = dot(q_r, tl.trans(k_r), products, PRECISION, INTERPRETED)
     p, slope = _weights(products, i[:, None], j[None, :], known[:, None], above[:, None], tokens, keys, left, right,
-                        scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, MASK, BIAS, SOFTCAP, LEFT, RIGHT,
-                        EDGE)  # fmt: skip
+                        scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, documents, MASK, BIAS, SOFTCAP, LEFT,
+                        RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     values = tile(v, j, tl.arange(0, EP), v_s, keys, E, EDGE, EP > E)
     dp = dot(do, tl.trans(values), tl.zeros([BM, BN], tl.float32), PRECISION, INTERPRETED)
     _, ds = _score_gradient(p, dp, delta[:, None], slope, i[:, None], j[None, :], tokens, keys, mask, m_t, m_s, MASK,
@@ -78,12 +79,12 @@ def _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, a
 
 @triton.jit
 def attention_query_grad(grad, q, k, v, mask, bias, lse, top, delta, dq, tokens, keys, left, right, scale, softcap,
-                         fill, g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b,
-                         b_h, b_t, b_s, o_b, o_h, o_t, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-                         A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr,
-                         BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                         PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
-                         BN: tl.constexpr):  # fmt: skip
+                         fill, documents, spans, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b,
+                         v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t, HEADS: tl.constexpr,
+                         GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+                         EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+                         LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+                         INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """dq [b, h, t, d]: the forward's walk, with probabilities from lse."""
     scale, softcap, fill = single(scale), single(softcap), single(fill)
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -96,6 +97,7 @@ def attention_query_grad(grad, q, k, v, mask, bias, lse, top, delta, dq, tokens,
     v += b * v_b + g * v_h
     mask += b * m_b + h.to(tl.int64) * m_h
     bias += b * b_b + h.to(tl.int64) * b_h
+    documents += b * d_b
     q_a = tile(q, i, tl.arange(0, A), q_t, tokens, D, True, A > D)
     q_r = q_a
     dq_a = tl.zeros([BM, A], tl.float32)
@@ -111,22 +113,26 @@ def attention_query_grad(grad, q, k, v, mask, bias, lse, top, delta, dq, tokens,
     if MASK or BIAS:
         above = tl.load(top + row, mask=i < tokens, other=0.0)
     first, whole, whole_end, end = blocks_of_keys(m0, tokens, keys, left, right, LEFT, RIGHT, BM, BN)
+    if DOCUMENTS:
+        first, end = within_documents(spans + b * s_b, units, m0, first, end, BM, BN)
+        whole = first
+        whole_end = first
     if LEFT:
         for n in range(first, whole, BN):
-            dq_a, dq_r = _query_grad_block(
-                dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums, tokens, keys, left, right, scale,
-                softcap, fill, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, True,
-                PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+            dq_a, dq_r = _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums,
+                                           tokens, keys, left, right, scale, softcap, fill, documents, k_s, v_s, m_t,
+                                           m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS,
+                                           True, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     for n in range(whole, whole_end, BN):
-        dq_a, dq_r = _query_grad_block(
-            dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums, tokens, keys, left, right, scale,
-            softcap, fill, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, False,
-            PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+        dq_a, dq_r = _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums, tokens,
+                                       keys, left, right, scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t,
+                                       b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, False,
+                                       PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     for n in range(whole_end, end, BN):
-        dq_a, dq_r = _query_grad_block(
-            dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums, tokens, keys, left, right, scale,
-            softcap, fill, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, True,
-            PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+        dq_a, dq_r = _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums, tokens,
+                                       keys, left, right, scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t,
+                                       b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True,
+                                       PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     a = tl.arange(0, A)
     at = dq + b * o_b + h.to(tl.int64) * o_h + i[:, None] * o_t
     tl.store(at + a[None, :], as_stored(dq_a * scale, dq), mask=(i < tokens)[:, None] & (a < D)[None, :])
@@ -137,11 +143,11 @@ def attention_query_grad(grad, q, k, v, mask, bias, lse, top, delta, dq, tokens,
 
 @triton.jit
 def _keys_grad_block(dk_a, dk_r, dv, k_a, k_r, values, q, grad, mask, bias, lse, top, delta, m, j, tokens, keys, left,
-                     right, scale, softcap, fill, q_t, g_t, m_t, m_s, b_t, b_s, D: tl.constexpr, A: tl.constexpr,
-                     R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-                     SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr,
-                     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
-                     BN: tl.constexpr):  # fmt: skip
+                     right, scale, softcap, fill, documents, q_t, g_t, m_t, m_s, b_t, b_s, D: tl.constexpr,
+                     A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr,
+                     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                     DOCUMENTS: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+                     BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Of one block of queries, whose scores are [keys, queries] here."""
     i = m + tl.arange(0, BM)
     q_a = tile(q, i, tl.arange(0, A), q_t, tokens, D, EDGE, A > D)
@@ -155,8 +161,8 @@ def _keys_grad_block(dk_a, dk_r, dv, k_a, k_r, values, q, grad, mask, bias, lse,
     if MASK or BIAS:
         above = tl.load(top + i, mask=i < tokens, other=0.0)
     p, slope = _weights(products, i[None, :], j[:, None], known[None, :], above[None, :], tokens, keys, left, right,
-                        scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, MASK, BIAS, SOFTCAP, LEFT, RIGHT,
-                        EDGE)  # fmt: skip
+                        scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, documents, MASK, BIAS, SOFTCAP, LEFT,
+                        RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     do = tile(grad, i, tl.arange(0, EP), g_t, tokens, E, EDGE, EP > E)
     dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED)
     dp = dot(values, tl.trans(do), tl.zeros([BN, BM], tl.float32), PRECISION, INTERPRETED)
@@ -171,11 +177,12 @@ def _keys_grad_block(dk_a, dk_r, dv, k_a, k_r, values, q, grad, mask, bias, lse,
 
 @triton.jit
 def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, tokens, keys, left, right, scale, softcap,
-                        fill, g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h,
-                        b_t, b_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, HEADS: tl.constexpr, GROUP: tl.constexpr,
-                        D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-                        MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-                        RIGHT: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
+                        fill, documents, spans, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h,
+                        v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
+                        HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
+                        E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+                        SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr,
+                        PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
                         BN: tl.constexpr):  # fmt: skip
     """dk, dv [b, g, s, .] of a block of keys, over all queries of its heads that see some of it."""
     scale, softcap, fill = single(scale), single(softcap), single(fill)
@@ -186,6 +193,7 @@ def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, toke
     v += b * v_b + g * v_h
     mask += b * m_b
     bias += b * b_b
+    documents += b * d_b
     k_a = tile(k, j, tl.arange(0, A), k_s, keys, D, True, A > D)
     k_r = k_a
     dk_a = tl.zeros([BN, A], tl.float32)
@@ -210,26 +218,33 @@ def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, toke
     last = (end + BM - 1) // BM * BM
     whole = tl.minimum(tl.maximum(whole, first), last)
     whole_end = tl.minimum(tl.maximum(whole_end, whole), last)
+    if DOCUMENTS:
+        first, end = within_documents(spans + b * s_b, units, n0, first, end, BN, BM)
+        whole = first
+        whole_end = first
     for r in range(GROUP):
         h = g * GROUP + r
         q_of, grad_of = q + b * q_b + h * q_h, grad + b * g_b + h * g_h
         row = (b * HEADS + h) * tokens
         mask_of, bias_of = mask + h * m_h, bias + h * b_h
         for m in range(first, whole, BM):
-            dk_a, dk_r, grad_v = _keys_grad_block(
-                dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of, bias_of, lse + row, top + row,
-                delta + row, m, j, tokens, keys, left, right, scale, softcap, fill, q_t, g_t, m_t, m_s, b_t, b_s, D,
-                A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, True, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+            dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of,
+                                                  bias_of, lse + row, top + row, delta + row, m, j, tokens, keys, left,
+                                                  right, scale, softcap, fill, documents, q_t, g_t, m_t, m_s, b_t, b_s,
+                                                  D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True,
+                                                  PRECISION, INTERPRETED, BM, BN)  # fmt: skip
         for m in range(whole, whole_end, BM):
-            dk_a, dk_r, grad_v = _keys_grad_block(
-                dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of, bias_of, lse + row, top + row,
-                delta + row, m, j, tokens, keys, left, right, scale, softcap, fill, q_t, g_t, m_t, m_s, b_t, b_s, D,
-                A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, False, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+            dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of,
+                                                  bias_of, lse + row, top + row, delta + row, m, j, tokens, keys, left,
+                                                  right, scale, softcap, fill, documents, q_t, g_t, m_t, m_s, b_t, b_s,
+                                                  D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, False,
+                                                  PRECISION, INTERPRETED, BM, BN)  # fmt: skip
         for m in range(whole_end, end, BM):
-            dk_a, dk_r, grad_v = _keys_grad_block(
-                dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of, bias_of, lse + row, top + row,
-                delta + row, m, j, tokens, keys, left, right, scale, softcap, fill, q_t, g_t, m_t, m_s, b_t, b_s, D,
-                A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, True, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+            dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of,
+                                                  bias_of, lse + row, top + row, delta + row, m, j, tokens, keys, left,
+                                                  right, scale, softcap, fill, documents, q_t, g_t, m_t, m_s, b_t, b_s,
+                                                  D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True,
+                                                  PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     a, e, there = tl.arange(0, A), tl.arange(0, EP), (j < keys)[:, None]
     at = dk + b * dk_b + g * dk_h + j[:, None] * dk_s
     tl.store(at + a[None, :], as_stored(dk_a * scale, dk), mask=there & (a < D)[None, :])
@@ -242,10 +257,11 @@ def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, toke
 
 @triton.jit
 def attention_bias_grad(grad, q, k, v, mask, bias, lse, top, delta, dbias, batches, tokens, keys, left, right, scale,
-                        softcap, fill, g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s,
-                        b_b, b_h, b_t, b_s, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr,
-                        R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-                        LEFT: tl.constexpr, RIGHT: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
+                        softcap, fill, documents, spans, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s,
+                        v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, HEADS: tl.constexpr,
+                        GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+                        EP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
+                        RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
                         PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
                         BN: tl.constexpr):  # fmt: skip
     """The gradient of a bias [b or 1, h or 1, t, s]: a tile of scores' gradients, summed over batches and heads that
@@ -286,15 +302,16 @@ def attention_bias_grad(grad, q, k, v, mask, bias, lse, top, delta, dbias, batch
                 known = tl.load(lse + row, mask=i < tokens, other=0.0) * LOG2_E
                 sums = tl.load(delta + row, mask=i < tokens, other=0.0)
                 above = tl.load(top + row, mask=i < tokens, other=0.0)
+                ids = documents + b * d_b
                 mask_of, bias_of = mask + b * m_b + h * m_h, bias + b * b_b + h * b_h
                 p, slope = _weights(products, i[:, None], j[None, :], known[:, None], above[:, None], tokens, keys,
-                                    left, right, scale, softcap, mask_of, bias_of, m_t, m_s, b_t, b_s, fill, MASK, 2,
-                                    SOFTCAP, LEFT, RIGHT, True)  # fmt: skip
+                                    left, right, scale, softcap, mask_of, bias_of, m_t, m_s, b_t, b_s, fill, ids, MASK,
+                                    2, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True)  # fmt: skip
                 do = tile(grad + b * g_b + h * g_h, i, tl.arange(0, EP), g_t, tokens, E, True, EP > E)
                 values = tile(v_of, j, tl.arange(0, EP), v_s, keys, E, True, EP > E)
                 dp = dot(do, tl.trans(values), tl.zeros([BM, BN], tl.float32), PRECISION, INTERPRETED)
-                ds, _ = _score_gradient(p, dp, sums[:, None], slope, i[:, None], j[None, :], tokens, keys, mask_of, m_t,
-                                        m_s, MASK, SOFTCAP)  # fmt: skip
+                ds, _ = _score_gradient(p, dp, sums[:, None], slope, i[:, None], j[None, :], tokens, keys, mask_of,
+                                        m_t, m_s, MASK, SOFTCAP)  # fmt: skip
                 total += ds
     at = tl.program_id(2).to(tl.int64) * tokens * keys + i[:, None].to(tl.int64) * keys + j[None, :]
     tl.store(dbias + at, as_stored(total, dbias), mask=(i < tokens)[:, None] & (j < keys)[None, :])

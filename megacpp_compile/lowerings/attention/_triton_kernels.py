@@ -54,8 +54,9 @@ def beside(base, i, j, tokens, keys, step_t, step_s, KIND: tl.constexpr):
 
 
 @triton.jit
-def hidden_scores(scores, i, j, tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s, fill, MASK: tl.constexpr,
-                  BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
+def hidden_scores(scores, i, j, tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s, fill, documents,
+                  MASK: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                  DOCUMENTS: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
     """Scores with the bias, and hidden where queries i do not see keys j; i and j are of shapes that broadcast to
     those of the scores."""
     if BIAS:
@@ -68,16 +69,20 @@ def hidden_scores(scores, i, j, tokens, keys, left, right, mask, bias, m_t, m_s,
             near = near & (j >= i - left)
         if RIGHT:
             near = near & (j <= i + right)
+        if DOCUMENTS:
+            own = tl.load(documents + i, mask=i < tokens, other=0)
+            near = near & (tl.load(documents + j, mask=j < keys, other=0) == own)
         scores = tl.where(near, scores, float("-inf"))
     return scores
 
 
 @triton.jit
 def _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, first, i, tokens, keys, left, right, scale, softcap,
-                   fill, k_s, v_s, m_t, m_s, b_t, b_s, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
+                   fill, documents, k_s, v_s, m_t, m_s, b_t, b_s, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
                    E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-                   LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
-                   INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                   LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, EDGE: tl.constexpr,
+                   PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
+                   BN: tl.constexpr):  # fmt: skip
     """One block of keys more in the online softmax."""
     j = first + tl.arange(0, BN)
     k_a = tile(k, j, tl.arange(0, A), k_s, keys, D, EDGE, A > D)
@@ -87,7 +92,7 @@ def _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, first, i, token
         products = dot(q_r, tl.trans(k_r), products, PRECISION, INTERPRETED)
     scores = capped_scores(products, scale, softcap, SOFTCAP)
     scores = hidden_scores(scores, i[:, None], j[None, :], tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s,
-                           fill, MASK, BIAS, LEFT, RIGHT, EDGE)  # fmt: skip
+                           fill, documents, MASK, BIAS, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     new = tl.maximum(most, tl.max(scores, 1))
     base = new
     if EDGE or MASK or BIAS:  # else every score is a number
@@ -124,11 +129,24 @@ def blocks_of_keys(m0, tokens, keys, left, right, LEFT: tl.constexpr, RIGHT: tl.
 
 
 @triton.jit
-def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, left, right, scale, softcap, fill, q_b,
-                      q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t,
-                      HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
-                      E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
-                      SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+def within_documents(spans, units, own, first, end, OWN: tl.constexpr, OTHER: tl.constexpr):
+    """(first, end) of what a block of OWN tokens from `own` on sees, less what is of no document of theirs: by units of
+    64 tokens; the first at a border of blocks of OTHER."""
+    unit = own // 64 + tl.arange(0, OWN // 64 if OWN > 64 else 1)
+    there = unit < units
+    least = tl.min(tl.load(spans + unit * 2, mask=there, other=units), 0) * 64
+    most = tl.max(tl.load(spans + unit * 2 + 1, mask=there, other=0), 0) * 64
+    first = tl.maximum(first, least // OTHER * OTHER)
+    return first, tl.maximum(tl.minimum(end, most), first)
+
+
+@triton.jit
+def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, left, right, scale, softcap, fill,
+                      documents, spans, units, d_b, s_b, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t,
+                      m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t, HEADS: tl.constexpr, GROUP: tl.constexpr,
+                      D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+                      MASK: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+                      LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
                       INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     scale, softcap, fill = single(scale), single(softcap), single(fill)
     WIDE: tl.constexpr = MASK + BIAS > 0
@@ -148,6 +166,7 @@ def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, l
     v += b * v_b + g * v_h
     mask += b * m_b + h.to(tl.int64) * m_h
     bias += b * b_b + h.to(tl.int64) * b_h
+    documents += b * d_b
     q_a = tile(q, i, tl.arange(0, A), q_t, tokens, D, True, A > D)
     q_r = q_a
     if R:
@@ -162,22 +181,26 @@ def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, l
         total += 1
     acc = tl.zeros([BM, EP], tl.float32)
     first, whole, whole_end, end = blocks_of_keys(m0, tokens, keys, left, right, LEFT, RIGHT, BM, BN)
+    if DOCUMENTS:
+        first, end = within_documents(spans + b * s_b, units, m0, first, end, BM, BN)
+        whole = first
+        whole_end = first
     if LEFT:
         for n in range(first, whole, BN):
-            acc, total, most = _forward_block(
-                acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left, right, scale, softcap, fill,
-                k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, True, PRECISION,
-                INTERPRETED, BM, BN)  # fmt: skip
+            acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left,
+                                              right, scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t, b_s, D,
+                                              A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True,
+                                              PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     for n in range(whole, whole_end, BN):
-        acc, total, most = _forward_block(
-            acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left, right, scale, softcap, fill,
-            k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, False, PRECISION,
-            INTERPRETED, BM, BN)  # fmt: skip
+        acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left,
+                                          right, scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t, b_s, D, A,
+                                          R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, False, PRECISION,
+                                          INTERPRETED, BM, BN)  # fmt: skip
     for n in range(whole_end, end, BN):
-        acc, total, most = _forward_block(
-            acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left, right, scale, softcap, fill,
-            k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, True, PRECISION,
-            INTERPRETED, BM, BN)  # fmt: skip
+        acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left,
+                                          right, scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t, b_s, D, A,
+                                          R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True, PRECISION,
+                                          INTERPRETED, BM, BN)  # fmt: skip
     acc = acc / total[:, None]
     e = tl.arange(0, EP)
     out += b * o_b + h.to(tl.int64) * o_h

@@ -21,7 +21,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     if reason := objection(name, args):
         return reason
-    (q, k, v), right = (args[1:4], args[13]) if name == "attention_backward" else (args[:3], args[9])
+    (q, k, v), right = (args[1:4], args[14]) if name == "attention_backward" else (args[:3], args[10])
     kernel = chosen(q, k, v, right is not None)
     return None if kernel == "flash" else f"torch would take its kernel {kernel!r}"
 
@@ -33,6 +33,7 @@ def attention(
     mask: Tensor | None,
     bias: Tensor | None,
     sinks: Tensor | None,
+    documents: Tensor | None,
     scale: float,
     softcap: float,
     left: int | None,
@@ -51,6 +52,7 @@ def attention_backward(
     mask: Tensor | None,
     bias: Tensor | None,
     sinks: Tensor | None,
+    documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
     top: Tensor,

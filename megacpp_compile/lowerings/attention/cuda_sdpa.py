@@ -25,7 +25,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why none of the kernels can serve this call, or None."""
     if reason := objection(name, args):
         return reason
-    (q, k, v), right = (args[1:4], args[13]) if name == "attention_backward" else (args[:3], args[9])
+    (q, k, v), right = (args[1:4], args[14]) if name == "attention_backward" else (args[:3], args[10])
     kernel = chosen(q, k, v, right is not None) if q.device.type == "cuda" else "of another device"
     return None if kernel in ("cudnn", "flash") else f"torch would take its kernel {kernel!r}"
 
@@ -43,6 +43,7 @@ def attention(
     mask: Tensor | None,
     bias: Tensor | None,
     sinks: Tensor | None,
+    documents: Tensor | None,
     scale: float,
     softcap: float,
     left: int | None,
@@ -66,6 +67,7 @@ def attention_backward(
     mask: Tensor | None,
     bias: Tensor | None,
     sinks: Tensor | None,
+    documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
     top: Tensor,

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._kernels.triton_launch import Kernel, last_dim_contiguous, multiply, power_of_2, strides
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel, in_sixteens, multiply, power_of_2, strides
 from megacpp_compile.lowerings.attention import _triton_backward as backward
 from megacpp_compile.lowerings.attention import _triton_kernels as kernels
 from megacpp_compile.lowerings.attention._layout import empty_like_tokens
@@ -83,11 +83,41 @@ def _beside(t: Tensor | None) -> int:
     return 0 if t is None else 1 if statically_known_true(t.shape[2] == 1) else 2
 
 
+# Tokens of which it is looked for where those of their documents begin and end.
+UNIT = 64
+
+
+def _documents(q: Tensor, documents: Tensor | None) -> dict[str, Any]:
+    """The numbers of documents, and, for each UNIT of tokens, the first unit with a number between its least and its
+    largest, and the one behind the last: none beyond is seen, in whatever order the numbers are."""
+    if documents is None:
+        return {"documents": q, "spans": q, "d_b": 0, "s_b": 0, "units": 0, "DOCUMENTS": 0}
+    units = triton.cdiv(documents.shape[1], UNIT)
+    numbers = documents.to(torch.int64)
+    most = torch.iinfo(torch.int64)
+    rest = (0, units * UNIT - documents.shape[1])
+    least, largest = (
+        torch.nn.functional.pad(numbers, rest, value=value).unflatten(1, (units, UNIT))
+        for value in (most.max, most.min)
+    )
+    least, largest = least.amin(2), largest.amax(2)
+    meets = (least[:, :, None] <= largest[:, None]) & (least[:, None] <= largest[:, :, None])
+    place = torch.arange(units, device=q.device)
+    spans = torch.stack([
+        torch.where(meets, place, units).amin(2), torch.where(meets, place + 1, 0).amax(2)
+    ], 2).to(torch.int32)  # fmt: skip
+    return {
+        "documents": numbers.contiguous(), "spans": spans.contiguous(), "units": units, "DOCUMENTS": 1,
+        "d_b": 0 if statically_known_true(documents.shape[0] == 1) else documents.shape[1],
+        "s_b": 0 if statically_known_true(documents.shape[0] == 1) else units * 2,
+    }  # fmt: skip
+
+
 def _operands(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, softcap: float,
-    left: int | None, right: int | None, fill: float,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, documents: Tensor | None, scale: float,
+    softcap: float, left: int | None, right: int | None, fill: float,
 ) -> dict[str, Any]:  # fmt: skip
-    q, k, v = map(last_dim_contiguous, (q, k, v))
+    q, k, v = map(in_sixteens, (q, k, v))
     a, r = _parts(q.shape[-1])
     return {
         "q": q, "k": k, "v": v, "mask": q if mask is None else mask, "bias": q if bias is None else bias,
@@ -97,7 +127,7 @@ def _operands(
         **_broadcast("b", bias, q), "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1], "D": q.shape[-1], "A": a,
         "R": r, "E": v.shape[-1], "EP": max(16, power_of_2(v.shape[-1])), "MASK": _beside(mask), "BIAS": _beside(bias),
         "SOFTCAP": int(softcap != 0), "LEFT": int(left is not None),
-        "RIGHT": int(right is not None), **multiply(q.dtype),
+        "RIGHT": int(right is not None), **multiply(q.dtype), **_documents(q, documents),
     }  # fmt: skip
 
 
@@ -110,13 +140,26 @@ _STATIC: dict[str, dict[int, tuple[int, int, int, int]]] = {
 }
 
 
-def _tile(kernel: str, q: Tensor, v: Tensor) -> dict[str, int]:
-    """The static choice of block sizes of "forward", "queries", "keys" or "bias"."""
+def _tile(kernel: str, q: Tensor, v: Tensor, *beside: Tensor | None) -> dict[str, int]:
+    """The static choice of block sizes of "forward", "queries", "keys" or "bias". beside: mask and bias."""
     if q.dtype.itemsize == 4:
         return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1}
     widest = max(q.shape[-1], v.shape[-1])
     found = next(sizes for most, sizes in _STATIC[kernel].items() if widest <= most)
-    return dict(zip(("BM", "BN", "num_warps", "num_stages"), found, strict=True))
+    static = dict(zip(("BM", "BN", "num_warps", "num_stages"), found, strict=True))
+    # Loads ahead of rows that do not begin at multiples of 16 numbers leave their tiles (Triton 3.6, seen on an H100).
+    if q.shape[-1] % 16 or v.shape[-1] % 16 or not all(_in_rows_of_sixteens(t) for t in beside):
+        static["num_stages"] = 1
+    return static
+
+
+def _in_rows_of_sixteens(t: Tensor | None) -> bool:
+    """Whether nothing stands beside the scores, or a row of it for each query, of which each is known to be aligned."""
+    if t is None:
+        return True
+    steps = [t.stride(d) for d in range(3) if not statically_known_true(t.shape[d] == 1)]
+    aligned = all(statically_known_true(n % 16 == 0) for n in (*steps, t.storage_offset()))
+    return aligned and statically_known_true(t.stride(3) == 1)
 
 
 def attention(
@@ -126,18 +169,19 @@ def attention(
     mask: Tensor | None,
     bias: Tensor | None,
     sinks: Tensor | None,
+    documents: Tensor | None,
     scale: float,
     softcap: float,
     left: int | None,
     right: int | None,
     fill: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    args = _operands(q, k, v, mask, bias, scale, softcap, left, right, fill)
+    args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill)
     out = empty_like_tokens(q, q.shape[1], q.shape[2], v.shape[-1])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     top = lse.new_empty(q.shape[:3] if mask is not None or bias is not None else (0,))
     _forward(
-        lambda meta: (triton.cdiv(q.shape[2], meta["BM"]), q.shape[1], q.shape[0]), _tile("forward", q, v),
+        lambda meta: (triton.cdiv(q.shape[2], meta["BM"]), q.shape[1], q.shape[0]), _tile("forward", q, v, mask, bias),
         sinks=q if sinks is None else sinks.contiguous(), SINKS=int(sinks is not None), out=out, lse=lse, top=top,
         **strides("o", out, "bht"), **args,
     )  # fmt: skip
@@ -152,6 +196,7 @@ def attention_backward(
     mask: Tensor | None,
     bias: Tensor | None,
     sinks: Tensor | None,
+    documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
     top: Tensor,
@@ -163,15 +208,15 @@ def attention_backward(
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     delta = (grad.float() * out.float()).sum(-1).contiguous()
-    grad, operands = last_dim_contiguous(grad), (q, k, v)
-    args = _operands(q, k, v, mask, bias, scale, softcap, left, right, fill)
+    grad, operands = in_sixteens(grad), (q, k, v)
+    args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill)
     args |= {"grad": grad, **strides("g", grad, "bht"), "lse": lse, "top": top if top.numel() else lse, "delta": delta}
     b, h, tokens, _ = q.shape
     groups, keys = k.shape[1:3]
     dq, dk, dv = (empty_like_tokens(x, *x.shape[1:]) for x in operands)
-    _keys_grad(lambda meta: (triton.cdiv(keys, meta["BN"]), groups, b), _tile("keys", q, v), dk=dk, dv=dv,
+    _keys_grad(lambda meta: (triton.cdiv(keys, meta["BN"]), groups, b), _tile("keys", q, v, mask, bias), dk=dk, dv=dv,
                **strides("dk", dk, "bhs"), **strides("dv", dv, "bhs"), **args)  # fmt: skip
-    _query_grad(lambda meta: (triton.cdiv(tokens, meta["BM"]), h, b), _tile("queries", q, v), dq=dq,
+    _query_grad(lambda meta: (triton.cdiv(tokens, meta["BM"]), h, b), _tile("queries", q, v, mask, bias), dq=dq,
                 **strides("o", dq, "bht"), **args)  # fmt: skip
     dbias, dsinks = q.new_empty(0), q.new_empty(0)
     if bias_grad and bias is not None:
@@ -181,7 +226,8 @@ def attention_backward(
         _bias_grad(
             lambda meta: (triton.cdiv(keys, meta["BN"]), triton.cdiv(tokens, meta["BM"]),
                           bias.shape[0] * bias.shape[1]),
-            _tile("bias", q, v), dbias=dbias, batches=b, PER_BATCH=int(per_batch), PER_HEAD=int(per_head), **args,
+            _tile("bias", q, v, mask, bias), dbias=dbias, batches=b, PER_BATCH=int(per_batch), PER_HEAD=int(per_head),
+            **args,
         )  # fmt: skip
     if sinks is not None:
         logits = sinks[:, None].float()

@@ -33,8 +33,8 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 
 
 def _scores(
-    q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, softcap: float, left: int | None,
-    right: int | None, fill: float,
+    q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None, documents: Tensor | None, scale: float,
+    softcap: float, left: int | None, right: int | None, fill: float,
 ) -> _Scores:  # fmt: skip
     products = (_grouped(q, k.shape[1]) @ k.unsqueeze(2).mT).flatten(1, 2) * scale
     scores = capped = products if softcap == 0 else softcap * torch.tanh(products / softcap)
@@ -43,6 +43,9 @@ def _scores(
     if mask is not None:
         scores = torch.where(mask, scores, fill)
     near = seen(q.shape[2], k.shape[2], left, right, q.device)
+    if documents is not None:
+        same = (documents[:, :, None] == documents[:, None])[:, None]
+        near = same if near is None else near & same
     return _Scores(scores if near is None else scores.masked_fill(~near, float("-inf")), capped)
 
 
@@ -53,6 +56,7 @@ def attention(
     mask: Tensor | None,
     bias: Tensor | None,
     sinks: Tensor | None,
+    documents: Tensor | None,
     scale: float,
     softcap: float,
     left: int | None,
@@ -60,7 +64,7 @@ def attention(
     fill: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given, like, (q, k, v) = v.dtype, q, wide(q, k, v)
-    scores, _ = _scores(q, k, mask, bias, scale, softcap, left, right, fill)
+    scores, _ = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill)
     top = scores.amax(-1)
     if sinks is not None:
         top = torch.maximum(top, sinks[:, None].to(top.dtype))
@@ -81,6 +85,7 @@ def attention_backward(
     mask: Tensor | None,
     bias: Tensor | None,
     sinks: Tensor | None,
+    documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
     top: Tensor,
@@ -93,7 +98,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     given, groups, like = q.dtype, k.shape[1], (q, k, v)
     grad, out, q, k, v = wide(grad, out, q, k, v)
-    scores, capped = _scores(q, k, mask, bias, scale, softcap, left, right, fill)
+    scores, capped = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill)
     if mask is not None or bias is not None:
         scores = scores - top.unsqueeze(-1)
     weights = (scores - lse.unsqueeze(-1)).exp()

@@ -120,18 +120,18 @@ _Limits = list[Sum] | tuple[Node, bool]
 
 
 def _parts(node: Node, kind: str) -> list[_Limits]:
-    return _added(node) if kind == "added" else _conditions(node, kind == "hidden")
+    return added(node) if kind == "added" else conditions(node, kind == "hidden")
 
 
-def _conditions(node: Node, hidden: bool) -> list[_Limits]:
+def conditions(node: Node, hidden: bool) -> list[_Limits]:
     """The parts of a condition that all have to hold."""
     if node.target in (aten.logical_not.default, aten.bitwise_not.default):
-        return _conditions(node.args[0], not hidden)  # type: ignore[arg-type]
+        return conditions(node.args[0], not hidden)  # type: ignore[arg-type]
     both = [n for n in node.args[:2] if isinstance(n, Node)] if node.target in (OR if hidden else AND) else []
     if len(both) == 2 and all(value(n).dtype == torch.bool for n in both):
-        return [part for n in both for part in _conditions(n, hidden)]
+        return [part for n in both for part in conditions(n, hidden)]
     if node.target in EXPANSIONS | IDENTITIES:  # what is broadcast once more
-        return _conditions(node.args[0], hidden)  # type: ignore[arg-type]
+        return conditions(node.args[0], hidden)  # type: ignore[arg-type]
     return [] if constant(node) == (0 if hidden else 1) else [(node, hidden)]
 
 
@@ -157,25 +157,25 @@ def _least(found: list[Seen], tokens: Any) -> list[Seen]:
     return left
 
 
-def _added(node: Node) -> list[_Limits]:
+def added(node: Node) -> list[_Limits]:
     """Of a mask that is 0 or so low that nothing is left."""
     if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
         condition, a, b = node.args
         if constant(a) == 0 and is_low(b):
-            return _conditions(condition, False)  # type: ignore[arg-type]
+            return conditions(condition, False)  # type: ignore[arg-type]
         if constant(b) == 0 and is_low(a):
-            return _conditions(condition, True)  # type: ignore[arg-type]
+            return conditions(condition, True)  # type: ignore[arg-type]
     if node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         if constant(node.args[0]) == 0 and is_low(node.args[2]):
-            return _conditions(node.args[1], True)  # type: ignore[arg-type]
+            return conditions(node.args[1], True)  # type: ignore[arg-type]
         if is_low(node.args[0]) and constant(node.args[2]) == 0:
-            return _conditions(node.args[1], False)  # type: ignore[arg-type]
+            return conditions(node.args[1], False)  # type: ignore[arg-type]
     if node.target is aten.triu.default and is_low(node.args[0]):
         return [[beside_diagonal(node).plus(1)]]
     if node.target in EXPANSIONS | IDENTITIES or node.target in DTYPES:
-        return _added(node.args[0])  # type: ignore[arg-type]
+        return added(node.args[0])  # type: ignore[arg-type]
     if _is_through(node):
-        parts = [part if isinstance(part, list) else limits_of(*part) for part in _added(node.args[0])]  # type: ignore[arg-type]
+        parts = [part if isinstance(part, list) else limits_of(*part) for part in added(node.args[0])]  # type: ignore[arg-type]
         return [_viewed(node, part) for part in parts]
     raise NotRows("it is data")
 

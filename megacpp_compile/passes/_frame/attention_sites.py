@@ -124,7 +124,7 @@ def _row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool) -> Atten
 def _spelled_row(node: Node, of: Callable[[Any], Any]) -> AttentionSite:
     """The row of an attention that the pass `attention` found written out."""
     args: Any = fx.map_arg(node.args, of)
-    (q, k, v), right = args[:3], args[9]
+    (q, k, v), right = args[:3], args[10]
     choice = choose(node.target, family({q.device.type}).name, args)
     kernel = {"cuda_triton": "triton", "reference": UNFUSED}.get(choice.effective)
     kernel = kernel or chosen_kernel(q, k, v, right is not None)

@@ -1,0 +1,169 @@
+"""What the masks of an attention say: distances between queries and keys, documents, or data."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from megacpp_compile.fx.edit import Builder, same_shape, same_size, value
+from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNSQUEEZE
+from megacpp_compile.matchers.latent_attention import masks
+from megacpp_compile.matchers.latent_attention.core import constant
+from megacpp_compile.matchers.softmax_attention.parts import Attention, Term
+from megacpp_compile.matchers.ssd.atoms import length
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """A number of keys: `number + sum(n * node)`, the nodes being sizes."""
+
+    number: int
+    parts: tuple[tuple[int, Node], ...] = ()
+
+    @property
+    def size(self) -> Any:
+        return self.number + sum(n * value(node) for n, node in self.parts)
+
+    def emit(self, build: Builder) -> Any:
+        total: Any = None
+        for n, node in self.parts:
+            part = node if n == 1 else build(operator.mul, node, n)
+            total = part if total is None else build(operator.add, total, part)
+        return self.number if total is None else build(operator.add, total, self.number) if self.number else total
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    """One condition of a mask: the distances it means (None where it is data), and what it is as data: `node`, of bool,
+    says what is hidden or seen, or is added."""
+
+    term: Term
+    node: Node
+    kind: str
+    fill: float
+    left: Distance | None = None
+    right: Distance | None = None
+    documents: Node | None = None  # numbers of tokens, as queries have them, that have to be equal
+
+    @property
+    def by_distance(self) -> bool:
+        return self.left is not None or self.right is not None
+
+
+def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
+    """The conditions of a mask; None of a bias."""
+    if term.kind == "bias":
+        try:
+            conditions = masks.added(term.node)
+        except masks.NotRows:
+            return None
+        fill = _lowest(term.node) * term.factor
+        one = [_by_distance(found, term, term.node, "bias", fill, part) for part in conditions]
+        if not one or any(part is None for part in one):
+            return None
+        return [part for part in one if part is not None]
+    parts = list[Hidden]()
+    for condition in masks.conditions(term.node, term.kind == "hidden"):
+        assert not isinstance(condition, list)
+        node, kind = condition[0], "hidden" if condition[1] else "seen"
+        part = _by_distance(found, term, node, kind, term.fill, condition)
+        parts.append(part or Hidden(term, node, kind, term.fill, documents=_documents(found, term, node, kind)))
+    return parts
+
+
+def _documents(found: Attention, term: Term, node: Node, kind: str) -> Node | None:
+    """The numbers of the queries' documents where a mask compares them with those of the keys, the same numbers."""
+    while kind == "hidden" and node.target in (aten.logical_not.default, aten.bitwise_not.default):
+        node, kind = node.args[0], "seen"  # type: ignore[assignment]
+    if node.target is not (aten.eq.Tensor if kind == "seen" else aten.ne.Tensor):
+        return None
+    own = [_numbers(found, term, a) for a in node.args[:2]]
+    if own[0] is None or own[1] is None or own[0][0] is not own[1][0] or {own[0][1], own[1][1]} != {"t", "s"}:
+        return None
+    same_tokens = length([*found.queries]) == length([*found.keys]) if found.queries else False
+    queries = node.args[0 if own[0][1] == "t" else 1]
+    return queries if statically_known_true(same_tokens) else None  # type: ignore[return-value]
+
+
+def _numbers(found: Attention, term: Term, node: Any) -> tuple[Node, str] | None:
+    """(a row of integers for each sequence, or one for all, "t" or "s") of a view of it along queries or keys."""
+    if not isinstance(node, Node) or value(node).is_floating_point() or value(node).dtype == torch.bool:
+        return None
+    dims = [d for d in term.beside(node) if d]
+    along = [d for d in dims if d in (found.queries, found.keys)]
+    if len(along) != 1 or any(not set(d) <= set(found.batch) for d in dims if d not in along):
+        return None
+    stem = node
+    while stem.target in {UNSQUEEZE, *PERMUTATIONS, *RESHAPES, aten.slice.Tensor} and isinstance(stem.args[0], Node):
+        if stem.target is aten.slice.Tensor and not same_shape(stem, stem.args[0]):
+            break
+        stem = stem.args[0]
+    rows = [n for n in value(stem).shape if not same_size(n, 1)]
+    return (stem, "t" if along[0] == found.queries else "s") if len(rows) == len(dims) else None
+
+
+def _by_distance(found: Attention, term: Term, node: Node, kind: str, fill: float, part: Any) -> Hidden | None:
+    """A condition that compares places, as one or two distances."""
+    try:
+        limits = part if isinstance(part, list) else masks.limits_of(*part)
+        left, right, more = narrowest([Hidden(term, node, kind, fill, *_sides(found, term, one)) for one in limits])
+    except masks.NotRows:
+        return None
+    return None if more or left is right is None else Hidden(term, node, kind, fill, left, right)
+
+
+def _sides(found: Attention, term: Term, limit: masks.Sum) -> tuple[Distance | None, Distance | None]:
+    """(left, right) of a sum that is at most 0 where a key is seen. Raises NotRows."""
+    steps = (0,) * (len(term.dims) - len(limit.steps)) + limit.steps
+    of: dict[str, int] = {"t": 0, "s": 0}
+    for step, dim in zip(steps, term.dims, strict=True):
+        if step and dim in (found.keys, found.queries) and dim:
+            of["s" if dim == found.keys else "t"] = step
+        elif step and dim:
+            raise masks.NotRows("it is data")
+    one_query = not found.queries
+    if any(isinstance(value(node), torch.Tensor) for _, node in limit.parts):
+        raise masks.NotRows("it is data")
+    if of["s"] == 1 and (of["t"] == -1 or one_query and not of["t"]):
+        return None, Distance(-limit.number, tuple((-n, node) for n, node in limit.parts))
+    if of["s"] == -1 and (of["t"] == 1 or one_query and not of["t"]):
+        return Distance(-limit.number, tuple((-n, node) for n, node in limit.parts)), None
+    raise masks.NotRows("it is data")
+
+
+def narrowest(near: list[Hidden]) -> tuple[Distance | None, Distance | None, list[Hidden]]:
+    """(the least distance to the left, to the right, the conditions of which that is not known)."""
+    least: dict[str, Distance | None] = {"left": None, "right": None}
+    more = list[Hidden]()
+    for one in near:
+        for side in ("left", "right"):
+            new, old = getattr(one, side), least[side]
+            if new is None:
+                continue
+            if old is None or statically_known_true(new.size <= old.size):
+                least[side] = new
+            elif not statically_known_true(old.size <= new.size):
+                more.append(one)
+    return least["left"], least["right"], more
+
+
+def _lowest(node: Node) -> float:
+    """The number that an added mask hides by; one that is no infinity where that is not seen."""
+    seen, pending = {node}, [node]
+    while pending:
+        n = pending.pop()
+        for a in n.args:
+            number = constant(a) if not isinstance(a, (list, tuple)) else None
+            if number is not None and number <= -60000:
+                return number
+            if isinstance(a, Node) and a not in seen:
+                seen.add(a)
+                pending.append(a)
+    return -60000.0
