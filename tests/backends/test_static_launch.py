@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import operator
 import os
@@ -115,10 +116,14 @@ def test_other_compilations_are_not_and_what_the_user_sets_goes_before(started, 
 
 @pytest.mark.parametrize("value", [False, True])
 def test_the_environment_goes_before(started, handed, monkeypatch, value):
-    """Torch reads it once, on import."""
-    monkeypatch.setattr(inductor_config._config[SETTING], "env_value_force", value)
-    compiled()
-    compiled(**{SETTING: not value})
+    """Torch reads it once, on import. A patch ends by setting what was read before it, which is the environment's then:
+    a plain attribute, or a variable of the context since torch 2.12."""
+    entry = inductor_config._config[SETTING]
+    monkeypatch.setattr(entry, "user_override", entry.user_override)
+    monkeypatch.setattr(entry, "env_value_force", value)
+    context = contextvars.copy_context()
+    context.run(compiled)
+    context.run(compiled, **{SETTING: not value})
     assert [told[SETTING] for told in started[0].told] == [value, value]
 
 
