@@ -77,6 +77,14 @@ class HeadsOfARank(MLA):
         return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
 
+class WrittenOut(MLA):
+    """Its attention is products and a softmax."""
+
+    def attend(self, q, k, v):
+        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+        return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(later, float("-inf")).softmax(-1) @ v
+
+
 class Decoding(MLA):
     """The last token attends to the latents of all, which it expands."""
 
@@ -316,6 +324,7 @@ CASES: dict[str, Case] = {
     "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad),
     "tensor_parallel_second_batch": Case(tensor_parallel, batches=(2, 3)),
     "tensor_parallel_dynamic": Case(tensor_parallel, dynamic=True, batches=(2, 3)),  # a RecursionError in Inductor
+    "written_out": Case(lambda mesh: tensor_parallel(mesh, WrittenOut())),
     "decoding": Case(lambda mesh: tensor_parallel(mesh, Decoding()), torch.no_grad),
     "compressed": Case(
         feed_forwards, options={"compress": {"names": ("*",), "ratio": 0.5}, "verify": "each", "strict": True},

@@ -47,6 +47,7 @@ OTHER_SITES = {
     "tensor_parallel_second_batch": TWICE,
     # Dynamo knows the first batch's size in a frame with DTensors from torch 2.10 on, and compiles for the second anew.
     "tensor_parallel_dynamic": SITES if OLD else TWICE,
+    "written_out": SITES | {"attention": 1},
     "decoding": {"mla_decode": 1, "down_norm_up": 1},
     "sparse": {"sparse_mla": 1, "down_norm_up": 1},
     "compressed": {"compressed_linear": 2},
