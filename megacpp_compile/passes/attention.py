@@ -85,6 +85,7 @@ def _decide(view: GraphView, found: Attention) -> Match | MatchFailure:
 
 def _inputs(found: Attention, plan: _Plan) -> list[Node]:
     nodes = [uncast(o.node) for q, k, _ in found.scores.products for o in (q, k)] + [uncast(found.values.node)]
+    nodes += [gain.node for gain in found.scores.gains]
     nodes += [h.node for h in plan.hidden] + [term.node for term, _ in plan.added]
     nodes += [plan.documents.documents] if plan.documents is not None and plan.documents.documents is not None else []
     if found.scores.sinks is not None and found.scores.sinks[0] is not found.softmax:
@@ -189,6 +190,9 @@ def _rewrite(build: Builder, found: Attention, plan: _Plan) -> tuple[Node, list[
     q_parts, k_parts = [], []
     for (q, k, scale), channels in zip(found.scores.products, found.channels, strict=True):
         part = arrange(build, (uncast(q.node), q.dims), (batch, heads, found.queries, channels))
+        for gain in found.scores.gains:
+            by = _broadcast(build, found, gain.node, gain.dims)
+            part = build(aten.div.Tensor if gain.divides else aten.mul.Tensor, part, by)
         part = build.cast(part, plan.dtype)
         q_parts.append(part if scale == first else build(aten.mul.Tensor, part, scale / first))
         part = arrange(build, (uncast(k.node), k.dims), (batch, groups, found.keys, channels))
@@ -198,12 +202,12 @@ def _rewrite(build: Builder, found: Attention, plan: _Plan) -> tuple[Node, list[
     v = build.cast(arrange(build, values, (batch, groups, found.keys, found.value_channels)), plan.dtype)
     mask = bias = None
     for hidden in plan.hidden:
-        one = _broadcast(build, found, hidden.node, hidden.term)
+        one = _broadcast(build, found, hidden.node, hidden.term.beside(hidden.node))
         if hidden.kind == "hidden":
             one = build(aten.logical_not.default, one)
         mask = one if mask is None else build(aten.logical_and.default, mask, one)
     for term, factor in plan.added:
-        one = _broadcast(build, found, term.node, term)
+        one = _broadcast(build, found, term.node, term.beside(term.node))
         one = one if factor == 1 else build(aten.mul.Tensor, one, factor)
         bias = one if bias is None else build(aten.add.Tensor, bias, one)
     sinks, documents = _sinks(build, found, q), None
@@ -224,9 +228,8 @@ def _rewrite(build: Builder, found: Attention, plan: _Plan) -> tuple[Node, list[
     return made, [out]
 
 
-def _broadcast(build: Builder, found: Attention, node: Node, term: Term) -> Node:
+def _broadcast(build: Builder, found: Attention, node: Node, dims: Groups) -> Node:
     """What broadcasts to the scores, as it does to the op's four dimensions."""
-    dims: Groups = term.beside(node)
     own = {a for d in dims for a in d}
     wanted = (found.batch, found.heads, found.queries, found.keys)
     return arrange(build, (node, dims), [group if own & set(group) else () for group in wanted])

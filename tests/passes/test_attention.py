@@ -138,6 +138,53 @@ def one_head_of_keys(m, q, k, v):
     return torch.einsum("bhtc,bsc->bhts", q, k[:, 0]).mul(0.3).softmax(-1) @ v
 
 
+def temperature_of_a_head(m, q, k, v):
+    """Of normed queries and keys, as in Swin V2."""
+    q, k = nn.functional.normalize(q, dim=-1), nn.functional.normalize(k, dim=-1)
+    return (q @ k.mT * m.sinks.exp()[:, None, None]).softmax(-1) @ v
+
+
+def scaled_by_length(m, q, k, v):
+    i, j = places(q, k)
+    scores = (i + 1.0).log() * (q @ k.mT) / q.pow(2).mean((0, 2, 3), keepdim=True)
+    return scores.masked_fill(j > i, INF).softmax(-1) @ v
+
+
+def heads_by_heads(m, q, k, v):
+    return torch.stack([plain(m, q[:, h], k[:, h], v[:, h]) for h in range(H)], 1)
+
+
+def queries_in_chunks(m, q, k, v):
+    return torch.cat([scored(part, k).softmax(-1) @ v for part in q.chunk(2, 2)], 2)
+
+
+def t5(m, q, k, v):
+    bias = m.bias + torch.full((T, T), LOW).triu(1)
+    return (q @ k.transpose(3, 2) + bias).float().softmax(-1).type_as(q) @ v
+
+
+def prefix(m, q, k, v):
+    i, j = places(q, k)
+    return scored(q, k).masked_fill(~((j <= i) | (j < 3)), INF).softmax(-1) @ v
+
+
+def repeated_as_a_whole(m, q, k, v):
+    return plain(m, q, *(x.repeat(1, 2, 1, 1) for x in (k, v)))
+
+
+def keys_before_queries(m, q, k, v):
+    return ((k @ q.mT).mT * 0.3).softmax(-1) @ v
+
+
+def mask_by_values_of_keys(m, q, k, v):
+    return scored(q, k).masked_fill(k[..., 0][:, :, None] < -1, LOW).softmax(-1) @ v
+
+
+def window_of_later_ones(m, q, k, v):
+    i, j = places(q, k)
+    return scored(q, k).masked_fill(i - j > 2, INF).softmax(-1) @ v
+
+
 def two_products(m, q, k, v):
     """DeepSeek's own inference code: RoPE's channels of keys are of all heads."""
     scores = torch.einsum("bhtc,bhsc->bhts", q[..., :6], k[..., :6])
@@ -231,6 +278,14 @@ SPELLINGS = {
     "einsums": (lambda: block(einsums), ""),
     "groups_of_heads": (lambda: block(groups_of_heads, groups=2), "right 0"),
     "one_head_of_keys": (lambda: block(one_head_of_keys), ""),
+    "temperature_of_a_head": (lambda: block(temperature_of_a_head), ""),
+    "scaled_by_length": (lambda: block(scaled_by_length), "right 0"),
+    "t5": (lambda: block(t5), "bias"),
+    "prefix": (lambda: block(prefix), "mask"),
+    "repeated_as_a_whole": (lambda: block(repeated_as_a_whole, groups=2), "right 0"),
+    "keys_before_queries": (lambda: block(keys_before_queries), ""),
+    "mask_by_values_of_keys": (lambda: block(mask_by_values_of_keys), "mask"),
+    "window_of_later_ones": (lambda: block(window_of_later_ones), "left 2"),
     "two_products": (lambda: block(two_products), "right 0"),
     "buffer_of_gpt2": (lambda: block(buffer_of_gpt2), "mask"),
     "learned_bias": (lambda: block(learned_bias), "bias"),
@@ -263,6 +318,11 @@ def told(frames):
 def test_fires(name):
     made, wanted = SPELLINGS[name]
     assert told(assert_fires(NAME, *made())) == wanted
+
+
+@pytest.mark.parametrize(("body", "count"), [(heads_by_heads, H), (queries_in_chunks, 2)])
+def test_each_part_of_a_loop_is_a_site(body, count):
+    assert_fires(NAME, *block(body), count)
 
 
 def test_graph():
@@ -357,6 +417,40 @@ def mask_and_bias_in_turn(m, q, k, v):
     return (torch.where(m.triangle[:, :, :T, :T], scored(q, k), LOW) + m.bias).softmax(-1) @ v
 
 
+def scaled_by_key(m, q, k, v):
+    return (scored(q, k) * k[..., 0][:, :, None]).softmax(-1) @ v
+
+
+def changed_after_the_mask(m, q, k, v):
+    return plain_scores_without_the_first(q, k).clamp(min=-50).softmax(-1) @ v
+
+
+def scaled_after_the_mask(m, q, k, v):
+    return (scored(q, k).masked_fill(~causal(q, k), -1e9) * m.sinks.exp()[:, None, None]).softmax(-1) @ v
+
+
+def best_probabilities(m, q, k, v):
+    weights = scored(q, k).softmax(-1)
+    return weights.masked_fill(weights < weights.topk(3, -1).values[..., -1:], 0) @ v
+
+
+def sinks_after_normalising(m, q, k, v):
+    return (scored(q, k).softmax(-1) * m.sinks.sigmoid()[:, None, None]) @ v
+
+
+def two_softmaxes(m, q, k, v):
+    weights = scored(q, k).softmax(-1)
+    return (weights - weights.roll(1, 1)) @ v
+
+
+def talking_heads(m, q, k, v):
+    return torch.einsum("bhts,hg->bgts", scored(q, k), m.bias[:, 0, :H]).softmax(-1) @ v
+
+
+def heads_mixed_behind(m, q, k, v):
+    return torch.einsum("bhts,hg->bgts", scored(q, k).softmax(-1), m.bias[:, 0, :H]) @ v
+
+
 def wide_heads(m, q, k, v):
     q, k = (torch.cat([x] * 40, -1) for x in (q, k))
     return (q @ k.mT * 0.01).softmax(-1) @ v
@@ -367,11 +461,11 @@ def queries_in_float64(m, q, k, v):
 
 
 REFUSED = {
-    "weights-kept": [kept, averaged],
+    "weights-kept": [kept, averaged, best_probabilities, two_softmaxes],
     "scores-kept": [sparse, scores_returned],
     "other-sum": [another_axis],
-    "weights-changed": [normalised_again, no_nan],
-    "scores": [squared, masked_by_scores, negative_cap],
+    "weights-changed": [normalised_again, no_nan, sinks_after_normalising],
+    "scores": [squared, masked_by_scores, negative_cap, scaled_by_key, changed_after_the_mask, scaled_after_the_mask],
     "sinks": [sinks_kept, sink_of_each_token, one_more_after_the_maximum],
     "masks": [mask_and_bias_in_turn],
     "width": [wide_heads],
@@ -389,6 +483,12 @@ def test_refuses(tag, body):
 def test_probabilities_dropped_at_random():
     frames = run_graph(*block(dropped))  # eager draws other numbers
     assert "dropout" in frames.tags(NAME) and not frames.counts[NAME]
+
+
+@pytest.mark.parametrize("body", [talking_heads, heads_mixed_behind])
+def test_heads_that_are_mixed_are_another_product(body):
+    frames = check_graph(*block(body))
+    assert not frames.counts[NAME]
 
 
 def router(m, q, k, v):

@@ -111,8 +111,12 @@ class _Reader(ScoresReader):
         sinks = scores.sinks and (scores.sinks[0], flattened(scores.sinks[1]))
         if sinks is not None and not {a for d in sinks[1] for a in d} <= set(heads):
             raise NotAttention(sinks[0], "sinks", "they are not one logit for each head")
+        gains = tuple(dataclasses.replace(g, dims=flattened(g.dims)) for g in scores.gains)
+        for gain in gains:
+            if any(set(d) & set(keys) for d in gain.dims):
+                raise NotAttention(gain.node, "scores", "scores are multiplied by a number for each key")
         dims = tuple(map(list, flattened(scores.dims)))
-        known = Scores(dims, products, scores.softcap, terms, sinks, scores.sinks_first)
+        known = Scores(dims, products, scores.softcap, terms, sinks, scores.sinks_first, gains)
         batch = tuple(a for a in shared if a not in groups)
         return Attention(
             softmax, frozenset(self.inside), known, values, result, flattened(result_dims), batch, heads, groups,

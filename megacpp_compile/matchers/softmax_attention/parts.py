@@ -47,9 +47,18 @@ def beside(node: Node, dims: Any) -> Groups:
 
 
 @dataclasses.dataclass(frozen=True)
+class Gain:
+    """A tensor that scores are multiplied by, such as a learned temperature of each head, or divided by."""
+
+    node: Node
+    dims: Groups
+    divides: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Scores:
     """`softcap * tanh(sum(scale * q k) / softcap)`, or without `softcap`, and `terms` in the order they are applied.
-    products: (queries, keys, scale)."""
+    products: (queries, keys, scale). gains: what their sum is multiplied by, or divided by, beside."""
 
     dims: tuple[Dim, ...]
     products: tuple[tuple[Operand, Operand, float], ...]
@@ -57,6 +66,7 @@ class Scores:
     terms: tuple[Term, ...] = ()
     sinks: tuple[Node, Groups] | None = None
     sinks_first: bool = False
+    gains: tuple[Gain, ...] = ()
 
     def times(self, number: float) -> Scores | None:
         if self.terms and number < 0:

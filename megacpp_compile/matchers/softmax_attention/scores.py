@@ -14,7 +14,7 @@ from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RE
 from megacpp_compile.matchers.latent_attention.core import constant, is_low
 from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
-from megacpp_compile.matchers.softmax_attention.parts import Operand, Scores, Term, beside, grouped
+from megacpp_compile.matchers.softmax_attention.parts import Gain, Operand, Scores, Term, beside, grouped
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one
 from megacpp_compile.matchers.ssd.axes import Axes
 
@@ -100,6 +100,8 @@ class ScoresReader:
         if (number := _times(node)) is not None:
             inner = self.scores(args[0])
             return inner and inner.times(number)
+        if target in (aten.mul.Tensor, aten.div.Tensor) and not node.kwargs:
+            return self.gained(node, *args[:2])
         if target is aten.tanh.default:
             inner = self.scores(args[0])
             plain = inner is not None and inner.softcap is None and not inner.terms
@@ -144,6 +146,18 @@ class ScoresReader:
     def viewed(self, node: Node, inner: Scores) -> Scores:
         return dataclasses.replace(inner, dims=tuple(self.view(node, [flat(d) for d in inner.dims])))
 
+    def gained(self, node: Node, a: Any, b: Any) -> Scores | None:
+        """Scores times a tensor, or divided by one."""
+        divides = node.target is aten.div.Tensor
+        for of, by in ((a, b), (b, a))[: 1 if divides else 2]:
+            if isinstance(by, Node) and isinstance(value(by), torch.Tensor) and (inner := self.scores(of)) is not None:
+                plain = inner.softcap is None and not inner.terms and inner.sinks is None
+                if not plain or not _spans(node, of) or not value(by).is_floating_point():
+                    return None
+                gain = Gain(by, beside(by, grouped(inner.dims)), divides)
+                return dataclasses.replace(inner, gains=(*inner.gains, gain))
+        return None
+
     def masked(self, node: Node, of: Any, mask: Any, kind: str, fill: Any) -> Scores | None:
         inner = self.scores(of)
         if inner is None or not isinstance(mask, Node) or not _spans(node, of):
@@ -156,7 +170,7 @@ class ScoresReader:
         """Scores and what is added to them, or scores of two parts."""
         one, other = self.scores(a), self.scores(b)
         if one is not None and other is not None:
-            plain = all(s.softcap is None and not s.terms for s in (one, other))
+            plain = all(s.softcap is None and not s.terms and not s.gains for s in (one, other))
             if not plain or len(one.dims) != len(other.dims):
                 return None
             dims = list[Dim]()
