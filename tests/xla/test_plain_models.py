@@ -104,7 +104,7 @@ def examples(monkeypatch):
 
 def sites_of_the_hybrid(report):
     """One frame, every op but the rotation of whole heads."""
-    absent = ("compressed_linear", "gated_delta_rule", "linear", "linear_cross_entropy", "mla_decode", "rope_qk",
+    absent = ("attention", "compressed_linear", "gated_delta_rule", "linear", "linear_cross_entropy", "mla_decode", "rope_qk",
               "sparse_mla", "token_loop")  # fmt: skip
     assert {name: n for name, n in report.counts.items() if n != 1} == dict.fromkeys(absent, 0)
     assert [frame.captured for frame in report.frames] == [True]
