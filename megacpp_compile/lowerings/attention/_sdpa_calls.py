@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.fx.edit import same_size
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.lowerings.attention._sdpa_choice import Layout, kernel_of
 
@@ -24,18 +24,15 @@ def objection(name: str, args: Sequence[Any]) -> str | None:
                         ("a window", left is not None)):  # fmt: skip
         if given:
             return f"{what}: torch's kernels take none"
-    if right is not None and not (_is(right, 0) and _is(q.shape[2], k.shape[2])):
+    if right is not None and not (same_size(right, 0) and same_size(q.shape[2], k.shape[2])):
         return "queries that are not those of the same tokens as the keys"
     return None
 
 
 def chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     """The kernel that torch would take for such a call, as `kernel_of` calls it."""
-    return kernel_of(q.device.type, (*map(_layout, (q, k, v)), None), 0.0, causal, not _is(q.shape[1], k.shape[1]))
-
-
-def _is(a: Any, b: Any) -> bool:
-    return bool(statically_known_true(a == b))
+    grouped = not same_size(q.shape[1], k.shape[1])
+    return kernel_of(q.device.type, (*map(_layout, (q, k, v)), None), 0.0, causal, grouped)
 
 
 def _layout(t: Tensor) -> Layout:

@@ -71,7 +71,7 @@ def _parts(channels: int) -> tuple[int, int]:
     return first, max(16, power_of_2(channels - first)) if channels > first else 0
 
 
-def _broadcast(name: str, t: Tensor | None, like: Tensor) -> dict[str, Any]:
+def _broadcast(name: str, t: Tensor | None) -> dict[str, Any]:
     """Strides of what broadcasts to [b, h, t, s], 0 along what it is one of."""
     if t is None:
         return {f"{name}_{dim}": 0 for dim in "bhts"}
@@ -123,8 +123,8 @@ def _operands(
         "q": q, "k": k, "v": v, "mask": q if mask is None else mask, "bias": q if bias is None else bias,
         "tokens": q.shape[2], "keys": k.shape[2], "left": 0 if left is None else left,
         "right": 0 if right is None else right, "scale": scale, "softcap": softcap, "fill": fill,
-        **strides("q", q, "bht"), **strides("k", k, "bhs"), **strides("v", v, "bhs"), **_broadcast("m", mask, q),
-        **_broadcast("b", bias, q), "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1], "D": q.shape[-1], "A": a,
+        **strides("q", q, "bht"), **strides("k", k, "bhs"), **strides("v", v, "bhs"), **_broadcast("m", mask),
+        **_broadcast("b", bias), "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1], "D": q.shape[-1], "A": a,
         "R": r, "E": v.shape[-1], "EP": max(16, power_of_2(v.shape[-1])), "MASK": _beside(mask), "BIAS": _beside(bias),
         "SOFTCAP": int(softcap != 0), "LEFT": int(left is not None),
         "RIGHT": int(right is not None), **multiply(q.dtype), **_documents(q, documents),

@@ -128,14 +128,12 @@ def _sides(found: Attention, term: Term, limit: masks.Sum) -> tuple[Distance | N
             of["s" if dim == found.keys else "t"] = step
         elif step and dim:
             raise masks.NotRows("it is data")
-    one_query = not found.queries
     if any(isinstance(value(node), torch.Tensor) for _, node in limit.parts):
         raise masks.NotRows("it is data")
-    if of["s"] == 1 and (of["t"] == -1 or one_query and not of["t"]):
-        return None, Distance(-limit.number, tuple((-n, node) for n, node in limit.parts))
-    if of["s"] == -1 and (of["t"] == 1 or one_query and not of["t"]):
-        return Distance(-limit.number, tuple((-n, node) for n, node in limit.parts)), None
-    raise masks.NotRows("it is data")
+    distance = Distance(-limit.number, tuple((-n, node) for n, node in limit.parts))
+    if abs(of["s"]) != 1 or of["t"] != -of["s"] and (found.queries or of["t"]):
+        raise masks.NotRows("it is data")
+    return (None, distance) if of["s"] == 1 else (distance, None)
 
 
 def narrowest(near: list[Hidden]) -> tuple[Distance | None, Distance | None, list[Hidden]]:

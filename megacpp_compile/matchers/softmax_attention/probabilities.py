@@ -104,13 +104,10 @@ def _no_dropout(node: Node) -> bool:
 
 def _without_sink(node: Node, first: bool, dim: int) -> bool:
     """Whether a slice of the probabilities leaves out the sink's, the first or the last."""
-    x, at, start, end, step = [*node.args, *(None,) * 4][:5]
-    rank, size = value(x).dim(), value(x).shape[dim]
-    if at is None or at % rank != dim or step not in (None, 1):  # type: ignore[operator]
+    x, at, start, _, step = [*node.args, *(None,) * 4][:5]
+    if at is None or at % value(x).dim() != dim or step not in (None, 1):  # type: ignore[operator]
         return False
-    if first:
-        return start == 1 and same_size(value(node).shape[dim], size - 1)
-    return start in (None, 0) and same_size(value(node).shape[dim], size - 1)
+    return start in ((1,) if first else (None, 0)) and same_size(value(node).shape[dim], value(x).shape[dim] - 1)
 
 
 def product_with_values(softmax: Node, depth: int = 6) -> Node | None:

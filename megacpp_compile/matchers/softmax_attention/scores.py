@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.latent_attention.core import constant, is_low
 from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor, product_of
@@ -152,7 +152,7 @@ class ScoresReader:
         for of, by in ((a, b), (b, a))[: 1 if divides else 2]:
             if isinstance(by, Node) and isinstance(value(by), torch.Tensor) and (inner := self.scores(of)) is not None:
                 plain = inner.softcap is None and not inner.terms and inner.sinks is None
-                if not plain or not _spans(node, of) or not value(by).is_floating_point():
+                if not plain or not same_shape(node, of) or not value(by).is_floating_point():
                     return None
                 gain = Gain(by, beside(by, grouped(inner.dims)), divides)
                 return dataclasses.replace(inner, gains=(*inner.gains, gain))
@@ -160,7 +160,7 @@ class ScoresReader:
 
     def masked(self, node: Node, of: Any, mask: Any, kind: str, fill: Any) -> Scores | None:
         inner = self.scores(of)
-        if inner is None or not isinstance(mask, Node) or not _spans(node, of):
+        if inner is None or not isinstance(mask, Node) or not same_shape(node, of):
             return None
         low = constant(fill)
         assert low is not None
@@ -180,7 +180,7 @@ class ScoresReader:
                 dims.append(list(left) or list(right))
             return Scores(tuple(dims), one.products + other.products)
         for scores, of, bias in ((one, a, b), (other, b, a)):
-            if scores is not None and isinstance(bias, Node) and _spans(node, of):
+            if scores is not None and isinstance(bias, Node) and same_shape(node, of):
                 if not isinstance(value(bias), torch.Tensor) or not value(bias).is_floating_point():
                     return None
                 return dataclasses.replace(scores, terms=(*scores.terms, Term(bias, "bias", grouped(scores.dims))))
@@ -261,9 +261,3 @@ def less_maximum(node: Node) -> list[Node]:
     found = isinstance(most, Node) and most.target in _MAXIMA and most.args[0] is x
     found = found and all(n.target is not operator.getitem or n.args[1] == 0 for n in nodes)
     return [*nodes, most] if found else []  # type: ignore[list-item]
-
-
-def _spans(node: Node, of: Any) -> bool:
-    """Whether `node` is as large as its operand `of`."""
-    here, there = value(node).shape, value(of).shape
-    return len(here) == len(there) and all(map(same_size, here, there))
