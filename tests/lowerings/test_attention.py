@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megacpp_compile.lowerings.attention import attention, cpu_sdpa, reference
-from megacpp_compile.lowerings.attention._layout import heads_first
+from megacpp_compile.lowerings.attention import attention, cpu_sdpa, cuda_sdpa, reference
+from megacpp_compile.lowerings.attention._layout import heads_first, in_whole_rows
 
 from . import STRIDES, strided
 from .contract import agree, assert_is, assert_keeps, differentiate, gradcheck, tolerances
@@ -140,17 +140,34 @@ def test_torch_s_kernel_serves_what_it_can(rand, causal, dtype):
         torch.testing.assert_close(got, want, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_nothing_is_loaded_ahead_of_rows_that_are_not_aligned(rand):
-    """Triton 3.6 leaves tiles then; queries, keys and values are copied where they can be aligned."""
+@pytest.mark.parametrize("channels", [40, 48])
+def test_kernels_are_given_sixteens_of_channels_in_rows_that_begin_at_such(rand, channels):
     cuda_triton = pytest.importorskip("megacpp_compile.lowerings.attention.cuda_triton")
+    whole = rand(1, 2, 32, channels, dtype=torch.bfloat16)
+    odd = rand(1, 2, 32, channels + 1, dtype=torch.bfloat16)[..., 1:]
+    for given in (whole, odd):
+        got = cuda_triton._in_sixteens(given)
+        assert got.shape[-1] == 48 and not any(n % 16 for n in got.stride()[:3]) and got.storage_offset() == 0
+        assert torch.equal(got[..., :channels], given) and not got[..., channels:].any()
+    assert (cuda_triton._in_sixteens(whole) is whole) == (channels == 48)
 
-    def stages(channels=64, *beside):
-        q = rand(1, 2, 32, channels, dtype=torch.bfloat16)
-        return cuda_triton._tile("forward", q, q, *beside)["num_stages"]
 
-    whole, odd = rand(1, 2, 32, 48, dtype=torch.bfloat16), rand(1, 2, 32, 50, dtype=torch.bfloat16)
-    assert stages() > 1 and stages(64, None, whole) > 1 and stages(64, whole[:, :, :, :33]) > 1
-    assert stages(40) == stages(64, odd) == stages(64, None, whole[..., 1:]) == stages(64, whole[..., ::2]) == 1
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_torch_s_kernels_are_given_rows_of_sixteen_bytes(rand, tokens_first):
+    def heads(channels):
+        given = rand(1, 32, 2, channels, dtype=torch.bfloat16).transpose(1, 2)
+        return given if tokens_first else given.contiguous()
+
+    assert in_whole_rows(whole := heads(72)[..., :64]) is whole and in_whole_rows(heads(65)[..., :64]) is not whole
+    for odd in (heads(65)[..., :64], heads(65)[..., 1:], heads(128)[..., ::2], heads(72)[..., 1:65]):
+        got = in_whole_rows(odd)
+        assert torch.equal(got, odd) and heads_first(got) == heads_first(odd) == (not tokens_first)
+        assert got.stride(3) == 1 and not any(n % 8 for n in (*got.stride()[:3], got.storage_offset()))
+
+
+def test_channels_that_torch_would_pad_are_left_to_others(rand):
+    q = rand(1, 2, 128, 36, dtype=torch.bfloat16)
+    assert "eights" in cuda_sdpa.supports("attention", (q, q, q, None, None, None, None, 0.4, 0.0, None, None, INF))
 
 
 @pytest.mark.parametrize(("form", "word"), [

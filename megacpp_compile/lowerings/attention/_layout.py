@@ -21,6 +21,14 @@ def empty_like_tokens(like: Tensor, heads: Any, tokens: Any, channels: Any) -> T
     return like.new_empty((like.shape[0], tokens, heads, channels)).transpose(1, 2)
 
 
+def in_whole_rows(t: Tensor) -> Tensor:
+    """`t` [b, heads, tokens, channels], or a copy in its layout: with contiguous channels, and rows that are known to
+    begin at multiples of 16 bytes."""
+    rows = [t.stride(d) for d in range(3) if not statically_known_true(t.shape[d] == 1)]
+    whole = all(statically_known_true(n * t.itemsize % 16 == 0) for n in (t.storage_offset(), *rows))
+    return t if whole and statically_known_true(t.stride(3) == 1) else laid_out(t, t)
+
+
 def laid_out(x: Tensor, like: Tensor) -> Tensor:
     """`x` [b, heads, tokens, channels] in the layout of `empty_like_tokens`."""
     return x.contiguous() if heads_first(like) else x.transpose(1, 2).contiguous().transpose(1, 2)

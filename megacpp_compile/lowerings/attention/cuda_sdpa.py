@@ -1,7 +1,8 @@
 """`attention` on CUDA by the kernels that torch's `scaled_dot_product_attention` chooses: cuDNN's or FlashAttention-2.
 
 They serve attention to all keys, or causal from the first one on, in half precision; which of the two is torch's own
-choice, asked on fake operands of the same layout.
+choice, asked on fake operands of the same layout. Of rows that do not begin at multiples of 16 bytes cuDNN computes
+something else, or fails (torch 2.11, H100): such operands are copied.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.lowerings.attention._layout import in_whole_rows
 from megacpp_compile.lowerings.attention._sdpa_calls import chosen, objection
 
 __all__ = ["attention", "attention_backward", "loses", "supports"]
@@ -26,7 +29,11 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     if reason := objection(name, args):
         return reason
     (q, k, v), right = (args[1:4], args[14]) if name == "attention_backward" else (args[:3], args[10])
-    kernel = chosen(q, k, v, right is not None) if q.device.type == "cuda" else "of another device"
+    for channels in (q.shape[3], v.shape[3]):
+        if not statically_known_true(channels % 8 == 0):
+            return f"{channels} channels a head: they come in eights"
+    cuda = q.device.type == "cuda"
+    kernel = chosen(*map(in_whole_rows, (q, k, v)), right is not None) if cuda else "of another device"
     return None if kernel in ("cudnn", "flash") else f"torch would take its kernel {kernel!r}"
 
 
@@ -51,6 +58,7 @@ def attention(
     fill: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     causal = right is not None
+    q, k, v = map(in_whole_rows, (q, k, v))
     if chosen(q, k, v, causal) == "cudnn":
         out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
         lse = lse.view(q.shape[:3])
@@ -80,6 +88,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     causal, no_seed = right is not None, q.new_empty((), dtype=torch.int64)
     tokens, keys = q.shape[2], k.shape[2]
+    grad, q, k, v, out = map(in_whole_rows, (grad, q, k, v, out))
     if chosen(q, k, v, causal) == "cudnn":
         grads = aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, tokens, keys, 0.0, causal,

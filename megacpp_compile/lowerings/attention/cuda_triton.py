@@ -14,10 +14,11 @@ import triton
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.fx.edit import same_size
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, in_sixteens, multiply, power_of_2, strides
 from megacpp_compile.lowerings.attention import _triton_backward as backward
 from megacpp_compile.lowerings.attention import _triton_kernels as kernels
-from megacpp_compile.lowerings.attention._layout import empty_like_tokens
+from megacpp_compile.lowerings.attention._layout import empty_like_tokens, laid_out
 
 __all__ = ["attention", "attention_backward", "supports"]
 
@@ -53,6 +54,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return f"{max(sizes[2:])} channels a head: programs hold {MAX_CHANNELS}"
     if any(isinstance(n, int) and n == 0 for n in (*q.shape, *v.shape)):
         return "there is nothing to attend to"
+    if (name == "attention_backward" and same_size(q.shape[2], 1)) or same_size(k.shape[2], 1):
+        return "one query or key: what ptxas makes of a walk of one step is wrong"  # Triton 3.6, H100
     if isinstance(q.shape[0], int) and max(q.shape[0], q.shape[1], q.shape[0] * q.shape[1]) > MAX_GRID:
         return f"more than {MAX_GRID} sequences and heads"
     if name == "attention_backward" and args[-1] and not _of_scores(bias, q, k):
@@ -117,7 +120,6 @@ def _operands(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, documents: Tensor | None, scale: float,
     softcap: float, left: int | None, right: int | None, fill: float,
 ) -> dict[str, Any]:  # fmt: skip
-    q, k, v = map(in_sixteens, (q, k, v))
     a, r = _parts(q.shape[-1])
     return {
         "q": q, "k": k, "v": v, "mask": q if mask is None else mask, "bias": q if bias is None else bias,
@@ -140,26 +142,24 @@ _STATIC: dict[str, dict[int, tuple[int, int, int, int]]] = {
 }
 
 
-def _tile(kernel: str, q: Tensor, v: Tensor, *beside: Tensor | None) -> dict[str, int]:
-    """The static choice of block sizes of "forward", "queries", "keys" or "bias". beside: mask and bias."""
+def _tile(kernel: str, q: Tensor, v: Tensor) -> dict[str, int]:
+    """The static choice of block sizes of "forward", "queries", "keys" or "bias"."""
     if q.dtype.itemsize == 4:
         return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1}
     widest = max(q.shape[-1], v.shape[-1])
     found = next(sizes for most, sizes in _STATIC[kernel].items() if widest <= most)
-    static = dict(zip(("BM", "BN", "num_warps", "num_stages"), found, strict=True))
-    # Loads ahead of rows that do not begin at multiples of 16 numbers leave their tiles (Triton 3.6, seen on an H100).
-    if q.shape[-1] % 16 or v.shape[-1] % 16 or not all(_in_rows_of_sixteens(t) for t in beside):
-        static["num_stages"] = 1
-    return static
+    return dict(zip(("BM", "BN", "num_warps", "num_stages"), found, strict=True))
 
 
-def _in_rows_of_sixteens(t: Tensor | None) -> bool:
-    """Whether nothing stands beside the scores, or a row of it for each query, of which each is known to be aligned."""
-    if t is None:
-        return True
-    steps = [t.stride(d) for d in range(3) if not statically_known_true(t.shape[d] == 1)]
-    aligned = all(statically_known_true(n % 16 == 0) for n in (*steps, t.storage_offset()))
-    return aligned and statically_known_true(t.stride(3) == 1)
+def _in_sixteens(t: Tensor) -> Tensor:
+    """`t`, or a copy with zeros behind its channels up to a multiple of 16, in rows that begin at such: of other rows
+    Triton 3.6 loads beyond its tiles in more than one stage, and ptxas compiles one stage wrong (H100)."""
+    return in_sixteens(torch.nn.functional.pad(t, (0, -t.shape[-1] % 16)) if t.shape[-1] % 16 else t)
+
+
+def _as_before(padded: Tensor, like: Tensor, channels: int) -> Tensor:
+    """Results for `_in_sixteens`, less the channels that it added, in the layout of `like`."""
+    return padded if padded.shape[-1] == channels else laid_out(padded[..., :channels], like)
 
 
 def attention(
@@ -176,16 +176,18 @@ def attention(
     right: int | None,
     fill: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    like, channels = q, v.shape[-1]
+    q, k, v = map(_in_sixteens, (q, k, v))
     args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill)
-    out = empty_like_tokens(q, q.shape[1], q.shape[2], v.shape[-1])
+    out = empty_like_tokens(like, *q.shape[1:3], v.shape[-1])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     top = lse.new_empty(q.shape[:3] if mask is not None or bias is not None else (0,))
     _forward(
-        lambda meta: (triton.cdiv(q.shape[2], meta["BM"]), q.shape[1], q.shape[0]), _tile("forward", q, v, mask, bias),
+        lambda meta: (triton.cdiv(q.shape[2], meta["BM"]), q.shape[1], q.shape[0]), _tile("forward", q, v),
         sinks=q if sinks is None else sinks.contiguous(), SINKS=int(sinks is not None), out=out, lse=lse, top=top,
         **strides("o", out, "bht"), **args,
     )  # fmt: skip
-    return out, lse, top
+    return _as_before(out, like, channels), lse, top
 
 
 def attention_backward(
@@ -208,15 +210,16 @@ def attention_backward(
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     delta = (grad.float() * out.float()).sum(-1).contiguous()
-    grad, operands = in_sixteens(grad), (q, k, v)
+    operands = q, k, v
+    grad, q, k, v = map(_in_sixteens, (grad, q, k, v))
     args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill)
     args |= {"grad": grad, **strides("g", grad, "bht"), "lse": lse, "top": top if top.numel() else lse, "delta": delta}
     b, h, tokens, _ = q.shape
     groups, keys = k.shape[1:3]
-    dq, dk, dv = (empty_like_tokens(x, *x.shape[1:]) for x in operands)
-    _keys_grad(lambda meta: (triton.cdiv(keys, meta["BN"]), groups, b), _tile("keys", q, v, mask, bias), dk=dk, dv=dv,
+    dq, dk, dv = (empty_like_tokens(like, *x.shape[1:]) for like, x in zip(operands, (q, k, v), strict=True))
+    _keys_grad(lambda meta: (triton.cdiv(keys, meta["BN"]), groups, b), _tile("keys", q, v), dk=dk, dv=dv,
                **strides("dk", dk, "bhs"), **strides("dv", dv, "bhs"), **args)  # fmt: skip
-    _query_grad(lambda meta: (triton.cdiv(tokens, meta["BM"]), h, b), _tile("queries", q, v, mask, bias), dq=dq,
+    _query_grad(lambda meta: (triton.cdiv(tokens, meta["BM"]), h, b), _tile("queries", q, v), dq=dq,
                 **strides("o", dq, "bht"), **args)  # fmt: skip
     dbias, dsinks = q.new_empty(0), q.new_empty(0)
     if bias_grad and bias is not None:
@@ -226,11 +229,12 @@ def attention_backward(
         _bias_grad(
             lambda meta: (triton.cdiv(keys, meta["BN"]), triton.cdiv(tokens, meta["BM"]),
                           bias.shape[0] * bias.shape[1]),
-            _tile("bias", q, v, mask, bias), dbias=dbias, batches=b, PER_BATCH=int(per_batch), PER_HEAD=int(per_head),
+            _tile("bias", q, v), dbias=dbias, batches=b, PER_BATCH=int(per_batch), PER_HEAD=int(per_head),
             **args,
         )  # fmt: skip
     if sinks is not None:
         logits = sinks[:, None].float()
         logits = logits if mask is None and bias is None else logits - top
         dsinks = -((logits - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+    dq, dk, dv = (_as_before(x, like, like.shape[-1]) for x, like in zip((dq, dk, dv), operands, strict=True))
     return dq, dk, dv, dbias, dsinks
