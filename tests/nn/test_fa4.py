@@ -129,10 +129,12 @@ def test_sparse_attention_and_this_do_not_ask_each_other(hopper):
     """Neither the other's settings nor its result: `uses_dense_fa4` is about the dense line."""
     q, rows = torch.randn(1, 3, 2, 24), torch.randn(1, 9, 1, 24)
     indices = torch.tensor([0, 3, -1]).expand(1, 3, 1, 3)
+    attention(*operands())
+    dense = last_attention()
     before = megacpp_compile.sparse_mla(q, rows, indices, d_v=16)
     megacpp_compile.enable_fa4()
     after = megacpp_compile.sparse_mla(q, rows, indices, d_v=16)
-    assert all(map(torch.equal, before, after)) and "forward" not in hopper.CALLS and last_attention() is not None
+    assert all(map(torch.equal, before, after)) and "forward" not in hopper.CALLS and last_attention() is dense
     assert not megacpp_compile.uses_dense_fa4("cpu") and not megacpp_compile.uses_dense_fa4("xla")
     assert megacpp_compile.uses_dense_fa4("cuda") == torch.cuda.is_available()
 
