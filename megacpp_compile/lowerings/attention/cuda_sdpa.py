@@ -32,8 +32,10 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     for channels in (q.shape[3], v.shape[3]):
         if not statically_known_true(channels % 8 == 0):
             return f"{channels} channels a head: they come in eights"
-    cuda = q.device.type == "cuda"
-    kernel = chosen(*map(in_whole_rows, (q, k, v)), right is not None) if cuda else "of another device"
+    if q.device.type != "cuda":
+        return "operands on another device"
+    q, k, v = map(in_whole_rows, (q, k, v))
+    kernel = chosen(q, k, v, right is not None)
     return None if kernel in ("cudnn", "flash") else f"torch would take its kernel {kernel!r}"
 
 

@@ -179,7 +179,7 @@ def attention(
     like, channels = q, v.shape[-1]
     q, k, v = map(_in_sixteens, (q, k, v))
     args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill)
-    out = empty_like_tokens(like, *q.shape[1:3], v.shape[-1])
+    out = empty_like_tokens(like, q.shape[1], q.shape[2], v.shape[-1])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     top = lse.new_empty(q.shape[:3] if mask is not None or bias is not None else (0,))
     _forward(
