@@ -1,4 +1,5 @@
-"""The suite several times over, each time in another order; at the end, how often each test failed.
+"""The suite several times over, each time in another order; at the end, how often each test failed. What pytest told
+of a run in which one did is kept in a file.
 
     make test-repeat N=20                      # a run takes some ten minutes
     python -m tests.repeat 5 tests/lowerings   # some minutes; what follows the number goes to pytest
@@ -10,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -44,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         done = subprocess.run(command, env={**os.environ, "TEST_ORDER": str(order)}, capture_output=True, text=True)
         found = failed_in(done.stdout) or ([f"pytest itself, status {done.returncode}"] if done.returncode else [])
         failures.update(found)
-        print(f"run {order}: {time.monotonic() - began:.0f} s, {len(found)} failed", *found, sep="\n  ", flush=True)
+        if found:
+            with tempfile.NamedTemporaryFile("w", prefix=f"tests-in-order-{order}-", suffix=".txt", delete=False) as kept:
+                kept.write(done.stdout)
+            found = [*found, f"told in {kept.name}"]
+        failed = len(found[:-1])
+        print(f"run {order}: {time.monotonic() - began:.0f} s, {failed} failed", *found, sep="\n  ", flush=True)
     print(table(failures, runs))
     return bool(failures)
 
