@@ -55,5 +55,4 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
     out, lse, top = reference_of("attention")(q, k, v, mask, bias, logits, *settings)
     settings = settings[1:]
     grad = kind.patterns["grad"].lay(normal, out.shape)
-    own = f["bias"] in ("a head", "all")
-    return grad, q, k, v, mask, bias, logits, documents, out, lse, top, *settings, own
+    return grad, q, k, v, mask, bias, logits, documents, out, lse, top, *settings, bias is not None

@@ -31,6 +31,8 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torc
 
 DELTA = "gated_delta_rule_"
 WITH_FLOATS = {
+    "attention": {"attention_forward"},
+    "attention_backward": {"attention_query_grad", "attention_keys_grad", "attention_bias_grad"},
     "gated_delta_rule": {"delta_mild_chunks", "delta_prepare", "delta_prepare_channels", "delta_walk"},
     "gated_delta_rule_backward": {
         "delta_mild_chunks",

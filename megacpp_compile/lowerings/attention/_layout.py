@@ -22,10 +22,11 @@ def empty_like_tokens(like: Tensor, heads: Any, tokens: Any, channels: Any) -> T
 
 
 def in_whole_rows(t: Tensor) -> Tensor:
-    """`t` [b, heads, tokens, channels], or a copy in its layout: with contiguous channels, and rows that are known to
-    begin at multiples of 16 bytes."""
+    """`t` [b, heads, tokens, channels], or a copy in its layout: with contiguous channels, and rows of their own that
+    are known to begin at multiples of 16 bytes."""
     rows = [t.stride(d) for d in range(3) if not statically_known_true(t.shape[d] == 1)]
     whole = all(statically_known_true(n * t.itemsize % 16 == 0) for n in (t.storage_offset(), *rows))
+    whole = whole and not any(statically_known_true(n == 0) for n in rows)
     return t if whole and statically_known_true(t.stride(3) == 1) else laid_out(t, t)
 
 

@@ -42,7 +42,7 @@ _bias_grad = Kernel(backward.attention_bias_grad, _TILES, _KEY)
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernels cannot serve this call, or None."""
-    q, k, v, _, bias = args[1:6] if name == "attention_backward" else args[:5]
+    q, k, v = args[1:4] if name == "attention_backward" else args[:3]
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"queries in {q.dtype}: tensor cores multiply in float32 at most"
     if not q.dtype == k.dtype == v.dtype:
@@ -58,14 +58,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return "one query or key: what ptxas makes of a walk of one step is wrong"  # Triton 3.6, H100
     if isinstance(q.shape[0], int) and max(q.shape[0], q.shape[1], q.shape[0] * q.shape[1]) > MAX_GRID:
         return f"more than {MAX_GRID} sequences and heads"
-    if name == "attention_backward" and args[-1] and not _of_scores(bias, q, k):
-        return "the gradient of a bias that queries or keys share"
     return None
-
-
-def _of_scores(bias: Tensor, q: Tensor, k: Tensor) -> bool:
-    sizes = zip(bias.shape[2:], (q.shape[2], k.shape[2]), strict=True)
-    return all(statically_known_true(a == b) for a, b in sizes)
 
 
 def _parts(channels: int) -> tuple[int, int]:
@@ -224,14 +217,18 @@ def attention_backward(
     dbias, dsinks = q.new_empty(0), q.new_empty(0)
     if bias_grad and bias is not None:
         per_batch, per_head = (not statically_known_true(n == 1) for n in bias.shape[:2])
-        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
+        shared = [d for d, n in ((2, tokens), (3, keys)) if not statically_known_true(bias.shape[d] == n)]
+        sizes = (*bias.shape[:2], tokens, keys)
+        dbias = torch.empty(sizes, dtype=torch.float32 if shared else bias.dtype, device=q.device)
         args.pop("BIAS")
+        args |= _broadcast("b", bias.expand(sizes))
         _bias_grad(
             lambda meta: (triton.cdiv(keys, meta["BN"]), triton.cdiv(tokens, meta["BM"]),
                           bias.shape[0] * bias.shape[1]),
             _tile("bias", q, v), dbias=dbias, batches=b, PER_BATCH=int(per_batch), PER_HEAD=int(per_head),
             **args,
         )  # fmt: skip
+        dbias = dbias.sum(shared, keepdim=True).to(bias.dtype) if shared else dbias
     if sinks is not None:
         logits = sinks[:, None].float()
         logits = logits if mask is None and bias is None else logits - top
