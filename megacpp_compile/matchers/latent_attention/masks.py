@@ -7,6 +7,7 @@ that is data, such as a position. A comparison of two of them says up to which r
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -125,14 +126,60 @@ def _parts(node: Node, kind: str) -> list[_Limits]:
 
 def conditions(node: Node, hidden: bool) -> list[_Limits]:
     """The parts of a condition that all have to hold."""
-    if node.target in (aten.logical_not.default, aten.bitwise_not.default):
-        return conditions(node.args[0], not hidden)  # type: ignore[arg-type]
+    if (truth := _truth(node)) is not None:
+        parts = conditions(truth[0], hidden != truth[1])
+        return parts if all(isinstance(p, list) or _is_bool(p[0]) or _is_read(*p) for p in parts) else [(node, hidden)]
     both = [n for n in node.args[:2] if isinstance(n, Node)] if node.target in (OR if hidden else AND) else []
-    if len(both) == 2 and all(value(n).dtype == torch.bool for n in both):
+    if len(both) == 2 and all(map(_is_bool, both)):
         return [part for n in both for part in conditions(n, hidden)]
     if node.target in EXPANSIONS | IDENTITIES:  # what is broadcast once more
         return conditions(node.args[0], hidden)  # type: ignore[arg-type]
     return [] if constant(node) == (0 if hidden else 1) else [(node, hidden)]
+
+
+def _is_bool(node: Node) -> bool:
+    return bool(value(node).dtype == torch.bool)
+
+
+def _is_read(node: Node, hidden: bool) -> bool:
+    try:
+        return bool(limits_of(node, hidden))
+    except NotRows:
+        return False
+
+
+def _truth(node: Node) -> tuple[Node, bool] | None:
+    """(of 0s and 1s, whether `node` holds where they are 0 and not where they are 1); None where it is none of such."""
+    target, args = node.target, node.args
+    if target in (aten.logical_not.default, aten.bitwise_not.default) and _is_flags(args[0]):
+        return (args[0], True) if target is aten.logical_not.default or _is_bool(args[0]) else None  # type: ignore[arg-type,return-value]
+    if target in _BY_NUMBER and _is_flags(args[0]) and (number := constant(args[1])) is not None:
+        at = [_BY_NUMBER[target](n, number) for n in (0, 1)]  # type: ignore[index]
+        return None if at[0] == at[1] else (args[0], at[0])  # type: ignore[return-value]
+    if target is aten.rsub.Scalar and args[1] == 1 and _is_flags(args[0]):
+        return args[0], True  # type: ignore[return-value]
+    if target is aten.sub.Tensor and not node.kwargs and constant(args[0]) == 1 and _is_flags(args[1]):
+        return args[1], True  # type: ignore[return-value]
+    return (args[0], False) if target in DTYPES and _is_flags(args[0]) else None  # type: ignore[return-value]
+
+
+def _is_ones(node: Any) -> bool:
+    while isinstance(node, Node) and node.target in DTYPES:
+        node = node.args[0]
+    return constant(node) == 1
+
+
+def _is_flags(node: Any) -> bool:
+    """Whether all elements of `node` are 0 or 1."""
+    if not isinstance(node, Node) or not isinstance(value(node), torch.Tensor):
+        return False
+    if _is_bool(node) or constant(node) in (0, 1):
+        return True
+    if node.target in (aten.tril.default, aten.triu.default) or _is_through(node):
+        return _is_flags(node.args[0])
+    if node.target is aten.mul.Tensor:
+        return all(map(_is_flags, node.args))
+    return node.target in (aten.rsub.Scalar, aten.sub.Tensor) and _truth(node) is not None
 
 
 def _least(found: list[Seen], tokens: Any) -> list[Seen]:
@@ -170,6 +217,11 @@ def added(node: Node) -> list[_Limits]:
             return conditions(node.args[1], True)  # type: ignore[arg-type]
         if is_low(node.args[0]) and constant(node.args[2]) == 0:
             return conditions(node.args[1], False)  # type: ignore[arg-type]
+    if node.target is aten.mul.Tensor and _is_flags(node.args[0]) and is_low(node.args[1]):
+        if constant(node.args[1]) != float("-inf"):  # times 0
+            return conditions(node.args[0], True)  # type: ignore[arg-type]
+    if node.target is aten.log.default and _is_flags(node.args[0]):
+        return conditions(node.args[0], False)  # type: ignore[arg-type]
     if node.target is aten.triu.default and is_low(node.args[0]):
         return [[beside_diagonal(node).plus(1)]]
     if node.target in EXPANSIONS | IDENTITIES or node.target in DTYPES:
@@ -200,8 +252,8 @@ def limits_of(node: Any, hidden: bool) -> list[Sum]:
     if not isinstance(node, Node):
         raise NotRows("it is data")
     target = node.target
-    if target in (aten.logical_not.default, aten.bitwise_not.default):
-        return limits_of(node.args[0], not hidden)
+    if (truth := _truth(node)) is not None:
+        return limits_of(truth[0], hidden != truth[1])
     joined = OR if hidden else AND
     if target in joined:
         return [limit for x in node.args[:2] for limit in limits_of(x, hidden)]
@@ -210,17 +262,21 @@ def limits_of(node: Any, hidden: bool) -> list[Sum]:
         a, b = (sum_of(x) for x in node.args[:2])
         limit = (a + -b if sign > 0 else b + -a).plus(more)
         return [(-limit).plus(1) if hidden else limit]
-    if target is aten.tril.default and constant(node.args[0]) == 1:
-        limit = beside_diagonal(node)
-        return [(-limit).plus(1) if hidden else limit]
-    if target is aten.triu.default and constant(node.args[0]) == 1:
-        limit = -beside_diagonal(node)
-        return [(-limit).plus(1) if hidden else limit]
+    if target in (aten.tril.default, aten.triu.default):
+        limit = beside_diagonal(node) if target is aten.tril.default else -beside_diagonal(node)
+        if _is_ones(node.args[0]):
+            return [(-limit).plus(1) if hidden else limit]
+        if _is_flags(node.args[0]) and not hidden:
+            return [limit, *limits_of(node.args[0], False)]
     if _is_through(node):
         return _viewed(node, limits_of(node.args[0], hidden))
     raise NotRows("it is data")
 
 
+_BY_NUMBER = {
+    getattr(getattr(aten, name), kind): getattr(operator, name)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Scalar", "Tensor")
+}  # fmt: skip
 AND = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.mul.Tensor)
 OR = (aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor)
 # Comparison -> (a - b or b - a, the number added) that is at most 0 where it holds.
