@@ -11,7 +11,7 @@ query has to see a key by them, as a query that sees none is NaN or the mean of 
 written. Where that is not known, and where a mask is data, it stays a tensor that the op reads, with the number that it
 writes.
 Refused: probabilities that something else reads (`weights-kept`), drops at random (`dropout`) or changes
-(`weights-changed`); scores that another op changes (`scores`) or reads (`scores-kept`); queries in a wider dtype than
+(`weights-changed`); exponentials that are normalised, but by no softmax (`softmax`); scores that another op changes (`scores`) or reads (`scores-kept`); queries in a wider dtype than
 the products' (`precision`); heads of more channels than kernels hold (`width`); masks that write several numbers
 (`masks`); logits that are not one a head (`sinks`). What `megacpp_compile.attention` wrote itself is left as it is.
 """
@@ -205,6 +205,8 @@ def _rewrite(build: Builder, found: Attention, plan: _Plan) -> tuple[Node, list[
         one = _broadcast(build, found, hidden.node, hidden.term.beside(hidden.node))
         if hidden.kind == "hidden":
             one = build(aten.logical_not.default, one)
+        elif value(one).dtype != torch.bool:
+            one = build(aten.ne.Scalar, one, 0)
         mask = one if mask is None else build(aten.logical_and.default, mask, one)
     for term, factor in plan.added:
         one = _broadcast(build, found, term.node, term.beside(term.node))

@@ -31,6 +31,7 @@ class Block(nn.Module):
         # Keys without a bias, whose gradient is a zero that is all rounding.
         self.q, self.k = nn.Linear(12, H * D), nn.Linear(12, groups * D, bias=False)
         self.v = nn.Linear(12, groups * D)
+        self.latents = nn.Parameter(draw(3, D))
         self.bias, self.sinks = nn.Parameter(draw(H, T, T)), nn.Parameter(draw(H))
         self.register_buffer("triangle", torch.ones(9, 9, dtype=torch.bool).tril()[None, None])
 
@@ -119,6 +120,31 @@ def softmax1(m, q, k, v):
     return (powers / (powers.sum(-1, keepdim=True) + 1)) @ v
 
 
+# Exponentials normalised by hand: before the product with the values, or behind it.
+NORMALISED = {
+    "behind": lambda e, total, v: (e @ v) / total(True),
+    "behind_by_the_reciprocal": lambda e, total, v: (e @ v) * (1 / total(True)),
+    "by_the_reciprocal": lambda e, total, v: (e * total(True).reciprocal()) @ v,
+    "by_a_sum_with_a_dimension_more": lambda e, total, v: (e / total(False)[..., None]) @ v,
+    "by_a_view_of_a_sum": lambda e, total, v: (e / total(False).view(B, H, T, 1)) @ v,
+    "behind_with_1_more": lambda e, total, v: (e @ v) / (1 + total(True)),
+}
+
+
+def normalised(how, most=False):
+    def body(m, q, k, v):
+        s = scored(q, k).masked_fill(~causal(q, k), INF)
+        e = torch.exp(s - s.max(-1)[0].unsqueeze(-1).detach() if most else s)
+        return NORMALISED[how](e, lambda keep: e.sum(-1, keepdim=keep), v)
+
+    return body
+
+
+def less_the_logarithm(m, q, k, v):
+    s = scored(q, k)
+    return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+
 def log_softmax(m, q, k, v):
     return torch.log_softmax(scored(q, k), -1).exp() @ v
 
@@ -148,6 +174,23 @@ def scaled_by_length(m, q, k, v):
     i, j = places(q, k)
     scores = (i + 1.0).log() * (q @ k.mT) / q.pow(2).mean((0, 2, 3), keepdim=True)
     return scores.masked_fill(j > i, INF).softmax(-1) @ v
+
+
+def learned_queries(m, q, k, v):
+    """The same for all batches, in place of those of tokens; with and without being repeated."""
+    return ((m.latents @ k.mT).softmax(-1) @ v).sum(-2, keepdim=True) + q
+
+
+def learned_queries_repeated(m, q, k, v):
+    learned = m.latents.expand(B, H, 3, D)
+    return ((learned @ k.mT).softmax(-1) @ v).sum(-2, keepdim=True) + q
+
+
+def forgetting(m, q, k, v):
+    """Decay between query and key, of a gate of each token."""
+    along = nn.functional.logsigmoid(k.mean(-1)).cumsum(-1)
+    decayed = scored(q, k) + along[..., :, None] - along[..., None, :]
+    return decayed.masked_fill(~causal(q, k), INF).softmax(-1) @ v
 
 
 def heads_by_heads(m, q, k, v):
@@ -260,6 +303,29 @@ def no_key_for_the_first(m, q, k, v):
     return scored(q, k).masked_fill(j >= i, -1e30).softmax(-1) @ v
 
 
+# Masks of places, from the scores and a square of ones.
+WRITTEN = {
+    "tril_is_0": (lambda s, one: s.masked_fill(one.tril() == 0, INF), "right 0"),
+    "not_tril": (lambda s, one: s.masked_fill(~one.bool().tril(), INF), "right 0"),
+    "where_tril": (lambda s, one: torch.where(one.tril() > 0, s, -1e9), "right 0"),
+    "triu_of_bool": (lambda s, one: s.masked_fill(one.triu(1).bool(), INF), "right 0"),
+    "times_a_low_number": (lambda s, one: s + (1 - one.tril()) * -1e9, "right 0"),
+    "logarithm": (lambda s, one: s + one.tril().log(), "right 0"),
+    "filled_zeros": (lambda s, one: s + torch.zeros_like(one).masked_fill(one.triu(1) == 1, INF), "right 0"),
+    "band": (lambda s, one: s.masked_fill(one.tril().triu(-2) == 0, INF), "left 2 right 0"),
+    "two_triangles": (lambda s, one: s.masked_fill(~(one.bool().tril() & one.bool().triu(-2)), INF), "left 2 right 0"),
+    "product_of_triangles": (lambda s, one: s.masked_fill(one.tril() * one.triu(-2) < 1, INF), "left 2 right 0"),
+    "of_twos": (lambda s, one: s.masked_fill((2 * one).tril() == 0, INF), "mask"),
+    "either_triangle": (lambda s, one: s.masked_fill(one.tril() * one.triu(-2) == 1, INF), "mask"),
+    "not_low_enough": (lambda s, one: s.masked_fill(one.tril() == 0, -50.0), "mask"),
+    "infinity_times_0": (lambda s, one: s.masked_fill((one * -2).triu(1) < -1, INF), "mask"),
+}
+
+
+def written(mask):
+    return lambda m, q, k, v: mask(scored(q, k), torch.ones(T, T)).softmax(-1) @ v
+
+
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
 THERE = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 BEFORE = THERE.flip(1)
@@ -275,6 +341,14 @@ SPELLINGS = {
     "by_hand": (lambda: block(by_hand), ""),
     "softmax1": (lambda: block(softmax1), "sinks"),
     "log_softmax": (lambda: block(log_softmax), ""),
+    "less_the_logarithm": (lambda: block(less_the_logarithm), ""),
+    **{f"normalised_{how}": (lambda how=how: block(normalised(how)), "sinks right 0" if "1_more" in how else "right 0")
+       for how in NORMALISED},
+    "normalised_behind_less_the_maximum": (lambda: block(normalised("behind", most=True)), "right 0"),
+    **{f"written_{how}": (lambda mask=mask: block(written(mask)), wanted) for how, (mask, wanted) in WRITTEN.items()},
+    "learned_queries": (lambda: block(learned_queries), ""),
+    "learned_queries_repeated": (lambda: block(learned_queries_repeated), ""),
+    "forgetting": (lambda: block(forgetting), "bias right 0"),
     "einsums": (lambda: block(einsums), ""),
     "groups_of_heads": (lambda: block(groups_of_heads, groups=2), "right 0"),
     "one_head_of_keys": (lambda: block(one_head_of_keys), ""),
@@ -328,13 +402,13 @@ def test_each_part_of_a_loop_is_a_site(body, count):
 def test_graph():
     frames = assert_fires(NAME, *block(gpt_oss, groups=2))
     expecttest.assert_expected_inline(render(frames.graph), """\
-linear: f32[2, 6, 32] = linear(arg8_1, q_weight, q_bias)
+linear: f32[2, 6, 32] = linear(arg9_1, q_weight, q_bias)
 view: f32[2, 6, 4, 8] = view(linear, [2, 6, 4, 8])
 transpose: f32[2, 4, 6, 8] = transpose.int(view, 1, 2)
-linear_1: f32[2, 6, 16] = linear(arg8_1, k_weight)
+linear_1: f32[2, 6, 16] = linear(arg9_1, k_weight)
 view_1: f32[2, 6, 2, 8] = view(linear_1, [2, 6, 2, 8])
 transpose_1: f32[2, 2, 6, 8] = transpose.int(view_1, 1, 2)
-linear_2: f32[2, 6, 16] = linear(arg8_1, v_weight, v_bias)
+linear_2: f32[2, 6, 16] = linear(arg9_1, v_weight, v_bias)
 view_2: f32[2, 6, 2, 8] = view(linear_2, [2, 6, 2, 8])
 transpose_2: f32[2, 2, 6, 8] = transpose.int(view_2, 1, 2)
 view_3: f32[1, 4, 1, 1] = view(sinks, [1, -1, 1, 1])
@@ -456,16 +530,93 @@ def wide_heads(m, q, k, v):
     return (q @ k.mT * 0.01).softmax(-1) @ v
 
 
+def read_by_a_statistic(m, q, k, v):
+    w = scored(q, k).softmax(-1)
+    return w @ v, w.amax(-1)
+
+
+def two_products_of_one(m, q, k, v):
+    w = scored(q, k).softmax(-1)
+    return w @ v + w @ k
+
+
+def best_scores(m, q, k, v):
+    s = scored(q, k)
+    return s.masked_fill(s < s.topk(3, -1).values[..., -1:], INF).softmax(-1) @ v
+
+
+def scores_carried_on(m, q, k, v):
+    s = scored(q, k)
+    return (scored(s.softmax(-1) @ v, k) + s).softmax(-1) @ v
+
+
+def over_queries(m, q, k, v):
+    return scored(q, k).softmax(-2) @ v
+
+
+def turned(m, q, k, v):
+    return scored(q, k).softmax(-1).mT @ v
+
+
+def of_other_queries(m, q, k, v):
+    e = scored(q, k).exp()
+    return (e @ v) / e.sum(-1, keepdim=True).flip(-2)
+
+
+def difference(m, q, k, v):
+    (q1, q2), (k1, k2) = q.chunk(2, -1), k.chunk(2, -1)
+    return ((q1 @ k1.mT).softmax(-1) - m.sinks[:, None, None] * (q2 @ k2.mT).softmax(-1)) @ v
+
+
+def gated(m, q, k, v):
+    return (scored(q, k).softmax(-1) * m.sinks.sigmoid()[:, None, None]) @ v
+
+
+def hidden_again(m, q, k, v):
+    return scored(q, k).masked_fill(~causal(q, k), LOW).softmax(-1).masked_fill(~causal(q, k), 0.0) @ v
+
+
+def clamped(m, q, k, v):
+    return scored(q, k).clamp(-5, 5).softmax(-1) @ v
+
+
+def capped_after_the_mask(m, q, k, v):
+    return (30 * torch.tanh(scored(q, k).masked_fill(~causal(q, k), -1e9) / 30)).softmax(-1) @ v
+
+
+def a_little_more(m, q, k, v):
+    e = scored(q, k).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
+
+
+def exponentials_masked(m, q, k, v):
+    e = scored(q, k).exp() * causal(q, k)
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def powers_of_2(m, q, k, v):
+    e = torch.exp2(scored(q, k))
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def a_gradient_less(m, q, k, v):
+    """A sum that is detached is no softmax's."""
+    e = scored(q, k).exp()
+    return (e / e.sum(-1, keepdim=True).detach()) @ v
+
+
 def queries_in_float64(m, q, k, v):
     return (q.double() * m.sinks.double()[:, None, None] @ k.double().mT).softmax(-1).float() @ v
 
 
 REFUSED = {
-    "weights-kept": [kept, averaged, best_probabilities, two_softmaxes],
-    "scores-kept": [sparse, scores_returned],
-    "other-sum": [another_axis],
-    "weights-changed": [normalised_again, no_nan, sinks_after_normalising],
-    "scores": [squared, masked_by_scores, negative_cap, scaled_by_key, changed_after_the_mask, scaled_after_the_mask],
+    "weights-kept": [kept, averaged, best_probabilities, two_softmaxes, read_by_a_statistic, two_products_of_one],
+    "scores-kept": [sparse, scores_returned, best_scores, scores_carried_on],
+    "other-sum": [another_axis, over_queries, turned],
+    "weights-changed": [normalised_again, no_nan, sinks_after_normalising, difference, gated, hidden_again],
+    "softmax": [a_little_more, exponentials_masked, powers_of_2],
+    "scores": [squared, masked_by_scores, negative_cap, scaled_by_key, changed_after_the_mask, scaled_after_the_mask, clamped,
+               capped_after_the_mask],
     "sinks": [sinks_kept, sink_of_each_token, one_more_after_the_maximum],
     "masks": [mask_and_bias_in_turn],
     "width": [wide_heads],
@@ -485,7 +636,7 @@ def test_probabilities_dropped_at_random():
     assert "dropout" in frames.tags(NAME) and not frames.counts[NAME]
 
 
-@pytest.mark.parametrize("body", [talking_heads, heads_mixed_behind])
+@pytest.mark.parametrize("body", [talking_heads, heads_mixed_behind, of_other_queries, a_gradient_less])
 def test_heads_that_are_mixed_are_another_product(body):
     frames = check_graph(*block(body))
     assert not frames.counts[NAME]
@@ -497,8 +648,19 @@ def router(m, q, k, v):
     return chosen[..., None] * v.transpose(1, 2)
 
 
-def test_a_router_is_none():
-    frames = check_graph(*block(router))
+def memory(m, q, k, v):
+    """Queries of tokens, keys and values of weights."""
+    return (q @ m.latents.mT).softmax(-1) @ m.latents
+
+
+def efficient(m, q, k, v):
+    """A softmax of a linear over its tokens."""
+    return nn.functional.linear(k[:, 0], m.latents).softmax(1).mT @ v[:, 0] + q[:, 0].sum()
+
+
+@pytest.mark.parametrize("body", [router, memory, efficient])
+def test_what_comes_of_a_weight_is_none(body):
+    frames = check_graph(*block(body))
     assert not frames.counts[NAME] and not frames.tags(NAME)
 
 

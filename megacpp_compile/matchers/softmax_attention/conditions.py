@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from megacpp_compile.fx.edit import Builder, same_shape, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNSQUEEZE
 from megacpp_compile.matchers.latent_attention import masks
-from megacpp_compile.matchers.latent_attention.core import constant
+from megacpp_compile.matchers.latent_attention.core import constant, is_low
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Term
 from megacpp_compile.matchers.ssd.atoms import length
 
@@ -110,7 +110,9 @@ def _numbers(found: Attention, term: Term, node: Any) -> tuple[Node, str] | None
 
 
 def _by_distance(found: Attention, term: Term, node: Node, kind: str, fill: float, part: Any) -> Hidden | None:
-    """A condition that compares places, as one or two distances."""
+    """A condition that compares places, as one or two distances, of which what is hidden has no weight."""
+    if not is_low(fill):
+        return None
     try:
         limits = part if isinstance(part, list) else masks.limits_of(*part)
         left, right, more = narrowest([Hidden(term, node, kind, fill, *_sides(found, term, one)) for one in limits])

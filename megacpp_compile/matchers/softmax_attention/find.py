@@ -27,7 +27,13 @@ from megacpp_compile.matchers.softmax_attention.parts import (
     Term,
     flattened,
 )
-from megacpp_compile.matchers.softmax_attention.probabilities import Softmax, product_with_values, softmax_of, weighted
+from megacpp_compile.matchers.softmax_attention.probabilities import (
+    Softmax,
+    divided,
+    product_with_values,
+    softmax_of,
+    weighted,
+)
 from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, less_maximum
 from megacpp_compile.matchers.ssd.atoms import Atom, NoAxes, flat
 
@@ -58,20 +64,27 @@ class _Reader(ScoresReader):
                 reason = f"{found.target} stands between the products of queries with keys and the softmax"
                 raise NotAttention(found, "scores", reason)
             return None
+        if self.of_weights(scores, dim):
+            return None
+        if start.but:
+            if product_with_values(softmax) is None:
+                return None
+            raise NotAttention(softmax, "softmax", f"the scores' exponentials are normalised, but {start.but}")
         if start.one:
             if scores.sinks is not None or less_maximum(start.scores):
                 reason = "1 is added to a sum of exponentials that the largest was taken off of"
                 raise NotAttention(softmax, "sinks", reason)
             scores = dataclasses.replace(scores, sinks=(softmax, ()))
-        factors = weighted(self, softmax, scores, dim)
+        factors = weighted(self, softmax, scores, dim, start.nodes)
         if factors is None:
             return None
         result, weights, dims, factor = factors
-        own_nodes = {*self.inside, *start.nodes}
+        end, behind = (result, []) if start.total is None else divided(result, start.total)
+        own_nodes = {*self.inside, *start.nodes, *behind}
         for node in own_nodes - {softmax}:
-            if outside := next((u for u in node.users if u not in own_nodes), None):
+            if outside := next((u for u in node.users if u not in own_nodes and u is not end), None):
                 raise NotAttention(outside, "scores-kept", f"scores are read by more than the softmax ({node.name})")
-        self.inside += start.nodes
+        self.inside += [*start.nodes, *behind]
         values, keys = self.operand(factor.node), scores.dims[dim]
         own: dict[int, Any] = {}  # the atoms of the result's dimensions
         for place, d in zip(weights.dims, dims, strict=True):
@@ -83,7 +96,24 @@ class _Reader(ScoresReader):
                 self.axes.same(list(meets), list(theirs))
             elif theirs:
                 own[place] = theirs
-        return self.roles(softmax, scores, values, result, [own.get(i, ()) for i in range(value(result).dim())], keys)
+        result_dims = [own.get(i, ()) for i in range(value(result).dim())]
+        if start.total is not None:
+            self.check_rows(start.total, scores, dim, result_dims)
+        return self.roles(softmax, scores, values, end, result_dims, keys)
+
+    def of_weights(self, scores: Scores, dim: int) -> bool:
+        """Whether scores come of a linear's weight, as those of a router or of a memory do; learned queries do not."""
+        keys = set(flat(scores.dims[dim]))
+        weights = [o for q, k, _ in scores.products for o in (q, k) if self.is_weight(o.node)]
+        learned = dim == len(scores.dims) - 1 and not any(keys & set(flat([*sum(o.repeated, ())])) for o in weights)
+        return bool(weights) and not learned
+
+    def check_rows(self, total: Node, scores: Scores, dim: int, result: Any) -> None:
+        """Raises NotAttention unless the sums of rows of scores divide the results for the same queries."""
+        theirs = result[len(result) - len(scores.dims) :]
+        for place, (own, one) in enumerate(zip(scores.dims, theirs, strict=True)):
+            if place != dim and flat(own) != flat(one):
+                raise NotAttention(total, "other-sum", "sums of exponentials divide what is of other queries")
 
     def roles(
         self, softmax: Node, scores: Scores, values: Operand, result: Node, result_dims: Any, keys: Any,
@@ -99,9 +129,12 @@ class _Reader(ScoresReader):
             in_q, in_k = in_k, in_q
         channels = tuple(tuple(a for d in q.dims for a in d if a not in order) for q, _, _ in products)
         value_channels = tuple(a for d in values.dims for a in d if a not in order)
-        if set(keys) & in_q or not set(keys) <= in_k & in_v or not set(order) <= in_q | set(keys):
+        if set(keys) & in_q or not set(keys) <= in_k & in_v:
             return None
-        repeats = set(flat(self.repeats))
+        # Queries that batches share, such as learned ones, lack these.
+        if not set(order) <= in_q | in_k & in_v:
+            return None
+        repeats = set(flat(self.repeats)) - in_k - in_v
         shared = [a for a in order if a not in keys and a not in repeats and a in in_k | in_v]
         alone = [a for a in order if a not in keys and a not in shared]
         terms = tuple(dataclasses.replace(t, dims=flattened(t.dims)) for t in scores.terms)

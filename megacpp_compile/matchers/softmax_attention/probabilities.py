@@ -3,75 +3,162 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import NotAttention, Scores
-from megacpp_compile.matchers.softmax_attention.scores import ScoresReader
+from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, reduced
 from megacpp_compile.matchers.ssd.atoms import Dim, flat
 
 aten = torch.ops.aten
 _SOFTMAXES = {aten.softmax.int, aten._softmax.default}
+_SUMS, _LOG_SUMS = {aten.sum.dim_IntList}, {aten.logsumexp.default}
+_ADDS = {aten.add.Tensor, aten.add.Scalar}
+_AROUND_SUMS = UNIT_DIMS | RESHAPES | COPIES
 
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
     """Probabilities over dimension `dim` of `scores`, made by `nodes`. one: with 1 more in their sum, as of a sink
-    whose logit is 0."""
+    whose logit is 0. total: what the product of the exponentials with the values is divided by, where it is that which
+    is normalised. but: why this is no softmax, though nearly one."""
 
     scores: Node
     dim: int
     nodes: frozenset[Node]
     one: bool = False
+    total: Node | None = None
+    but: str = ""
 
 
 def softmax_of(node: Node) -> Softmax | None:
-    """The softmax that `node` is the result of."""
-    rank = value(node).dim() if isinstance(value(node), torch.Tensor) else 0
+    """The softmax that `node` is the result of, or the exponentials of one that is normalised behind the values."""
     if node.target in _SOFTMAXES:
-        return Softmax(node.args[0], node.args[1] % rank, frozenset([node]))  # type: ignore[arg-type,operator]
+        return Softmax(node.args[0], node.args[1] % value(node).dim(), frozenset([node]))  # type: ignore[arg-type,operator]
     if node.target is aten.exp.default:
-        inner: Any = node.args[0]
-        made = inner.target is aten.log_softmax.int
-        return Softmax(inner.args[0], inner.args[1] % rank, frozenset([node, inner])) if made else None
-    if node.target is not aten.div.Tensor or node.kwargs or not all(isinstance(a, Node) for a in node.args):
+        return _less_its_logarithm(node) or _normalised_behind(node)
+    if (parts := _quotient(node)) is None:
         return None
-    weights, total = node.args
-    nodes, one = [node, weights, total], False
-    if total.target in (aten.add.Tensor, aten.add.Scalar) and not total.kwargs:  # type: ignore[union-attr]
-        one, total = constant(total.args[1]) == 1, total.args[0]  # type: ignore[union-attr]
-        nodes.append(total)
-        if not one or not isinstance(total, Node):
-            return None
-    summed = total.target is aten.sum.dim_IntList and total.args[0] is weights  # type: ignore[union-attr]
-    if weights.target is not aten.exp.default or not summed:  # type: ignore[union-attr]
+    weights, total = parts
+    found = _total(total, weights)
+    return found and dataclasses.replace(found, nodes=found.nodes | {node, *_between(node, weights, total)})
+
+
+def _less_its_logarithm(node: Node) -> Softmax | None:
+    """exp(log_softmax(x)), or exp(x - logsumexp(x))."""
+    inner: Any = node.args[0]
+    if inner.target is aten.log_softmax.int:
+        return Softmax(inner.args[0], inner.args[1] % value(node).dim(), frozenset([node, inner]))
+    if inner.target is not aten.sub.Tensor or inner.kwargs or not isinstance(inner.args[1], Node):
         return None
-    dims, *keep = total.args[1:]  # type: ignore[union-attr]
-    if len(dims) != 1 or not (keep and keep[0] or total.kwargs.get("keepdim")):  # type: ignore[union-attr,arg-type]
+    found = reduced(inner.args[1], inner.args[0], _LOG_SUMS)
+    return found and Softmax(inner.args[0], found[0], frozenset([node, inner, *found[1]]))
+
+
+def _normalised_behind(node: Node) -> Softmax | None:
+    """Exponentials whose sum divides a product of them."""
+    for user in node.users:
+        end = user
+        while len(end.users) == 1 and (end is user or end.target in _AROUND_SUMS | _ADDS or _inverse(end)):
+            end = next(iter(end.users))
+        parts = _quotient(end)
+        if user.target in _SUMS and parts is not None and parts[0] is not node:
+            if (found := _total(parts[1], node)) is not None:
+                return dataclasses.replace(found, total=parts[1])
+    return None
+
+
+def _inverse(node: Node) -> bool:
+    """Whether `node` is 1 divided by something, or a part of that."""
+    times_1 = node.target is aten.mul.Tensor and constant(node.args[1]) == 1
+    return times_1 or node.target is aten.reciprocal.default
+
+
+def _quotient(node: Node) -> tuple[Node, Node] | None:
+    """(a, b) of a / b, also as a times what 1 is divided by."""
+    if len(node.args) != 2 or node.kwargs or not all(isinstance(a, Node) for a in node.args):
         return None
-    return Softmax(weights.args[0], dims[0] % rank, frozenset(nodes), one)  # type: ignore[union-attr,index,operator,arg-type]
+    if node.target is aten.div.Tensor:
+        return node.args  # type: ignore[return-value]
+    if node.target is aten.mul.Tensor:
+        for a, b in (node.args, node.args[::-1]):
+            while _inverse(b) and b.target is not aten.reciprocal.default:  # type: ignore[arg-type,union-attr]
+                b = b.args[0]  # type: ignore[union-attr]
+            if b.target is aten.reciprocal.default:  # type: ignore[union-attr]
+                return a, b.args[0]  # type: ignore[union-attr,return-value]
+    return None
+
+
+def _between(quotient: Node, weights: Node, total: Node) -> list[Node]:
+    """The nodes of a reciprocal."""
+    found, pending = list[Node](), [a for a in quotient.all_input_nodes if a not in (weights, total)]
+    while pending and pending[0] is not total:
+        found.append(pending[0])
+        pending = list(pending[0].all_input_nodes[:1])
+    return found
+
+
+def _total(total: Node, weights: Node) -> Softmax | None:
+    """What `total` makes of exponentials `weights`: the softmax that they are divided by it for, less the division."""
+    nodes, one, but, powers = [weights], False, "", weights
+    while powers.target is aten.mul.Tensor and not powers.kwargs and isinstance(powers.args[0], Node):
+        powers, but = powers.args[0], "exponentials are multiplied before they are summed"
+        nodes.append(powers)
+    if powers.target not in (aten.exp.default, aten.exp2.default):
+        return None
+    if powers.target is aten.exp2.default:
+        but = "its exponentials are powers of 2"
+    inside = total
+    while inside.target in _ADDS and not inside.kwargs and isinstance(inside.args[0], Node):
+        nodes.append(inside)
+        more = constant(inside.args[1])
+        inside, one = inside.args[0], more == 1 and not one
+        if more is None or not one:
+            but = f"{'something' if more is None else f'{more:g}'} is added to the sum of exponentials"
+    found = reduced(inside, weights, _SUMS, total)
+    if found is None:
+        return None
+    return Softmax(powers.args[0], found[0], frozenset([*nodes, *found[1]]), one, None, but)  # type: ignore[arg-type]
+
+
+def divided(product: Node, total: Node) -> tuple[Node, list[Node]]:
+    """(a product of exponentials with values divided by their sum, the nodes before)."""
+    nodes = [product]
+    while True:
+        if len(nodes[-1].users) != 1:
+            raise NotAttention(nodes[-1], "weights-kept", "the product of exponentials is read before it is normalised")
+        nodes.append(next(iter(nodes[-1].users)))
+        parts = _quotient(nodes[-1])
+        if parts == (nodes[-2], total) and same_shape(nodes[-1], nodes[-2]):
+            return nodes[-1], [*nodes[:-1], *_between(nodes[-1], *parts)]
+        if not (nodes[-1].target in COPIES or is_cast(nodes[-1])):
+            reason = f"{nodes[-1].target} reads the product of exponentials before it is normalised"
+            raise NotAttention(nodes[-1], "weights-changed", reason)
 
 
 def weighted(
-    reader: ScoresReader, softmax: Node, scores: Scores, dim: int
+    reader: ScoresReader, softmax: Node, scores: Scores, dim: int, own: Collection[Node] = ()
 ) -> tuple[Node, Factor, list[Dim], Factor] | None:
-    """(the product with the values, the probabilities in it, their dimensions, the values in it)."""
+    """(the product with the values, the probabilities in it, their dimensions, the values in it). own: what makes the
+    probabilities."""
     node, dims = softmax, [flat(d) for d in scores.dims]
     cut = scores.sinks is None or scores.sinks[0] is softmax
     while True:
-        if len(node.users) != 1:
+        users = [u for u in node.users if u not in own]
+        if len(users) != 1:
             if product_with_values(softmax) is None:
                 return None
             reason = "the probabilities are read by more than the product with the values"
             raise NotAttention(node, "weights-kept", reason)
-        user = next(iter(node.users))
+        user = users[0]
         if user.target in COPIES or is_cast(user) or _no_dropout(user):
             node = user
         elif user.target is aten.dropout.default:

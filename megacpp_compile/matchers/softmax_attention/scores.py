@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
-from megacpp_compile.matchers.latent_attention.core import constant, is_low
+from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import Gain, Operand, Scores, Term, beside, grouped
@@ -22,6 +23,7 @@ aten = torch.ops.aten
 _FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 _WHERES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
 _MAXIMA = {aten.max.dim, aten.amax.default}
+_AROUND_MAXIMA = UNIT_DIMS | RESHAPES | COPIES | {aten.detach.default, operator.getitem}
 _VIEWS = RESHAPES | FOLDS | PERMUTATIONS | UNIT_DIMS | EXPANSIONS | COPIES | {aten.repeat_interleave.self_int}
 
 
@@ -34,9 +36,9 @@ class ScoresReader:
         self.repeats: Dim = []
         self.inside = list[Node]()  # from the products to the softmax
 
-    def is_weight(self, factor: Factor) -> bool:
+    def is_weight(self, node: Node) -> bool:
         """Whether a factor is the weight of a linear."""
-        stem = _stem(factor.node)
+        stem = _stem(node)
         return stem in self.weights and value(stem).dim() <= 2
 
     def operand(self, node: Node) -> Operand:
@@ -106,24 +108,27 @@ class ScoresReader:
             inner = self.scores(args[0])
             plain = inner is not None and inner.softcap is None and not inner.terms
             return dataclasses.replace(inner, softcap=1.0) if inner is not None and plain else None
-        if target in _FILLS and is_low(args[2]):
+        if target in _FILLS and constant(args[2]) is not None:
             return self.masked(node, args[0], args[1], "hidden", args[2])
         if target in _WHERES:
             condition, a, b = args
-            if is_low(b):
+            if constant(b) is not None:
                 return self.masked(node, a, condition, "seen", b)
-            return self.masked(node, b, condition, "hidden", a) if is_low(a) else None
+            return self.masked(node, b, condition, "hidden", a) if constant(a) is not None else None
         if target is aten.add.Tensor and not node.kwargs:
             return self.sum(node, *args[:2])
         if target is aten.sub.Tensor and not node.kwargs and (maximum := less_maximum(node)):
             self.inside += maximum
             return self.scores(args[0], top)
+        if target is aten.sub.Tensor and not node.kwargs:
+            scores = self.scores(args[0])
+            return scores and self.biased(node, scores, args[0], args[1], -1.0)
         if target is aten.baddbmm.default:
             return self.baddbmm(node)
         if top and target is aten.cat.default:
             return self.with_sinks(node)
         product = product_of(node)
-        if product is None or any(map(self.is_weight, product.factors)):
+        if product is None or all(self.is_weight(f.node) for f in product.factors):
             return None
         return self.product(node, *product.factors)
 
@@ -163,7 +168,8 @@ class ScoresReader:
         if inner is None or not isinstance(mask, Node) or not same_shape(node, of):
             return None
         low = constant(fill)
-        assert low is not None
+        if low is None or not low < 0:
+            return None
         return dataclasses.replace(inner, terms=(*inner.terms, Term(mask, kind, grouped(inner.dims), fill=low)))
 
     def sum(self, node: Node, a: Any, b: Any) -> Scores | None:
@@ -180,11 +186,15 @@ class ScoresReader:
                 dims.append(list(left) or list(right))
             return Scores(tuple(dims), one.products + other.products)
         for scores, of, bias in ((one, a, b), (other, b, a)):
-            if scores is not None and isinstance(bias, Node) and same_shape(node, of):
-                if not isinstance(value(bias), torch.Tensor) or not value(bias).is_floating_point():
-                    return None
-                return dataclasses.replace(scores, terms=(*scores.terms, Term(bias, "bias", grouped(scores.dims))))
+            if scores is not None:
+                return self.biased(node, scores, of, bias)
         return None
+
+    def biased(self, node: Node, scores: Scores, of: Any, bias: Any, times: float = 1.0) -> Scores | None:
+        if not isinstance(bias, Node) or not isinstance(value(bias), torch.Tensor) or not same_shape(node, of):
+            return None
+        term = Term(bias, "bias", grouped(scores.dims), times)
+        return dataclasses.replace(scores, terms=(*scores.terms, term)) if value(bias).is_floating_point() else None
 
     def baddbmm(self, node: Node) -> Scores | None:
         bias, a, b = node.args[:3]
@@ -217,7 +227,7 @@ class ScoresReader:
             operands = [a for a in node.all_input_nodes if isinstance(value(a), torch.Tensor) and value(a).dim() > 2]
             for a in operands:
                 product = product_of(a)
-                if product is not None and not any(map(self.is_weight, product.factors)):
+                if product is not None and not any(self.is_weight(f.node) for f in product.factors):
                     return node
             node, depth = next(iter(operands), None), depth - 1
         return None
@@ -249,15 +259,32 @@ def _times(node: Node) -> float | None:
     return number if "mul" in str(node.target) else 1 / number
 
 
+def reduced(
+    node: Node, of: Any, by: Collection[Any], shown: Node | None = None,
+) -> tuple[int, list[Node]] | None:  # fmt: skip
+    """(dimension, nodes) where `node` is `of` reduced over one dimension by an op in `by`, which is 1 long in `shown`
+    (default: `node`), whatever views lead there."""
+    nodes, shape = list[Node](), value(shown or node)
+    around = _AROUND_MAXIMA if by is _MAXIMA else UNIT_DIMS | RESHAPES | COPIES
+    while node.target in around and isinstance(node.args[0], Node):
+        if node.target is operator.getitem and node.args[1] != 0:
+            return None
+        nodes.append(node)
+        node = node.args[0]
+    if node.target not in by or node.args[0] is not of or len(node.args) < 2 or not isinstance(shape, torch.Tensor):
+        return None
+    dims, sizes = node.args[1], list(value(of).shape)
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    if len(dims) != 1 or not isinstance(dims[0], int):
+        return None
+    dim = dims[0] % len(sizes)
+    sizes[dim] = 1
+    return (dim, [*nodes, node]) if len(sizes) == shape.dim() and all(map(same_size, sizes, shape.shape)) else None
+
+
 def less_maximum(node: Node) -> list[Node]:
     """The nodes of the largest of scores where `node` is scores less these; none where it is not."""
-    if node.target is not aten.sub.Tensor or node.kwargs:
+    if node.target is not aten.sub.Tensor or node.kwargs or not isinstance(node.args[1], Node):
         return []
-    x, most = node.args[:2]
-    nodes = list[Node]()
-    while isinstance(most, Node) and (most.target in COPIES or most.target in (aten.detach.default, operator.getitem)):
-        nodes.append(most)
-        most = most.args[0]
-    found = isinstance(most, Node) and most.target in _MAXIMA and most.args[0] is x
-    found = found and all(n.target is not operator.getitem or n.args[1] == 0 for n in nodes)
-    return [*nodes, most] if found else []  # type: ignore[list-item]
+    found = reduced(node.args[1], node.args[0], _MAXIMA)
+    return found[1] if found else []
