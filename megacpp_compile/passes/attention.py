@@ -10,10 +10,11 @@ Masks that compare places are told to the op as distances (`left`, `right`), so 
 query has to see a key by them, as a query that sees none is NaN or the mean of the values in eager, by how it is
 written. Where that is not known, and where a mask is data, it stays a tensor that the op reads, with the number that it
 writes.
-Refused: probabilities that something else reads (`weights-kept`), drops at random (`dropout`) or changes
-(`weights-changed`); exponentials that are normalised, but by no softmax (`softmax`); scores that another op changes (`scores`) or reads (`scores-kept`); queries in a wider dtype than
-the products' (`precision`); heads of more channels than kernels hold (`width`); masks that write several numbers
-(`masks`); logits that are not one a head (`sinks`). What `megacpp_compile.attention` wrote itself is left as it is.
+Refused: probabilities that something else reads (`weights-kept`), drops at random (`dropout`) or changes (`weights-
+changed`); exponentials that are normalised, but by no softmax (`softmax`); scores that another op changes (`scores`)
+or reads (`scores-kept`); queries in a wider dtype than the products' (`precision`); heads of more channels than
+kernels hold (`width`); masks that write several numbers (`masks`); logits that are not one a head (`sinks`). What
+`megacpp_compile.attention` wrote itself is left as it is.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ SOFTMAX = {
     "tokens_first": {"layout": "tokens first", "right": 0}, "no_sequence": {"b": 0},
     "documents": {"documents": 3, "right": 0}, "documents_in_no_order": {"documents": 9},
     "documents_in_several_blocks": {"b": 2, "h": 2, "g": 1, "t": 300, "s": 300, "documents": 70, "right": 0, "e": 8},
+    "documents_of_whole_blocks": {"b": 1, "h": 1, "g": 1, "t": 448, "s": 448, "documents": 192, "right": 0},
     "documents_and_a_window": {"b": 1, "h": 1, "t": 200, "s": 200, "g": 1, "documents": 70, "left": 40, "right": 0},
     "several_blocks": {"b": 1, "h": 2, "g": 1, "t": 150, "s": 150, "right": 0},
     "windows_of_several_blocks": {"b": 1, "h": 1, "g": 1, "t": 200, "s": 200, "left": 40, "right": 0},

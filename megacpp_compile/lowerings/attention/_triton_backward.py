@@ -114,10 +114,9 @@ def attention_query_grad(grad, q, k, v, mask, bias, lse, top, delta, dq, tokens,
         above = tl.load(top + row, mask=i < tokens, other=0.0)
     first, whole, whole_end, end = blocks_of_keys(m0, tokens, keys, left, right, LEFT, RIGHT, BM, BN)
     if DOCUMENTS:
-        first, end = within_documents(spans + b * s_b, units, m0, first, end, BM, BN)
-        whole = first
-        whole_end = first
-    if LEFT:
+        spans += b * s_b
+        first, whole, whole_end, end = within_documents(spans, units, m0, first, whole, whole_end, end, BM, BN)
+    if LEFT or DOCUMENTS:
         for n in range(first, whole, BN):
             dq_a, dq_r = _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums,
                                            tokens, keys, left, right, scale, softcap, fill, documents, k_s, v_s, m_t,
@@ -219,9 +218,8 @@ def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, toke
     whole = tl.minimum(tl.maximum(whole, first), last)
     whole_end = tl.minimum(tl.maximum(whole_end, whole), last)
     if DOCUMENTS:
-        first, end = within_documents(spans + b * s_b, units, n0, first, end, BN, BM)
-        whole = first
-        whole_end = first
+        spans += b * s_b
+        first, whole, whole_end, end = within_documents(spans, units, n0, first, whole, whole_end, end, BN, BM)
     for r in range(GROUP):
         h = g * GROUP + r
         q_of, grad_of = q + b * q_b + h * q_h, grad + b * g_b + h * g_h

@@ -129,15 +129,21 @@ def blocks_of_keys(m0, tokens, keys, left, right, LEFT: tl.constexpr, RIGHT: tl.
 
 
 @triton.jit
-def within_documents(spans, units, own, first, end, OWN: tl.constexpr, OTHER: tl.constexpr):
-    """(first, end) of what a block of OWN tokens from `own` on sees, less what is of no document of theirs: by units of
-    64 tokens; the first at a border of blocks of OTHER."""
+def within_documents(spans, units, own, first, whole, whole_end, end, OWN: tl.constexpr, OTHER: tl.constexpr):
+    """What a block of OWN tokens from `own` on sees, as `blocks_of_keys` has it, less what is of no document of theirs:
+    by units of 64 tokens; all but the end at borders of blocks of OTHER."""
     unit = own // 64 + tl.arange(0, OWN // 64 if OWN > 64 else 1)
     there = unit < units
-    least = tl.min(tl.load(spans + unit * 2, mask=there, other=units), 0) * 64
-    most = tl.max(tl.load(spans + unit * 2 + 1, mask=there, other=0), 0) * 64
+    least = tl.min(tl.load(spans + unit * 4, mask=there, other=units), 0) * 64
+    most = tl.max(tl.load(spans + unit * 4 + 1, mask=there, other=0), 0) * 64
+    alone = tl.max(tl.load(spans + unit * 4 + 2, mask=there, other=0), 0) * 64
+    mixed = tl.min(tl.load(spans + unit * 4 + 3, mask=there, other=units), 0) * 64
     first = tl.maximum(first, least // OTHER * OTHER)
-    return first, tl.maximum(tl.minimum(end, most), first)
+    end = tl.maximum(tl.minimum(end, most), first)
+    last = (end + OTHER - 1) // OTHER * OTHER
+    whole = tl.minimum(tl.maximum(tl.maximum(whole, (alone + OTHER - 1) // OTHER * OTHER), first), last)
+    whole_end = tl.minimum(tl.maximum(tl.minimum(whole_end, mixed // OTHER * OTHER), whole), last)
+    return first, whole, whole_end, end
 
 
 @triton.jit
@@ -182,10 +188,9 @@ def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, l
     acc = tl.zeros([BM, EP], tl.float32)
     first, whole, whole_end, end = blocks_of_keys(m0, tokens, keys, left, right, LEFT, RIGHT, BM, BN)
     if DOCUMENTS:
-        first, end = within_documents(spans + b * s_b, units, m0, first, end, BM, BN)
-        whole = first
-        whole_end = first
-    if LEFT:
+        spans += b * s_b
+        first, whole, whole_end, end = within_documents(spans, units, m0, first, whole, whole_end, end, BM, BN)
+    if LEFT or DOCUMENTS:
         for n in range(first, whole, BN):
             acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left,
                                               right, scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t, b_s, D,

@@ -84,8 +84,9 @@ UNIT = 64
 
 
 def _documents(q: Tensor, documents: Tensor | None) -> dict[str, Any]:
-    """The numbers of documents, and, for each UNIT of tokens, the first unit with a number between its least and its
-    largest, and the one behind the last: none beyond is seen, in whatever order the numbers are."""
+    """The numbers of documents, and four units for each UNIT of tokens: the first with a number between its least and
+    its largest, and the one behind the last, as none beyond is seen, in whatever order the numbers are; the first that
+    has one number, its own, alone, and the next that has not, as of those between all is seen."""
     if documents is None:
         return {"documents": q, "spans": q, "d_b": 0, "s_b": 0, "units": 0, "DOCUMENTS": 0}
     units = triton.cdiv(documents.shape[1], UNIT)
@@ -98,14 +99,17 @@ def _documents(q: Tensor, documents: Tensor | None) -> dict[str, Any]:
     )
     least, largest = least.amin(2), largest.amax(2)
     meets = (least[:, :, None] <= largest[:, None]) & (least[:, None] <= largest[:, :, None])
+    same = meets & (least == largest)[:, :, None] & (least == largest)[:, None]
     place = torch.arange(units, device=q.device)
+    whole = torch.where(same, place, units).amin(2)
     spans = torch.stack([
-        torch.where(meets, place, units).amin(2), torch.where(meets, place + 1, 0).amax(2)
+        torch.where(meets, place, units).amin(2), torch.where(meets, place + 1, 0).amax(2), whole,
+        torch.where(~same & (place > whole[:, :, None]), place, units).amin(2),
     ], 2).to(torch.int32)  # fmt: skip
     return {
         "documents": numbers.contiguous(), "spans": spans.contiguous(), "units": units, "DOCUMENTS": 1,
         "d_b": 0 if statically_known_true(documents.shape[0] == 1) else documents.shape[1],
-        "s_b": 0 if statically_known_true(documents.shape[0] == 1) else units * 2,
+        "s_b": 0 if statically_known_true(documents.shape[0] == 1) else units * 4,
     }  # fmt: skip
 
 
