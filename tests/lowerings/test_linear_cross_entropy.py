@@ -233,9 +233,73 @@ def test_what_it_holds_while_it_runs(dtype, grads, tokens, words, rows, wide):
     logits = 2 * rows * words
     wide = 2 * words * 2048 if wide and "w" in grads else 0  # beside the result
     want = max(logits + wide, 2 * wide)
-    assert traits_of(torch.ops.megacpp.linear_cross_entropy.default).workspace(x, w, *[None] * 9, grads) == want
+    in_forward = logits if dtype == torch.float16 else want  # whose result is what they are added up in
+    assert traits_of(torch.ops.megacpp.linear_cross_entropy.default).workspace(x, w, *[None] * 9, grads) == in_forward
     backward = traits_of(torch.ops.megacpp.linear_cross_entropy_backward.default)
     assert backward.workspace(None, None, x, w, *[None] * 9, grads) == want
+
+
+def check_rows_left_out(rand, module, bad, device="cpu"):
+    """Rows that count for nothing are zeros, whatever their logits and what multiplies them."""
+    args = [a.detach().to(device) if isinstance(a, torch.Tensor) else a for a in arguments(rand, bias=True, dtype=torch.float32)]
+    x, left_out = args[0], args[3] == IGNORED
+    x[left_out] = bad
+    with torch.no_grad():
+        _, lse, dx, _, db = module.linear_cross_entropy(*args)
+        assert not dx[left_out].any() and dx.isfinite().all() and db.isfinite().all() and db.any()
+        upstream = torch.where(left_out, bad, 1.0)
+        given = upstream, None, *args[:5], lse, *args[5:10], "xwb"
+        behind, _, db_behind = module.linear_cross_entropy_backward(*given)
+    torch.testing.assert_close((behind, db_behind), (dx, db))
+
+
+def check_rows_whose_lse_is_read(rand, module, device="cpu"):
+    args = [a.detach().to(device) if isinstance(a, torch.Tensor) else a for a in arguments(rand, dtype=torch.float32)]
+    of_lse = rand(TOKENS, dtype=torch.float32).to(device)
+    with torch.no_grad():
+        lse = F.linear(args[0], args[1]).logsumexp(-1)
+        got = module.linear_cross_entropy_backward(None, of_lse, *args[:5], lse, *args[5:10], "x")[0]
+        want = (of_lse[:, None] * F.linear(args[0], args[1]).softmax(-1)) @ args[1]
+    torch.testing.assert_close(got, want)
+
+
+def check_sums_in_float16(rand, module, device="cpu"):
+    """4096 tokens of one word, with one channel of 40: the sum is 150 000, the mean 38."""
+    tokens = 4096
+    x, w = (rand(n, HIDDEN, dtype=torch.float16).to(device) for n in (tokens, WORDS))
+    x[:, 2] = 40.0
+    args = x, w / 64, None, torch.full((tokens,), 5, device=device), None, *arguments(rand)[5:11], "xw"
+    with torch.no_grad():
+        made = module.linear_cross_entropy(*args)[3]
+    assert made.dtype == torch.float32 and made.isfinite().all()
+    assert made.abs().max() > torch.finfo(torch.float16).max
+    return args
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_rows_that_count_for_nothing_are_zeros(rand, bad):
+    check_rows_left_out(rand, reference, bad)
+
+
+def test_rows_whose_lse_is_read_count_for_that(rand):
+    check_rows_whose_lse_is_read(rand, reference)
+
+
+def test_sums_in_float16_stay_in_range(rand):
+    x, w, *rest = check_sums_in_float16(rand, reference)
+    loss = linear_cross_entropy(x, w.requires_grad_(), *rest)[0] / len(x)
+    got = torch.autograd.grad(loss, w)[0]
+    want = torch.autograd.grad(F.cross_entropy(F.linear(x.double(), w.double()), rest[1]), w)[0]
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got.double(), want.double(), rtol=2e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_loss_of_no_labels_has_no_gradient_whatever_multiplies_it(rand, factor):
+    """As a mean over no labels is a sum divided by 0."""
+    args = arguments(rand, bias=True, ignored=TOKENS, dtype=torch.float32)
+    grads = torch.autograd.grad(linear_cross_entropy(*args)[0] * factor, args[:3])
+    assert not any(g.any() for g in grads)
 
 
 REFUSED = {

@@ -13,7 +13,12 @@ from megacpp_compile.lowerings.linear_cross_entropy import chunks, linear_cross_
 from .agreement import CUDA, DEVICE, OF_KERNELS, disagreements, module_of, on, poisoned_memory, rarely
 from .gluon_kernels import assemble, needs_triton
 from .loss_cases import ALL, operands
-from .test_linear_cross_entropy import Largest
+from .test_linear_cross_entropy import (
+    Largest,
+    check_rows_left_out,
+    check_rows_whose_lse_is_read,
+    check_sums_in_float16,
+)
 
 SELDOM = rarely(torch.float64), rarely(torch.float16)
 NAMES = "logits target count dlse lse picked total".split()
@@ -42,6 +47,22 @@ def calls(rand, dtype, **options):
     seeds = (rand(11, dtype=lse.dtype, device=DEVICE) for _ in range(2))
     return [("linear_cross_entropy", (*given, "sum", "xwb")), ("linear_cross_entropy", (*given, "none", "")),
             ("linear_cross_entropy_backward", (*seeds, *given[:5], lse, *given[5:], "xwb"))]
+
+
+@runs_kernels
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_rows_that_count_for_nothing_are_zeros(rand, bad):
+    check_rows_left_out(rand, kernels(), bad, DEVICE)
+
+
+@runs_kernels
+def test_rows_whose_lse_is_read_count_for_that(rand):
+    check_rows_whose_lse_is_read(rand, kernels(), DEVICE)
+
+
+@runs_kernels
+def test_sums_in_float16_stay_in_range(rand):
+    check_sums_in_float16(rand, kernels(), DEVICE)
 
 
 @runs_kernels

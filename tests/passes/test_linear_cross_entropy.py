@@ -354,6 +354,48 @@ def test_all_rows_ignored():
     assert frames.counts[NAME] == 1 and frames.results["output 0"].isnan()
 
 
+def losses(logits, labels, **options):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, **options)
+
+
+def of_each_sequence(m, x, labels):
+    counted = labels != IGNORED
+    return (losses(m.proj(x), labels, reduction="none").view_as(labels) * counted).sum(1) / counted.sum(1)
+
+
+def by_hand(m, x, labels):
+    counted = (labels != IGNORED).float()
+    return ((losses(m.proj(x), labels, reduction="none").view_as(labels) * counted).sum() / counted.sum()).nan_to_num()
+
+
+# Losses that divide by a count of labels, and make something of none.
+OF_NO_LABELS = {
+    "mean": lambda m, x, labels: losses(m.proj(x), labels).nan_to_num(),
+    "smoothed": lambda m, x, labels: losses(m.proj(x), labels, label_smoothing=0.1).nan_to_num(),
+    "chosen": lambda m, x, labels: torch.where((labels != IGNORED).any(), losses(m.proj(x), labels), 0.0),
+    "by_hand": by_hand,
+    "sequences": lambda m, x, labels: of_each_sequence(m, x, labels).nan_to_num().sum(),
+    "sequences_chosen": lambda m, x, labels: torch.where(
+        (labels != IGNORED).any(1), of_each_sequence(m, x, labels), 0.0
+    ).mean(),
+    "sequences_left_out": lambda m, x, labels: of_each_sequence(m, x, labels).nan_to_num().mean(),
+    "one_by_one": lambda m, x, labels: sum(
+        F.cross_entropy(z, y, ignore_index=IGNORED).nan_to_num() for z, y in zip(m.proj(x), labels, strict=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("how_many", ["one", "all"])
+@pytest.mark.parametrize("name", OF_NO_LABELS)
+def test_gradients_of_sequences_without_labels(name, how_many):
+    """As in fine-tuning, where prompts fill the length: eager leaves zeros, whatever the loss is divided by."""
+    module, (x, labels) = build(OF_NO_LABELS[name])
+    labels = labels.clone()
+    labels[: 1 if how_many == "one" else None] = IGNORED
+    frames = check(module, (x, labels))
+    assert frames.counts[NAME]
+
+
 def test_counts_every_site_of_a_model():
     class Model(nn.Module):
         def __init__(self):

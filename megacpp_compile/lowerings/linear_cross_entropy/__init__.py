@@ -3,7 +3,8 @@
     x                [n, h]  any floating dtype, any strides: a row a token
     w                [v, h]  x's dtype: a row a word
     b                [v] or None, x's dtype
-    target           int64 [n]; a row whose target is `ignore_index` adds nothing to loss or gradients
+    target           int64 [n]; a row whose target is `ignore_index` adds nothing to loss or gradients, whatever its
+                     logits are and whatever multiplies them
     weight           [n] or None (1), in the compute dtype: what a row's loss counts for. It has no gradient
     label_smoothing  eps, from 0 to less than 1
     scale            multiplies logits
@@ -14,8 +15,9 @@
     first, words, group   where ranks hold a part of the words each (tensor parallelism): w and b have the words from
                      `first` on, of `words` in all, and the ranks of the process group `group` all of them together
     returns          loss, [] for "sum", [n] for "none", weighted and 0 where ignored; lse [n], log-sum-exp of every
-                     row's final logits; dx [n, h], dw [v, h] and db [v], the sum's gradients in the dtypes of x and w,
-                     of size 0 where `grads` does not name them
+                     row's final logits; dx [n, h], dw [v, h] and db [v], the sum's gradients in the dtypes of x and w
+                     (dw and db of float16 in float32, as sums leave its range), of size 0 where `grads` does not name
+                     them
 
     row loss         (1 - eps) (lse - logit of target) + eps (lse - mean of logits) + z_loss lse^2
 
@@ -47,7 +49,7 @@ from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, serve
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.linear_cross_entropy import reference
-from megacpp_compile.lowerings.linear_cross_entropy.chunks import workspace
+from megacpp_compile.lowerings.linear_cross_entropy.chunks import kept_dtype, workspace
 from megacpp_compile.lowerings.linear_cross_entropy.scaled import scaled_gradient
 
 __all__ = ["GRADS", "PREFERENCE", "linear_cross_entropy", "linear_cross_entropy_backward"]
@@ -132,12 +134,12 @@ def _(  # type: ignore[no-untyped-def]
     _check(x, w, b, target, weight, label_smoothing, softcap, reduction, grads, first, words, group)
     wide = compute_dtype(x)
     loss = x.new_empty(() if reduction == "sum" else x.shape[:1], dtype=wide)
-    return loss, x.new_empty(x.shape[:1], dtype=wide), *_gradients_like(x, w, grads)
+    return loss, x.new_empty(x.shape[:1], dtype=wide), *_gradients_like(x, w, grads, kept_dtype(w.dtype))
 
 
-def _gradients_like(x: Tensor, w: Tensor, grads: str) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (("x", x, x.shape), ("w", w, w.shape), ("b", w, w.shape[:1]))
-    dx, dw, db = (like.new_empty(shape if name in grads else 0) for name, like, shape in shapes)
+def _gradients_like(x: Tensor, w: Tensor, grads: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (("x", x.shape, x.dtype), ("w", w.shape, dtype), ("b", w.shape[:1], dtype))
+    dx, dw, db = (x.new_empty(shape if name in grads else 0, dtype=own) for name, shape, own in shapes)
     return dx, dw, db
 
 
@@ -172,7 +174,7 @@ def _(  # type: ignore[no-untyped-def]
     dloss, dlse, x, w, b, target, weight, lse, ignore_index, label_smoothing, scale, softcap, z_loss, grads, first=0,
     words=None, group=None,
 ):  # fmt: skip
-    return _gradients_like(x, w, grads)
+    return _gradients_like(x, w, grads, w.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -181,7 +183,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.settings = ignore_index, label_smoothing, scale, softcap, z_loss
     _, lse, *made = output
     ctx.set_materialize_grads(False)  # a loss or an lse that nobody reads has no gradient
-    ctx.summed = reduction == "sum"
+    ctx.summed, ctx.dtype = reduction == "sum", inputs[1].dtype
     if ctx.summed:
         ctx.mark_non_differentiable(lse, *made)
         ctx.save_for_backward(*(t for t, name in zip(made, "xwb", strict=True) if name in ctx.grads))
@@ -201,7 +203,7 @@ def _of_sum(ctx: Any, dloss: Tensor | None) -> list[Tensor | None]:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         problem = "a sum's gradients are made in its forward and have none of their own (create_graph=True)"
         raise OperandError("megacpp::linear_cross_entropy", problem)
-    scaled = {name: scaled_gradient(t, dloss) for name, t in zip(ctx.grads, ctx.saved_tensors, strict=True)}
+    scaled = {name: scaled_gradient(t, dloss, ctx.dtype) for name, t in zip(ctx.grads, ctx.saved_tensors, strict=True)}
     return [scaled.get(name) for name in "xwb"]
 
 
@@ -234,11 +236,11 @@ def _flops_backward(dloss: Any, dlse: Any, x: Tensor, w: Tensor, *rest: Any) -> 
 
 
 def _workspace(x: Tensor, w: Tensor, *rest: Any) -> int:
-    return workspace(x, w, rest[_GRADS])
+    return workspace(x, w, rest[_GRADS], kept_dtype(w.dtype))
 
 
 def _workspace_backward(dloss: Any, dlse: Any, x: Tensor, w: Tensor, *rest: Any) -> int:
-    return workspace(x, w, rest[_GRADS])
+    return workspace(x, w, rest[_GRADS], w.dtype)
 
 
 declare(

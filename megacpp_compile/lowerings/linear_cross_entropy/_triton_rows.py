@@ -61,9 +61,9 @@ def _counted(z, top, exponentials):
 
 
 @triton.jit
-def _gradient(z, of_row, of_lse, counted, WORDS: tl.constexpr, SMOOTHING: tl.constexpr, SCALE: tl.constexpr,
+def _gradient(z, of_row, of_lse, counted, kept, WORDS: tl.constexpr, SMOOTHING: tl.constexpr, SCALE: tl.constexpr,
               SOFTCAP: tl.constexpr, TARGET: tl.constexpr):  # fmt: skip
-    """Of a logit as the GEMM made it. TARGET: that of the row's target."""
+    """Of a logit as the GEMM made it, 0 unless the row is `kept`. TARGET: that of the row's target."""
     d = tl.exp(z - of_row) * of_lse
     if TARGET:
         d -= (1 - SMOOTHING) * counted
@@ -73,7 +73,7 @@ def _gradient(z, of_row, of_lse, counted, WORDS: tl.constexpr, SMOOTHING: tl.con
         d = d * (1 - z * z / (SOFTCAP * SOFTCAP))
     if SCALE != 1:
         d = d * SCALE
-    return d
+    return tl.where(kept, d, 0)
 
 
 @triton.jit
@@ -119,20 +119,22 @@ def cross_entropy_rows(logits, target, count, dlse, lse, picked, total, WORDS: t
     if GRADIENT:
         counted = tl.load(count + row)
         of_lse = counted * (1 + 2 * Z_LOSS * of_row)
+        kept = counted != 0
         if DLSE:
             of_lse += tl.load(dlse + row)
+            kept = kept | (tl.load(dlse + row) != 0)
         tl.debug_barrier()  # all have read `own` before one writes
         if WHOLE < WORDS:
             z = _words(logits, WHOLE, words, dtype, WORDS, ROOM, False, SCALE, SOFTCAP)
-            d = _gradient(z, of_row, of_lse, counted, WORDS, SMOOTHING, SCALE, SOFTCAP, False)
+            d = _gradient(z, of_row, of_lse, counted, kept, WORDS, SMOOTHING, SCALE, SOFTCAP, False)
             tl.store(logits + WHOLE + words, as_stored(d, logits), mask=WHOLE + words < ROOM)
         for done in range(0, WHOLE, SPAN):
             first = WHOLE - SPAN - done
             z = _words(logits, first, words, dtype, WORDS, ROOM, True, SCALE, SOFTCAP)
-            d = _gradient(z, of_row, of_lse, counted, WORDS, SMOOTHING, SCALE, SOFTCAP, False)
+            d = _gradient(z, of_row, of_lse, counted, kept, WORDS, SMOOTHING, SCALE, SOFTCAP, False)
             tl.store(logits + first + words, as_stored(d, logits))
         tl.debug_barrier()  # and the block that holds the target is written before it
-        d = _gradient(own, of_row, of_lse, counted, WORDS, SMOOTHING, SCALE, SOFTCAP, True)
+        d = _gradient(own, of_row, of_lse, counted, kept, WORDS, SMOOTHING, SCALE, SOFTCAP, True)
         tl.store(logits + at, as_stored(d, logits), mask=there)
 
 

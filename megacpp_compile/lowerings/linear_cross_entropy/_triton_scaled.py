@@ -1,4 +1,4 @@
-"""A tensor times a number on the device, in its own memory, rounded once."""
+"""A tensor times a number on the device, in its own memory, rounded once; what is 0 stays so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def scale(to, factor, SIZE, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(factor)
     x = tl.load(to + at, mask=at < SIZE, other=0).to(number.dtype)
-    tl.store(to + at, as_stored(x * number, to), mask=at < SIZE)
+    tl.store(to + at, as_stored(tl.where(x == 0, x, x * number), to), mask=at < SIZE)
 
 
 def scale_in_place(t: Tensor, factor: Tensor) -> None:

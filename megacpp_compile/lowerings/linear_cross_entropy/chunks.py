@@ -62,6 +62,12 @@ def chunks(tokens: int, words: int, itemsize: int, device: torch.device, wide: i
         yield slice(start, min(start + rows, tokens))
 
 
+def kept_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the gradient of a weight in `dtype` is kept in between a forward that makes it, of the sum of all tokens'
+    losses, and what multiplies it: float16 has not the range for a sum that is yet to be divided."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def sum_dtype(dtype: torch.dtype, count: int) -> torch.dtype:
     """What gradients of a weight in `dtype` are added up in on CUDA, over so many chunks. float16 is never added to in
     place: sums of many chunks leave its range, and those of few lose their digits."""
@@ -75,8 +81,8 @@ def wide_bytes(w: torch.Tensor, grads: str) -> int:
     return 2 * hint(w.shape[0]) * hint(w.shape[1]) if "w" in grads and w.dtype == torch.bfloat16 else 0
 
 
-def workspace(x: torch.Tensor, w: torch.Tensor, grads: str) -> int:
-    """Bytes that the op holds while it runs, beside operands and results."""
+def workspace(x: torch.Tensor, w: torch.Tensor, grads: str, dtype: torch.dtype) -> int:
+    """Bytes that the op holds while it runs, beside operands and results, of which w's gradient is in `dtype`."""
     tokens, words, hidden = hint(x.shape[0]), hint(w.shape[0]), hint(w.shape[1])
     cuda = family({x.device.type}) is CUDA
     itemsize = x.dtype.itemsize if cuda else compute_dtype(x).itemsize
@@ -86,7 +92,8 @@ def workspace(x: torch.Tensor, w: torch.Tensor, grads: str) -> int:
         logits = int(AT_ONCE * logits)
     if "w" not in grads:
         return logits
-    own = words * hidden * w.dtype.itemsize
-    sums = words * hidden * (sum_dtype(w.dtype, -(-tokens // rows)) if cuda else compute_dtype(w)).itemsize
+    own = words * hidden * dtype.itemsize
+    added_in = torch.promote_types(dtype, sum_dtype(w.dtype, -(-tokens // rows))) if cuda else compute_dtype(w)
+    sums = words * hidden * added_in.itemsize
     # While chunks are added there is no result yet; when it is made there are no logits any more.
     return max(logits + sums - own, sums if sums > own else 0)

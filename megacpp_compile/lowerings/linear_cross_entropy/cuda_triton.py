@@ -21,7 +21,7 @@ from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.linear_cross_entropy import chunks
 from megacpp_compile.lowerings.linear_cross_entropy._triton_rows import launch
 from megacpp_compile.lowerings.linear_cross_entropy.chunks import TILE
-from megacpp_compile.lowerings.linear_cross_entropy.reference import counts, reduced, row_losses
+from megacpp_compile.lowerings.linear_cross_entropy.reference import counted, counts, reduced, row_losses
 
 __all__ = ["TRACED", "linear_cross_entropy", "linear_cross_entropy_backward", "supports"]
 
@@ -66,12 +66,12 @@ class Chunks:
 
 
 class Gradients:
-    """Those of x, w and b that `wanted` names, from chunk to chunk."""
+    """Those of x, w and b that `wanted` names, from chunk to chunk; w's and b's are returned in `dtype`."""
 
-    def __init__(self, of: Chunks, wanted: str) -> None:
-        self.of, self.wanted = of, wanted
+    def __init__(self, of: Chunks, wanted: str, dtype: torch.dtype) -> None:
+        self.of, self.wanted, self.dtype = of, wanted, dtype
         x, w, b = (name in wanted for name in "xwb")
-        sums = chunks.sum_dtype(of.w.dtype, len(of.slices))
+        sums = torch.promote_types(dtype, chunks.sum_dtype(of.w.dtype, len(of.slices)))
         new = of.w.new_empty if of.tokens else of.w.new_zeros
         self.dx = of.x.new_empty(of.x.shape if x else 0)
         self.dw = new(of.w.shape if w else 0, dtype=sums)
@@ -87,7 +87,7 @@ class Gradients:
             self.db += d.sum(0, dtype=self.db.dtype)
 
     def made(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.dx, self.dw.to(self.of.w.dtype), self.db.to(self.of.w.dtype)
+        return self.dx, self.dw.to(self.dtype), self.db.to(self.dtype)
 
 
 def _walk(of: Chunks, made: Gradients, vectors: dict[str, Tensor], constants: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ def linear_cross_entropy(
     grads: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     of = Chunks(x, w, b, target, grads)
-    made = Gradients(of, grads)
+    made = Gradients(of, grads, chunks.kept_dtype(w.dtype))
     _assert_words(of.target, ignore_index, of.words)
     count = counts(of.target, weight, ignore_index, compute_dtype(x))
     lse, picked, total = (torch.empty_like(count) for _ in range(3))
@@ -142,10 +142,10 @@ def linear_cross_entropy_backward(
     grads: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of = Chunks(x, w, b, target, grads)
-    made = Gradients(of, grads)
+    made = Gradients(of, grads, w.dtype)
     lse = lse.contiguous()
     count = counts(of.target, weight, ignore_index, lse.dtype)
-    count = torch.zeros_like(count) if dloss is None else count * dloss.to(lse.dtype)
+    count = counted(count, dloss)
     own = count if dlse is None else dlse.to(lse.dtype).contiguous()
     vectors = {"target": of.target, "count": count, "dlse": own, "lse": lse, "picked": lse, "total": lse}
     constants = _constants(x, label_smoothing, scale, softcap, z_loss)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.linear_cross_entropy import cuda_triton
 from megacpp_compile.lowerings.linear_cross_entropy._triton_rows import launch
+from megacpp_compile.lowerings.linear_cross_entropy.chunks import kept_dtype
 from megacpp_compile.lowerings.linear_cross_entropy.ranks import in_bounds, joined
 from megacpp_compile.lowerings.linear_cross_entropy.reference import counts, places_of, reduced, row_losses
 
@@ -64,7 +65,7 @@ def linear_cross_entropy(
     at = places_of(target, ignore_index)
     in_bounds(at, words)
     of = cuda_triton.Chunks(x, w, b, at - first, grads)
-    made = cuda_triton.Gradients(of, grads)
+    made = cuda_triton.Gradients(of, grads, kept_dtype(w.dtype))
     count = counts(target, weight, ignore_index, compute_dtype(x))
     lse, picked = (torch.empty_like(count) for _ in range(2))
     vectors = {"target": of.target, "count": count, "dlse": count, "lse": lse, "picked": picked, "total": lse}

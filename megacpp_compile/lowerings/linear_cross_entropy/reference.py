@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.lowerings.linear_cross_entropy.chunks import chunks
+from megacpp_compile.lowerings.linear_cross_entropy.chunks import chunks, kept_dtype
 from megacpp_compile.lowerings.linear_cross_entropy.ranks import in_bounds, joined, statistics_of_words
 
 # A loop over chunks, of which there may be any number.
@@ -51,11 +51,12 @@ def gradient(
     z: Tensor, lse: Tensor, at: Tensor, count: Tensor, dlse: Tensor | None, label_smoothing: float, scale: float,
     softcap: float | None, z_loss: float, words: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the logits as the GEMM makes them, in the compute dtype. count: what each row's loss counts for;
-    dlse: the gradient of lse; words: how many there are in all, None for those of z."""
+    """The gradient of the logits as the GEMM makes them, in the compute dtype; 0 in a row that counts for nothing.
+    count: what each row's loss counts for; dlse: the gradient of lse; words: how many there are, None for z's."""
     of_lse = count * (1 + 2 * z_loss * lse) if z_loss else count
+    left_out = count == 0
     if dlse is not None:
-        of_lse = of_lse + dlse
+        of_lse, left_out = of_lse + dlse, left_out & (dlse == 0)
     d = torch.exp(z - lse.unsqueeze(1)) * of_lse.unsqueeze(1)
     hot = torch.arange(z.shape[1], device=z.device) == at.unsqueeze(1)
     d = torch.where(hot, d - (1 - label_smoothing) * count.unsqueeze(1), d)
@@ -63,7 +64,8 @@ def gradient(
         d = d - (label_smoothing / (words or z.shape[1])) * count.unsqueeze(1)
     if softcap is not None:
         d = d * (1 - (z / softcap).square())
-    return d if scale == 1 else d * scale
+    d = d if scale == 1 else d * scale
+    return torch.where(left_out.unsqueeze(1), 0, d)  # whatever its logits are, no number or infinite ones
 
 
 def counts(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -72,11 +74,17 @@ def counts(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torc
     return counted.to(dtype) if weight is None else torch.where(counted, weight.to(dtype), 0)
 
 
-class Gradients:
-    """Those of x, w and b that `wanted` names, from chunk to chunk; w's and b's are summed in the compute dtype."""
+def counted(count: Tensor, dloss: Tensor | None) -> Tensor:
+    """What counts is multiplied by the gradient of its loss; what does not stays 0, be that infinite."""
+    return torch.zeros_like(count) if dloss is None else torch.where(count == 0, 0, count * dloss.to(count.dtype))
 
-    def __init__(self, x: Tensor, w: Tensor, wanted: str) -> None:
-        self.x, self.w, self.wanted = x, w, wanted
+
+class Gradients:
+    """Those of x, w and b that `wanted` names, from chunk to chunk; w's and b's are summed in the compute dtype, and
+    returned in `dtype`."""
+
+    def __init__(self, x: Tensor, w: Tensor, wanted: str, dtype: torch.dtype) -> None:
+        self.x, self.w, self.wanted, self.dtype = x, w, wanted, dtype
         wide = compute_dtype(x)
         self.dx = x.new_empty(x.shape if "x" in wanted else 0)
         self.dw = w.new_zeros(w.shape if "w" in wanted else 0, dtype=wide)
@@ -93,7 +101,7 @@ class Gradients:
             self.db += d.sum(0)
 
     def made(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.dx, self.dw.to(self.w.dtype), self.db.to(self.w.dtype)
+        return self.dx, self.dw.to(self.dtype), self.db.to(self.dtype)
 
 
 def linear_cross_entropy(
@@ -116,7 +124,7 @@ def linear_cross_entropy(
     n, own, wide = x.shape[0], w.shape[0], compute_dtype(x)
     count, at = counts(target, weight, ignore_index, wide), places_of(target, ignore_index)
     settings = label_smoothing, scale, softcap, z_loss, words or own
-    made = Gradients(x, w, grads)
+    made = Gradients(x, w, grads, kept_dtype(w.dtype))
     if group is not None and words is not None:
         in_bounds(at, words)
         at = at - first
@@ -162,8 +170,8 @@ def linear_cross_entropy_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, w and b (empty where `grads` does not name them), from those of each row's loss and lse."""
     count, at = counts(target, weight, ignore_index, lse.dtype), places_of(target, ignore_index) - first
-    count = torch.zeros_like(count) if dloss is None else count * dloss.to(lse.dtype)
-    made = Gradients(x, w, grads)
+    count = counted(count, dloss)
+    made = Gradients(x, w, grads, w.dtype)
     for rows in chunks(x.shape[0], w.shape[0], lse.dtype.itemsize, x.device):
         z = final_logits(F.linear(x[rows], w, b), scale, softcap)
         own = None if dlse is None else dlse[rows].to(lse.dtype)

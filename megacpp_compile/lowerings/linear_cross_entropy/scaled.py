@@ -2,7 +2,8 @@
 
     t       [...]  what the forward saved for its backward
     factor  []     in the compute dtype: rounded to half precision it would move a whole gradient by as much
-    returns [...]  t's dtype, rounded once
+    returns [...]  t's dtype, rounded once; 0 where t is, whatever the factor: what counts for nothing does not become
+                   NaN by a loss that is divided by how much counts
 
 In t's own memory, where the backward that runs is the last of its graph (no `retain_graph=True`): the gradient of a
 head's weight is as large as the weight, and would be there twice. Compiled graphs alone have the op, as nobody else has
@@ -48,11 +49,13 @@ def _(t: Tensor, factor: Tensor) -> Tensor:
 
 
 def _product(t: Tensor, factor: Tensor) -> Tensor:
-    return (t.to(factor.dtype) * factor).to(t.dtype)
+    return torch.where(t == 0, 0, t.to(factor.dtype) * factor).to(t.dtype)
 
 
-def scaled_gradient(t: Tensor, factor: Tensor) -> Tensor:
-    """t * factor, by the op where a large `t` is a tensor of a graph that is being made."""
+def scaled_gradient(t: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """t * factor in `dtype`, by the op where a large `t` is a tensor of a graph that is being made."""
+    if t.dtype != dtype:
+        return _product(t, factor).to(dtype)
     if is_fake(t) and t.device.type in DEVICES and hint(nbytes(t)) >= LEAST:
         product: Tensor = torch.ops.megacpp.scaled_gradient(t, factor)
         return product

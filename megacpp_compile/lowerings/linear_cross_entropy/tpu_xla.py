@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.xla_loop import loop, parted, rejoined
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.lowerings.linear_cross_entropy.chunks import chunk_rows
+from megacpp_compile.lowerings.linear_cross_entropy.chunks import chunk_rows, kept_dtype
 from megacpp_compile.lowerings.linear_cross_entropy.reference import (
+    counted,
     counts,
     final_logits,
     gradient,
@@ -48,7 +49,8 @@ def _statistics(z: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Held:
     """What the loop carries: w, b where there is one, and the sums of their gradients that `wanted` names."""
 
-    def __init__(self, w: Tensor, b: Tensor | None, wanted: str, wide: torch.dtype) -> None:
+    def __init__(self, w: Tensor, b: Tensor | None, wanted: str, wide: torch.dtype, dtype: torch.dtype) -> None:
+        self.dtype = dtype  # of the gradients that are made
         self.operands, self.wanted = (w,) if b is None else (w, b), [name for name in "wb" if name in wanted]
         shapes = {"w": w.shape, "b": w.shape[:1]}
         self.first = *self.operands, *(w.new_zeros(shapes[name], dtype=wide) for name in self.wanted)
@@ -69,7 +71,7 @@ class Held:
     def made(self, carried: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         w = self.operands[0]
         sums = dict(zip(self.wanted, carried[len(self.operands) :], strict=True))
-        dw, db = (sums[name].to(w.dtype) if name in sums else w.new_empty(0) for name in "wb")
+        dw, db = (sums[name].to(self.dtype) if name in sums else w.new_empty(0, dtype=self.dtype) for name in "wb")
         return dw, db
 
 
@@ -100,7 +102,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, words, wide = x.shape[0], w.shape[0], compute_dtype(x)
     count = counts(target, weight, ignore_index, wide)
-    held = Held(w, b, grads, wide)
+    held = Held(w, b, grads, wide, kept_dtype(w.dtype))
 
     def body(carried: tuple[Tensor, ...], part: tuple[Tensor, ...]) -> Any:
         x, at, count = part
@@ -136,8 +138,8 @@ def linear_cross_entropy_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, wide = x.shape[0], lse.dtype
     count = counts(target, weight, ignore_index, wide)
-    count = torch.zeros_like(count) if dloss is None else count * dloss.to(wide)
-    held = Held(w, b, grads, wide)
+    count = counted(count, dloss)
+    held = Held(w, b, grads, wide, w.dtype)
     own = () if dlse is None else (dlse.to(wide),)
 
     def body(carried: tuple[Tensor, ...], part: tuple[Tensor, ...]) -> Any:
