@@ -141,8 +141,11 @@ def _bias(got: torch.Tensor | None, want: torch.Tensor, directions: int, roundin
 
 
 def _error(got: torch.Tensor | None, want: torch.Tensor) -> float:
+    """Relative, over what is a number in `want`: a NaN there is no value to be off from."""
     if got is None or got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
-    difference = (got.detach().double() - want.detach().double()).norm()
-    error = float(difference / want.detach().double().norm().clamp_min(1e-12))
+    got, want = got.detach().double(), want.detach().double()
+    same = want.isnan() | (got == want)  # infinite on both sides, too
+    difference = torch.where(same, 0, got - want).norm()
+    error = float(difference / torch.where(want.isfinite(), want, 0).norm().clamp_min(1e-12))
     return error if error == error else float("inf")

@@ -12,6 +12,7 @@ from torch import nn
 
 import megacpp_compile
 from megacpp_compile.config.options import Config
+from megacpp_compile.report import replay
 from tests.corpus.heads import IGNORED, SPELLINGS, WITHOUT_IGNORED, arguments, build, each_row, flattened
 from tests.frames import TOLERANCE, check, check_graph, largest_error, render, run, train
 
@@ -204,6 +205,18 @@ def test_scales_and_biases_in_half():
 @pytest.mark.parametrize("name", "flattened each_row z_loss sum_over_size selective_log_softmax".split())
 def test_verified(name):
     assert check_graph(*spelled(name), Config(strict=True, verify="each")).counts[NAME] == 1
+
+
+def test_verified_on_what_is_no_number():
+    """A NaN in the plain result is no value to be off from; one in ours alone, or an infinity, is."""
+    module, (x, labels) = build(flattened)
+    x = x.detach().clone()
+    x[0, 1] = float("nan")
+    frames = run(module, (x.requires_grad_(), labels), Config(verify="each", strict=True))
+    assert frames.counts[NAME] == 1
+    some = torch.tensor([1.0, float("nan"), float("inf")])
+    assert replay._error(some.clone(), some) == replay._error(torch.tensor([1.0, 2.0, float("inf")]), some) == 0
+    assert replay._error(torch.tensor([1.0, 2.0, 3.0]), some) == float("inf") == replay._error(some, torch.ones(3))
 
 
 def args_of(everything, args):
