@@ -19,10 +19,14 @@ __all__ = ["Enabled", "enable"]
 
 
 class Enabled:
-    """What `enable` returns; a context manager that disables again when left."""
+    """What `enable` returns; a context manager that, when left, disables again and goes on with what it replaced."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options, self._replaced, self._on = options, torch.compile, True
+    def __init__(self, options: Mapping[str, Any], outer: Enabled | None) -> None:
+        self.options, self._outer, self._ended = options, outer, False
+        self._turn_on()
+
+    def _turn_on(self) -> None:
+        self._replaced, self._on = torch.compile, True
 
         @functools.wraps(self._replaced)
         def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -41,9 +45,15 @@ class Enabled:
 
     def disable(self) -> None:
         """Leave `torch.compile` as it was; models compiled meanwhile stay compiled. A second call does nothing."""
+        self._turn_off()
+        self._ended = True
+
+    def _turn_off(self) -> None:
+        global _current
         self._on = False  # for who has replaced it since, and calls this one
         if torch.compile is self._compile:
             torch.compile = self._replaced
+        _current = None if _current is self else _current
 
     def __enter__(self) -> Enabled:
         return self
@@ -51,7 +61,12 @@ class Enabled:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        global _current
+        outer, was_on = self._outer, self._on
         self.disable()
+        if outer is not None and not outer._ended and was_on and _current is None:
+            outer._turn_on()
+            _current = outer
 
 
 def enable(options: Mapping[str, Any] | None = None) -> Enabled:
@@ -59,16 +74,17 @@ def enable(options: Mapping[str, Any] | None = None) -> Enabled:
 
     options: fields of `Config`, for all of them. Inductor's own options and modes given to a call still count. Calls
     that name another backend, and what is compiled already, stay as they are. Called again, it replaces the earlier
-    options. Raises the errors of `Config.from_options`.
+    options, as a context manager until that is left. Raises the errors of `Config.from_options`.
 
         megacpp_compile.enable({"policy": "selective"})
         Trainer(model, TrainingArguments(torch_compile=True, ...)).train()
     """
     global _current
     checked_options(options)
-    if _current is not None:
-        _current.disable()
-    _current = Enabled(dict(options or {}))
+    outer = _current
+    if outer is not None:
+        outer._turn_off()
+    _current = Enabled(dict(options or {}), outer)
     return _current
 
 

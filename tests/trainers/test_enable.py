@@ -26,8 +26,15 @@ def calls(monkeypatch):
     return seen
 
 
+class Own(nn.Sequential):
+    """With a forward outside of torch, whose own frames `Module.compile` does not trace by themselves (torch 2.13)."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
 def latents():
-    return nn.Sequential(nn.Linear(16, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 16, bias=False))
+    return Own(nn.Linear(16, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 16, bias=False))
 
 
 @pytest.mark.sampled(3)
@@ -68,18 +75,37 @@ def test_other_backends_stay(calls):
 
 
 def test_the_last_call_counts_also_beneath_another_replacement(calls, monkeypatch):
-    megacpp_compile.enable({"policy": "selective"})
+    outer = megacpp_compile.enable({"policy": "selective"})
     with megacpp_compile.enable({"policy": "full"}) as enabled:
         torch.compile()
     torch.compile()
     enabled.disable()
-    assert calls == [{"backend": "megacpp", "mode": None, "options": {"policy": "full"}}, {}]
+    outer.disable()
+    torch.compile()
+    given = [call.get("options") for call in calls]
+    assert given == [{"policy": "full"}, {"policy": "selective"}, None] and "backend" not in calls[2]
     calls.clear()
     enabled, inner = megacpp_compile.enable(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda model=None, **kwargs: inner(model, **kwargs))
     enabled.disable()
     torch.compile()
     assert calls == [{}]
+
+
+def test_what_is_left_goes_on_with_what_is_around_it(calls):
+    with megacpp_compile.enable({"policy": "selective"}) as outer:
+        with megacpp_compile.enable({"policy": "full"}):
+            with megacpp_compile.enable({"policy": "none"}):
+                torch.compile()
+            torch.compile()
+        torch.compile()
+        with megacpp_compile.enable({"policy": "full"}):
+            outer.disable()
+            torch.compile()
+        torch.compile()  # and what was disabled meanwhile stays so
+    torch.compile()
+    given = [call.get("options", {}).get("policy") for call in calls]
+    assert given == ["none", "full", "selective", "full", None, None]
 
 
 def test_bad_options_are_an_error_at_once_and_mode_with_options_is_torch_s():
