@@ -97,8 +97,9 @@ class RequirementError(MegacppError):
             near = (f"  {place(m.fqn, m.source)}, node {m.node or '?'}: {m.reason} [{m.tag}]" for m in self.misses)
             lines += ["Nearest misses:", *some(list(near))] if misses else []
             lines += [f"  {line}" for line in self.breaks[:SHOWN]]
-            nothing = "Nothing in the graph came near the pattern"
-            nothing += ": check that the pass is enabled and the code is compiled."
+            nothing = f"Nothing {'else ' if fired else ''}in the graph came near the pattern: "
+            nothing += "check that the pass is enabled and the code is compiled"
+            nothing += f", or lower the count to {fired}." if fired else "."
             lines.append("Rewrite the model where a miss says so, or lower the count." if misses else nothing)
         super().__init__("\n".join(lines))
 
