@@ -24,10 +24,10 @@ class Miss(Protocol):
     def reason(self) -> str: ...
 
 
-def closest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice that `name` was most likely meant to be, or None; case is ignored."""
+def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice that `name` was most likely meant to be, or None; case is ignored. cutoff: difflib's, up to 1."""
     by_lower = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
 
 

@@ -16,7 +16,9 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.config.options import Config
-from megacpp_compile.errors import DroppedOutputError
+from megacpp_compile.config.warn_once import warn_once
+from megacpp_compile.errors import BadOptionError, DroppedOutputError, closest
+from megacpp_compile.errors._base import listed
 from megacpp_compile.fx.copies import in_place_of
 from megacpp_compile.fx.edit import dynamo_value, same_size
 
@@ -71,7 +73,8 @@ class Outputs:
 
 
 def without(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> Outputs:
-    """Dynamo's graph `gm` without the outputs that `config` drops. Never changes `gm`.
+    """Dynamo's graph `gm` without the outputs that `config` drops. Never changes `gm`. Raises
+    BadOptionError for a name that is nearly that of an output.
 
     An output has the name of the variable that held it. It stays where the frame records no gradients, as evaluation
     reads it, and where no loss, one number, is computed from it: what leaves such a frame is on its way to one.
@@ -86,12 +89,26 @@ def without(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> O
         if isinstance(node, Node) and (name := _named(node, config)) and _computed_from(losses, node)
     }  # fmt: skip
     if not dropped:
+        beside = [n for n in outputs if isinstance(n, Node) and _computed_from(losses, n)]  # type: ignore[union-attr]
+        if beside:
+            _check_names(config, sorted({re.sub(r"_\d+$", "", n.name) for n in beside}))
         return Outputs(gm, {})
     graph = fx.Graph()
     copies: dict[Node, Node] = {}
     results = graph.graph_copy(gm.graph, copies)
     graph.output(tuple(None if i in dropped else result for i, result in enumerate(results)))  # type: ignore[arg-type]
     return Outputs(in_place_of(gm, graph, copies), dropped)
+
+
+def _check_names(config: Config, beside: Sequence[str]) -> None:
+    """Of a frame without an output that the option names: raises BadOptionError where one is nearly so called, and
+    warns where none is."""
+    for name in config.drop_outputs:
+        if closest(name, beside, cutoff=0.8) is not None:
+            wanted = f"variables that hold outputs beside a loss, here {listed(map(repr, beside))}"
+            raise BadOptionError("drop_outputs", name, wanted, beside)
+    named = listed(map(repr, config.drop_outputs))
+    warn_once(f"option 'drop_outputs' names {named}; the outputs beside the loss are {listed(map(repr, beside))}")
 
 
 def _named(node: Node, config: Config) -> str:

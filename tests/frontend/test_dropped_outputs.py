@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megacpp_compile
-from megacpp_compile.errors import DroppedOutputError
+from megacpp_compile.errors import BadOptionError, DroppedOutputError
 from megacpp_compile.frontend.dropped_outputs import DroppedOutput
 
 WORDS, DIM = 23, 12
@@ -105,9 +105,17 @@ def test_they_stay_where_the_frame_has_no_loss(no_kernels):
     assert model.head.weight.grad is not None
 
 
-def test_other_names_stay(no_kernels):
-    out = compiled(Model(), {"drop_outputs": ("logit", "loss")})(*arguments())
+def test_other_names_stay(no_kernels, caplog):
+    out = compiled(Model(), {"drop_outputs": ("loss", "hidden")})(*arguments())
     assert isinstance(out.logits, torch.Tensor) and isinstance(out.loss, torch.Tensor)
+    (warning,) = [r.getMessage() for r in caplog.records if "drop_outputs" in r.getMessage()]
+    assert "names 'hidden', 'loss'" in warning and "are 'logits'" in warning
+
+
+@pytest.mark.parametrize("name", ["logit", "Logits"])
+def test_a_misspelled_name_is_an_error(no_kernels, name):
+    with pytest.raises(BadOptionError, match="drop_outputs: got .* Did you mean 'logits'"):
+        compiled(Model(), {"drop_outputs": (name,)})(*arguments())
 
 
 @pytest.mark.parametrize("use", [
