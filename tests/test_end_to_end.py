@@ -7,6 +7,7 @@ in the graph that Inductor would compile (`no_kernels`).
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -120,12 +121,18 @@ def test_small_sites_are_left_to_inductor(device):
 
 
 @pytest.mark.end_to_end
-def test_a_batch_of_one(no_kernels):
-    """Torch 2.13's attention patterns fail on it on CPU; the frame is compiled without them, its rewrites stay."""
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_batch_of_one(no_kernels, caplog, dynamic):
+    """Torch 2.13's attention patterns fail on it on CPU; the frame is compiled without them, its rewrites stay, and no
+    error is logged."""
     torch._dynamo.reset()
+    logging.getLogger("torch._subclasses.fake_tensor").addHandler(caplog.handler)
     block, x = Block(), torch.randn(1, 16, 128)
     with megacpp_compile.record() as report:
-        got = train(torch.compile(block, backend="megacpp"), block, x, grad := torch.randn(1, 16, 128))
+        compiled = torch.compile(block, backend="megacpp", dynamic=dynamic)
+        got = train(compiled, block, x, grad := torch.randn(1, 16, 128))
+    logging.getLogger("torch._subclasses.fake_tensor").removeHandler(caplog.handler)
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
     assert report.frames[0].captured, report.frames[0].reason
     assert {k: v for k, v in report.counts.items() if v} == SITES
     assert max(errors(got, [t.double() for t in train(block, block, x, grad)])) < 1e-5

@@ -6,10 +6,12 @@ Both travel as config patches of this compilation; no global state is touched.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,14 +55,35 @@ def compile_lowered(gm: GraphModule, example_inputs: Sequence[Any], settings: Se
     lower = LowerSemanticOps(settings.target, settings.config, user, checkpoint_tags(gm.graph), settings.on_backward)
     launches = static_launch.patches(gm, settings.target, settings.patches) if settings.inner_compile is None else {}
     patches = {**launches, **gemm_patches(settings), "post_grad_custom_pre_pass": lower}
+    with _errors_held_back() as said:
+        try:
+            return _compile(gm, example_inputs, dataclasses.replace(settings, patches=patches), with_backward=True)
+        except Exception as error:
+            if not from_pattern_matcher(error):
+                raise
+            said.clear()  # nothing has failed that is not made good below
+            log.logger.info("one of Inductor's patterns failed, compiled without them: %s", error)
+    patches["pattern_matcher"] = False
+    return _compile(gm, example_inputs, dataclasses.replace(settings, patches=patches), with_backward=True)
+
+
+@contextlib.contextmanager
+def _errors_held_back() -> Iterator[list[logging.LogRecord]]:
+    """What torch logs of fake tensors, which tell a failure before anyone can catch it, is logged at the end; but for
+    records that were taken out of the list."""
+    logger, held = logging.getLogger("torch._subclasses.fake_tensor"), list[logging.LogRecord]()
+
+    def hold(record: logging.LogRecord) -> bool:
+        held.append(record)
+        return False
+
+    logger.addFilter(hold)
     try:
-        return _compile(gm, example_inputs, dataclasses.replace(settings, patches=patches), with_backward=True)
-    except Exception as error:
-        if not from_pattern_matcher(error):
-            raise
-        log.logger.info("one of Inductor's patterns failed, compiled without them: %s", error)
-        patches["pattern_matcher"] = False
-        return _compile(gm, example_inputs, dataclasses.replace(settings, patches=patches), with_backward=True)
+        yield held
+    finally:
+        logger.removeFilter(hold)
+        for record in held:
+            logger.handle(record)
 
 
 def gemm_patches(settings: Settings) -> dict[str, Any]:
