@@ -23,6 +23,11 @@ RECIPES = ("bf16", "fp8_current", "fp8_block", "fp8_delayed", "nvfp4")
 # No op of a graph multiplies in 4 bits.
 UNTRACEABLE = frozenset({"nvfp4"})
 FP8_ROLES = ("attention", "experts")
+# Modules that hold few FLOPs or whose small errors are amplified: embeddings and the head that shares their weight,
+# routing, memories of n-grams, mixes of residual streams, embeddings of structure, platform and time, adapters. Each
+# matches inside any segment of a name. One list for modules, compiled graphs and compression.
+DEFAULT_EXCLUSIONS = ("wte", "wpe", "lm_head", "router", "shared_expert_gate", "engram", "mhc", "ngram_hash",
+                      "structure_emb", "platform_emb", "temporal_", "lora_")  # fmt: skip
 
 _MEANT = {"fp8": "fp8_current", "tensorwise": "fp8_current", "current": "fp8_current", "blockwise": "fp8_block",
           "block": "fp8_block", "delayed": "fp8_delayed", "fp4": "nvfp4", "bfloat16": "bf16",
@@ -38,14 +43,24 @@ class Decision:
     Attributes:
         requested: the recipe the plan asks for.
         effective: the recipe to run; "bf16" where `reason` rules out the one asked for.
-        rule: what asks for it: a pattern of the plan, or "role attention".
+        rule: what asks for it: a pattern of the plan, or "role attention"; a pattern with a word of DEFAULT_EXCLUSIONS
+            in it stands above that exclusion, and says so.
         reason: why the two differ, "" when they do not.
+        excluded: the exclusion that its name falls under, "" for none.
     """
 
     requested: str
     effective: str
     rule: str
     reason: str = ""
+    excluded: str = ""
+
+
+def exclusion_of(fqn: str, exclude: Sequence[str] = DEFAULT_EXCLUSIONS) -> str:
+    """The first of `exclude` that the name of a linear falls under: words of DEFAULT_EXCLUSIONS inside any segment,
+    others as globs over whole names; "" for none."""
+    fits = (globs.inside_segment(e, fqn) if e in DEFAULT_EXCLUSIONS else globs.hits(e, fqn) for e in exclude)
+    return next((e for e, fit in zip(exclude, fits, strict=True) if fit), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +150,10 @@ class PrecisionPlan:
         """The recipe the linear `fqn` runs in; see `decide`."""
         return self.decide(fqn, role, shape).effective
 
-    def decide(self, fqn: str, role: str | None = None, shape: fp8_gain.Shape | None = None) -> Decision:
+    def decide(
+        self, fqn: str, role: str | None = None, shape: fp8_gain.Shape | None = None,
+        exclude: Sequence[str] = DEFAULT_EXCLUSIONS,
+    ) -> Decision:  # fmt: skip
         """What the plan says of a linear on a device that has fp8.
 
         fqn: name of the module. role: one of `ROLES`; told by the name where None. shape: (M, N, K), i.e. tokens (None
@@ -145,6 +163,11 @@ class PrecisionPlan:
         pattern = globs.first_hit(dict(self.rules), fqn)
         requested = dict(self.rules)[pattern] if pattern is not None else dict(self.roles)[role]
         rule = pattern if pattern is not None else f"role {role}"
+        if excluded := exclusion_of(fqn, exclude):
+            if pattern is None or excluded not in DEFAULT_EXCLUSIONS or excluded not in pattern.lower():
+                reason = f"excluded by {excluded!r}" if requested != "bf16" else ""
+                return Decision(requested, "bf16", rule, reason, excluded)
+            rule = f"{pattern}, above the exclusion of {excluded!r}"
         against = fp8_gain.refusal(requested, shape) if self.gate and shape is not None else ""
         return Decision(requested, "bf16" if against else requested, rule, against and f"gate: {against}")
 

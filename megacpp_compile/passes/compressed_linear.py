@@ -25,6 +25,7 @@ from torch.fx import Node
 
 from megacpp_compile.config.compression import CompressionPlan
 from megacpp_compile.config.globs import inside_segment
+from megacpp_compile.config.precision import DEFAULT_EXCLUSIONS
 from megacpp_compile.config.rules import role_at
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.fx.provenance import module_fqn
@@ -37,7 +38,6 @@ from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.passes._rewrites.differentiated import differentiated
 from megacpp_compile.passes._rewrites.dying import held_by, stays_alive
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
-from megacpp_compile.precision.survey import DEFAULT_EXCLUSIONS
 
 aten = torch.ops.aten
 name = "compressed_linear"

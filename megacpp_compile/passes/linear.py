@@ -117,6 +117,9 @@ def _check(view: GraphView, plan: PrecisionPlan, linear: Linear) -> Wanted | Mat
     decision = plan.decide(module_fqn(node), role_at(node), shape)
     if (recipe := decision.requested) == "bf16":
         return None
+    if decision.excluded:
+        reason = f"{decision.reason}: a rule that names it puts it in {recipe} all the same"
+        return MatchFailure(node, "excluded", reason)
     if missing := _no_device_for(recipe)(x.device):
         return MatchFailure(node, "device", missing)
     gate = decision.reason.removeprefix("gate: ")

@@ -11,18 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacpp_compile.config.globs import hits, inside_segment
-from megacpp_compile.config.precision import PrecisionPlan
+from megacpp_compile.config.precision import DEFAULT_EXCLUSIONS, PrecisionPlan
 from megacpp_compile.config.roles import role_of
 from megacpp_compile.config.rules import modules_with_weights
 from megacpp_compile.errors import PlanMismatchError
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE
 from megacpp_compile.precision import engine
 from megacpp_compile.targets import family
-
-# Modules that hold few FLOPs or whose small errors are amplified: embeddings and the head that shares their weight,
-# routing, adapters. Each matches inside any segment of a name.
-DEFAULT_EXCLUSIONS = ("wte", "wpe", "lm_head", "router", "shared_expert_gate", "lora_")
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
@@ -78,8 +73,8 @@ def survey(
     for fqn, module, parents in _linears(model):
         role = role_of(fqn, [type(p).__name__ for p in parents], tuple(parents[0]._modules) if parents else ())
         shape = (module.out_features, module.in_features)
-        decision = plan.decide(fqn, role, (None, *shape))
-        reason = _excluded(fqn, exclude)
+        decision = plan.decide(fqn, role, (None, *shape), exclude)
+        reason = decision.excluded and f"excluded by {decision.excluded!r}"
         if not reason and decision.requested != "bf16":
             reason = nowhere or decision.reason or _unfit(module, parents[0], ties)
         holds = getattr(module, "recipe", "autocast") if engine.is_of_transformer_engine(module) else "bf16"
@@ -137,13 +132,6 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Any, list[nn.Module]]]:
             parts = fqn.split(".")
             above = [every[".".join(parts[:i])] for i in range(len(parts) - 1, 0, -1)]
             yield fqn, module, [*above, model]
-
-
-def _excluded(fqn: str, exclude: Sequence[str]) -> str:
-    for pattern in exclude:
-        if inside_segment(pattern, fqn) if pattern in DEFAULT_EXCLUSIONS else hits(pattern, fqn):
-            return f"excluded by {pattern!r}"
-    return ""
 
 
 def _unfit(module: nn.Module, parent: nn.Module, ties: _Ties) -> str:

@@ -5,6 +5,8 @@ A CPU multiplies no float8. Where the pass has to fire, the question is answered
 
 from __future__ import annotations
 
+import dataclasses
+
 import expecttest
 import pytest
 import torch
@@ -521,3 +523,31 @@ def test_refuses_rows_nobody_knows(float8):
     torch._dynamo.mark_dynamic(args[0], 1)
     frames = run(MLP(), args, config())
     assert frames.tags(NAME) == {"multiple"} and not frames.counts[NAME]
+
+
+class Named(nn.Module):
+    """Linears by these names, one after the other, and one by a name of none."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.parts = nn.ModuleDict({name: MLP() for name in names})
+        self.up_proj = nn.Linear(DIM, DIM, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        for part in self.parts.values():
+            x = x + part(x)
+        return self.up_proj(x)
+
+
+def test_names_that_the_plan_excludes_stay(float8):
+    """One list for modules and graphs; a rule that names one of them stands above it, and says so."""
+    names = ("engram", "mhc_mix", "temporal_mlp", "lora_B")
+    roles = dataclasses.replace(PrecisionPlan.of("fp8_current"), gate=False)
+    frames = check(Named(names), hidden(), config(roles), tolerance=FLOAT8)
+    assert frames.counts[NAME] == 1 and frames.tags(NAME) == {"excluded"}
+    reasons = {m.reason.split(":")[0] for m in frames.misses if m.pass_name == NAME}
+    assert reasons == {f"excluded by {word!r}" for word in ("engram", "mhc", "temporal_", "lora_")}
+    rules = PrecisionPlan(rules=(("parts.engram.*", "fp8_current"), ("*", "fp8_current")), gate=False)
+    frames = check(Named(names[:2]), hidden(), config(rules), tolerance=FLOAT8)
+    assert frames.counts[NAME] == 4 and frames.tags(NAME) == {"excluded"}
+    assert rules.decide("parts.engram.up_proj").rule == "parts.engram.*, above the exclusion of 'engram'"

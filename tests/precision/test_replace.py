@@ -61,12 +61,20 @@ def test_every_linear_is_in_the_table_with_its_rule(te):
 
 
 def test_default_exclusions_are_parts_of_any_segment(te):
-    names = (*DEFAULT_EXCLUSIONS, "moe_router", "lora_A", "Shared_LM_Head", "plain", "temporal_mix")
+    names = (*DEFAULT_EXCLUSIONS, "moe_router", "lora_A", "Shared_LM_Head", "plain", "temporal_mix", "temporary")
     named = nn.ModuleDict({name: nn.Sequential(nn.Linear(32, 32)) for name in names})
     table = convert(te, named.to(te.device, te.dtype))
-    assert table.done == ("plain.0", "temporal_mix.0")
+    assert table.done == ("plain.0", "temporary.0")
     assert table.skipped["moe_router.0"] == "excluded by 'router'"
     assert table.skipped["lora_A.0"] == "excluded by 'lora_'"
+
+
+def test_default_exclusions_are_all_there():
+    """What training found to lose precision; see docs/precision.md."""
+    assert set(DEFAULT_EXCLUSIONS) == {
+        "wte", "wpe", "lm_head", "router", "shared_expert_gate", "engram", "mhc", "ngram_hash", "structure_emb",
+        "platform_emb", "temporal_", "lora_",
+    }  # fmt: skip
 
 
 def test_own_exclusions_are_globs_over_whole_segments(te):
