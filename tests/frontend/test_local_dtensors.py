@@ -27,6 +27,7 @@ R, S, P = Replicate(), Shard, Partial()
 
 @pytest.fixture(autouse=True)
 def mesh():
+    torch._dynamo.reset()  # `F.linear` itself is compiled here, and may be elsewhere
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield dist.init_device_mesh("cpu", (2,))
