@@ -171,6 +171,43 @@ def words_of_one_half(m, x, labels):
     return sum(F.cross_entropy(logits[..., i, :].flatten(0, 1), wanted) for i in range(2))
 
 
+def in_place(fill):
+    """`fill(logits, indices of words)` writes into logits."""
+
+    def body(m, x, labels):
+        logits = m.proj(x)
+        fill(logits, torch.tensor([WORDS - 2, WORDS - 1]))
+        return loss_of(logits, labels)
+
+    return body
+
+
+def of_indices(fill):
+    return lambda m, x, labels: loss_of(fill(m.proj(x), torch.tensor([WORDS - 2, WORDS - 1])), labels)
+
+
+def one_word(logits, words):
+    logits[..., WORDS - 1] = -1e9
+
+
+def some_words(logits, words):
+    logits[..., words] = -1e9
+
+
+# How words of the logits are filled.
+FILLED = {
+    "one_word_in_place": in_place(one_word),
+    "some_words_in_place": in_place(some_words),
+    "index_fill_in_place": in_place(lambda logits, words: logits.index_fill_(-1, words, -1e9)),
+    "select_fill_in_place": in_place(lambda logits, words: logits.select(-1, WORDS - 1).fill_(-1e9)),
+    "index_fill": of_indices(lambda logits, words: logits.index_fill(-1, words, -1e9)),
+    "scatter": of_indices(lambda logits, words: logits.scatter(-1, words.expand(*logits.shape[:-1], 2), -1e9)),
+    "index_copy": of_indices(
+        lambda logits, words: logits.index_copy(-1, words, logits.new_full((*logits.shape[:-1], 2), -1e9))
+    ),
+}
+
+
 # remedy -> what stands between
 BETWEEN = {
     "multiply the hidden states": {
@@ -178,7 +215,7 @@ BETWEEN = {
         "scaled_rows": lambda m, x, labels: loss_of(m.proj(x) / length_of(x), labels),
     },
     "softcap": {"bounded": lambda m, x, labels: loss_of(m.proj(x).clamp(-2, 2), labels)},
-    "off, `logits[..., :words]`": {"words_filled": words_filled, "masked_words": masked_words},
+    "off, `logits[..., :words]`": {"words_filled": words_filled, "masked_words": masked_words, **FILLED},
     "put hidden states together": {
         "in_two": lambda m, x, labels: loss_of(torch.cat([m.proj(part) for part in x.chunk(2, 1)], 1), labels),
     },
@@ -189,6 +226,9 @@ BETWEEN = {
     "multiply the weight": {"scaled_words": lambda m, x, labels: loss_of(m.proj(x) * m.embed.weight[:, 0], labels)},
     "in front of a softcap": {"learned_cap": learned_cap},
     "an element a word": {
+        "added_to_words": of_indices(
+            lambda logits, words: logits.index_add(-1, words, logits.new_ones(*logits.shape[:-1], 2))
+        ),
         "biased_rows": lambda m, x, labels: loss_of(
             m.proj(x) + m.embed(labels.clamp(min=0)) @ m.embed.weight.T, labels
         ),

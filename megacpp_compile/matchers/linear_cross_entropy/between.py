@@ -26,7 +26,10 @@ _CHOICES = (aten.gather.default, aten.take_along_dim.default)
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _FACTORS = (aten.mul.Tensor, aten.div.Tensor)
 _FILLS = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.masked_fill.Scalar,
-          aten.masked_fill.Tensor, aten.slice_scatter.default)  # fmt: skip
+          aten.masked_fill.Tensor, aten.slice_scatter.default, aten.select_scatter.default, aten.index_fill.int_Scalar,
+          aten.index_fill.int_Tensor, aten.index_put.default, aten.index_copy.default, aten.scatter.value,
+          aten.scatter.src, aten.masked_scatter.default)  # fmt: skip
+_ADDED_TO = (aten.index_add.default, aten.scatter_add.default)
 _BOUNDS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.nan_to_num.default)
 _REMEDY = {
     "words": "choose the weight's rows and not the words of the logits",
@@ -80,6 +83,8 @@ def _kind(node: Node) -> str | None:
         return "fill"
     if node.target is aten.slice.Tensor and not _same_last(node, node.args[0]):
         return "words"
+    if node.target in _ADDED_TO:
+        return "sum"
     if node.target in _BOUNDS:
         return "bound"
     if node.target is aten.cat.default:
