@@ -105,7 +105,8 @@ class _Reader(ScoresReader):
         """Whether scores come of a linear's weight, as those of a router or of a memory do; learned queries do not."""
         keys = set(flat(scores.dims[dim]))
         weights = [o for q, k, _ in scores.products for o in (q, k) if self.is_weight(o.node)]
-        learned = dim == len(scores.dims) - 1 and not any(keys & set(flat([*sum(o.repeated, ())])) for o in weights)
+        own = {a for o in weights for d in o.repeated for a in flat(d)}
+        learned = dim == len(scores.dims) - 1 and not keys & own
         return bool(weights) and not learned
 
     def check_rows(self, total: Node, scores: Scores, dim: int, result: Any) -> None:

@@ -15,14 +15,13 @@ from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import NotAttention, Scores
-from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, reduced
+from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, ScoresReader, reduced
 from megacpp_compile.matchers.ssd.atoms import Dim, flat
 
 aten = torch.ops.aten
 _SOFTMAXES = {aten.softmax.int, aten._softmax.default}
 _SUMS, _LOG_SUMS = {aten.sum.dim_IntList}, {aten.logsumexp.default}
 _ADDS = {aten.add.Tensor, aten.add.Scalar}
-_AROUND_SUMS = UNIT_DIMS | RESHAPES | COPIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,7 @@ def _normalised_behind(node: Node) -> Softmax | None:
     """Exponentials whose sum divides a product of them."""
     for user in node.users:
         end = user
-        while len(end.users) == 1 and (end is user or end.target in _AROUND_SUMS | _ADDS or _inverse(end)):
+        while len(end.users) == 1 and (end is user or end.target in AROUND_SUMS | _ADDS or _inverse(end)):
             end = next(iter(end.users))
         parts = _quotient(end)
         if user.target in _SUMS and parts is not None and parts[0] is not node:

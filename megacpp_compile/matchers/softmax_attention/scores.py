@@ -23,7 +23,9 @@ aten = torch.ops.aten
 _FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 _WHERES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
 _MAXIMA = {aten.max.dim, aten.amax.default}
-_AROUND_MAXIMA = UNIT_DIMS | RESHAPES | COPIES | {aten.detach.default, operator.getitem}
+# What puts the dimension back that a sum has reduced; a maximum may be detached, too, or the first of a pair.
+AROUND_SUMS = UNIT_DIMS | RESHAPES | COPIES
+_AROUND_MAXIMA = AROUND_SUMS | {aten.detach.default, operator.getitem}
 _VIEWS = RESHAPES | FOLDS | PERMUTATIONS | UNIT_DIMS | EXPANSIONS | COPIES | {aten.repeat_interleave.self_int}
 
 
@@ -260,12 +262,11 @@ def _times(node: Node) -> float | None:
 
 
 def reduced(
-    node: Node, of: Any, by: Collection[Any], shown: Node | None = None,
+    node: Node, of: Any, by: Collection[Any], shown: Node | None = None, around: Collection[Any] = AROUND_SUMS,
 ) -> tuple[int, list[Node]] | None:  # fmt: skip
     """(dimension, nodes) where `node` is `of` reduced over one dimension by an op in `by`, which is 1 long in `shown`
-    (default: `node`), whatever views lead there."""
+    (default: `node`), whatever of `around` leads there."""
     nodes, shape = list[Node](), value(shown or node)
-    around = _AROUND_MAXIMA if by is _MAXIMA else UNIT_DIMS | RESHAPES | COPIES
     while node.target in around and isinstance(node.args[0], Node):
         if node.target is operator.getitem and node.args[1] != 0:
             return None
@@ -286,5 +287,5 @@ def less_maximum(node: Node) -> list[Node]:
     """The nodes of the largest of scores where `node` is scores less these; none where it is not."""
     if node.target is not aten.sub.Tensor or node.kwargs or not isinstance(node.args[1], Node):
         return []
-    found = reduced(node.args[1], node.args[0], _MAXIMA)
+    found = reduced(node.args[1], node.args[0], _MAXIMA, around=_AROUND_MAXIMA)
     return found[1] if found else []
