@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from megacpp_compile.config.compression import CompressionPlan
 from megacpp_compile.config.globs import inside_segment
-from megacpp_compile.config.precision import DEFAULT_EXCLUSIONS
+from megacpp_compile.config.precision import exclusion_of
 from megacpp_compile.config.rules import role_at
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.fx.provenance import module_fqn
@@ -73,7 +73,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 def _refusal(linear: Linear, fqn: str, trained: set[Node]) -> MatchFailure | None:
     """Why one linear by itself stays as it is."""
     node, role = linear.node, role_at(linear.node)
-    word = next((word for word in ("lora", *DEFAULT_EXCLUSIONS) if inside_segment(word, fqn)), "")
+    word = "lora" if inside_segment("lora", fqn) else exclusion_of(fqn)
     if role in _ROLES or word:
         return MatchFailure(node, "role", f"compress leaves alone what is {f'named {word!r}' if word else f'a {role}'}")
     if linear.w not in trained:
