@@ -49,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if found:
             with tempfile.NamedTemporaryFile("w", prefix=f"tests-in-order-{order}-", suffix=".txt", delete=False) as kept:
                 kept.write(done.stdout)
-            found = [*found, f"told in {kept.name}"]
-        failed = len(found[:-1])
-        print(f"run {order}: {time.monotonic() - began:.0f} s, {failed} failed", *found, sep="\n  ", flush=True)
+            print(f"order {order} failed, as told in {kept.name}:")
+        print(f"run {order}: {time.monotonic() - began:.0f} s, {len(found)} failed", *found, sep="\n  ", flush=True)
     print(table(failures, runs))
     return bool(failures)
 
