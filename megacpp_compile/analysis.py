@@ -28,6 +28,7 @@ from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.provenance import is_backward, outermost_frame
 from megacpp_compile.lowerings._registry import semantic_ops
+from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes._driver import Outcome, enabled_passes, recognised, run_passes
@@ -38,6 +39,7 @@ from megacpp_compile.passes._frame.sites import add_called_ops, choose_lowerings
 from megacpp_compile.passes._review import Reviewer
 from megacpp_compile.remat import conflicts
 from megacpp_compile.report import collector, log
+from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.report.records import Frame, MissedFusion
 from megacpp_compile.targets import Target
 
@@ -76,6 +78,16 @@ class Analysis:
         if self.outcome is None:
             return []
         return [(s.pass_name, n) for s, n in zip(self.outcome.sites, self.outcome.op_nodes, strict=True)]
+
+    def on_auto(self, found: AutoPlan) -> None:
+        """Note what `policy="auto"` chose, at the sites whose latents it keeps too."""
+        self.frame.on_auto(found)
+        pairs = zip(self.outcome.sites, self.outcome.op_nodes, strict=True) if self.outcome is not None else ()
+        keeping = sorted((node, site) for site, node in pairs if traits_of(node).handed_over is not None)
+        for place, held in found.latents.get("held", ()):
+            site = keeping[place][1] if place < len(keeping) else None
+            if site is not None and site.saved_after is not None:
+                site.set_saved(site.saved_before, site.saved_after + held)
 
     def fell_back(self, reason: str, advice: str, lost: bool = True) -> None:
         """Record that the frame is compiled by the backend alone after all. advice: what to do about it. lost: whether

@@ -131,7 +131,7 @@ def _hand_to_backend(
     frame = analysis.frame
     settings = Settings(
         target, config, patches, noted_in(frame, config.own_policy), inner_compile, max(frame.blocks, 1),
-        frame.on_cuda_graph, frame.on_auto if frame.auto and not frame.auto["reason"] else None, frame.on_backward,
+        frame.on_cuda_graph, analysis.on_auto if frame.auto and not frame.auto["reason"] else None, frame.on_backward,
     )  # fmt: skip
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:

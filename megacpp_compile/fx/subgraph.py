@@ -11,16 +11,18 @@ from torch import fx
 from torch.fx import GraphModule, Node, map_arg
 
 from megacpp_compile.fx.mode_states import autocast_pairs
+from megacpp_compile.fx.views import values_read
 
 
 def inside(inputs: Sequence[Node], outputs: Sequence[Node]) -> set[Node]:
-    """The calls that compute `outputs` from `inputs` and from the other graph inputs they need."""
+    """The calls that compute `outputs` from `inputs` and from the other graph inputs they need; what is read for its
+    shape or dtype alone is given."""
     keep, stack, border = set[Node](), list(outputs), set(inputs)
     while stack:
         node = stack.pop()
         if node not in keep and node not in border and node.op not in ("placeholder", "get_attr"):
             keep.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend(values_read(node))
     return keep
 
 

@@ -46,6 +46,14 @@ IDENTITIES = COPIES | {aten.lift_fresh_copy.default}
 DETACH = aten.detach.default
 # The same shape, perhaps in another dtype or on another device; see `is_cast`.
 CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.type_as.default})
+# Of the second tensor, these read the shape or dtype.
+LIKE = frozenset({aten.type_as.default, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default})
+# Of any tensor, these do.
+SHAPE_ONLY = frozenset({
+    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.empty_like.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.new_full.default, aten.full_like.default,
+    aten.new_empty_strided.default, aten.sym_size.int,
+})  # fmt: skip
 
 # What has elements of its first operand alone, perhaps not all of them, in another place, several times or cast.
 REARRANGEMENTS = (
@@ -65,6 +73,13 @@ _MEMORY_VIEWS = frozenset(
     for op in RESHAPES | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | PARTS | SPLITS | STRIDED | {aten.alias.default, DETACH}
     if op not in (aten.broadcast_to.default, aten.chunk.default)  # composite
 )
+
+
+def values_read(node: Node) -> list[Node]:
+    """The operands whose values `node` computes with, not their shape or dtype alone."""
+    if node.target in SHAPE_ONLY:
+        return []
+    return [a for a in node.args[:1] if isinstance(a, Node)] if node.target in LIKE else node.all_input_nodes
 
 
 def is_reshape(node: Node) -> bool:

@@ -19,6 +19,7 @@ from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.fx.subgraph import between
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.rope.activations import activations
+from megacpp_compile.passes._rewrites.differentiated import Differentiated
 from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report import replay, saved_bytes
 from megacpp_compile.report.records import MissedFusion, Site
@@ -31,6 +32,7 @@ class Reviewer:
         self.captured, self.config, self.count = captured, config, count_saved
         self.inputs = replay.concrete(example_inputs)
         self.cache: dict[Any, int | None] = {}
+        self.trained = Differentiated(captured.gm.graph, captured.trained) if count_saved else ()
         self.fake = any(isinstance(x, FakeTensor) for x in example_inputs)
 
     def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
@@ -87,9 +89,11 @@ class Reviewer:
 
     def _saved(self, gm: GraphModule, inputs: list[Node], outputs: list[Node]) -> int | None:
         part = between(gm, inputs, outputs)
-        key = part.code(), _values(part.inputs)
+        nodes = [*part.inputs, *part.calls]
+        asked = tuple((n in self.trained, n.meta.get("recompute")) for n in nodes)
+        key = part.code(), _values(part.inputs), asked
         if key not in self.cache:
-            self.cache[key] = saved_bytes.saved_bytes(part.module(), part.inputs, self.captured.fake_mode)
+            self.cache[key] = saved_bytes.saved_bytes(part, self.captured.fake_mode, self.trained)
         return self.cache[key]
 
 

@@ -57,12 +57,14 @@ class Predicted:
 @dataclasses.dataclass(frozen=True)
 class Latents:
     """Of the latents of a frame: how many are `kept`, how many `recomputed`; bytes that are held for those kept, and
-    seconds that recomputing them would take."""
+    seconds that recomputing them would take. held: by the place of its op among those that could keep one, the bytes of
+    each."""
 
     kept: int = 0
     recomputed: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    held: list[list[int]] = dataclasses.field(default_factory=list)
 
 
 class Ladder:
@@ -122,15 +124,17 @@ def worth_taking(plan: Predicted, otherwise: Predicted) -> bool:
 def latents_of(graph: fx.Graph, rates: Rates) -> tuple[list[Node], Latents]:
     """(the ops whose latents are to be kept, which hand none over yet; what that comes to)."""
     kept, found = [], Latents()
-    for op in graph.nodes:
-        if op.op != "call_function" or traits_of(op).handed_over is None or not may_hand_over(op):
+    ops = [n for n in graph.nodes if n.op == "call_function" and traits_of(n).handed_over is not None]
+    for place, op in enumerate(ops):
+        if not may_hand_over(op):
             continue
         seconds, held, width = _price(op, rates)
         if seconds > 2 * width / rates.bytes:
             kept.append(op)
-            found = dataclasses.replace(
-                found, kept=found.kept + 1, bytes=found.bytes + held, seconds=found.seconds + seconds
-            )
+            found = Latents(
+                found.kept + 1, found.recomputed, found.bytes + held, found.seconds + seconds,
+                [*found.held, [place, held]],
+            )  # fmt: skip
         else:
             found = dataclasses.replace(found, recomputed=found.recomputed + 1)
     return kept, found

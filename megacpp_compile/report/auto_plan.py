@@ -25,7 +25,8 @@ class AutoPlan:
             what is recomputed.
         seconds_none: of a step under `policy="none"`.
         latents: of `down_norm_up`: how many are "kept" and "recomputed", the "bytes" held for those kept and the
-            "seconds" that recomputing them would take. With the plan or without, they are kept.
+            "seconds" that recomputing them would take. With the plan or without, they are kept. "held": (place of the
+            op among those that could keep one, bytes) of each.
         rates: whose rates times go by, "sm_90".
     """
 

@@ -143,6 +143,8 @@ def test_a_block_by_itself_is_left_to_the_partitioner(planned):
     held = x.shape[0] * x.shape[1] * (16 + 8) * 4
     assert found.latents["kept"] == 1 and found.latents["bytes"] == held == auto.saved - none.saved
     assert auto.report.frames[0].remat is None
+    (without,), (kept,) = ([s for s in one.report.sites if s.op == "megacpp::down_norm_up"] for one in (none, auto))
+    assert kept.saved_after == without.saved_after + held and kept.saved_before == without.saved_before
 
 
 @pytest.mark.end_to_end

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import megacpp_compile
 from benchmarks import models
 from megacpp_compile.frontend.capture import capture
 from megacpp_compile.fx.subgraph import between
 from megacpp_compile.passes import _review
+from megacpp_compile.passes._rewrites.differentiated import Differentiated
 from megacpp_compile.report.saved_bytes import saved_bytes
 
 
@@ -23,7 +28,8 @@ def counted(function, *args, dynamic=True):
         part = between(captured.gm, graph.find_nodes(op="placeholder"), list(graph.output_node().args[0]))
         env = captured.fake_mode.shape_env
         before = len(env.guards) if env else 0
-        found["bytes"] = saved_bytes(part.module(), part.inputs, captured.fake_mode)
+        trained = Differentiated(graph, captured.trained)
+        found["bytes"] = saved_bytes(part, captured.fake_mode, trained)
         found["guards"] = (len(env.guards) if env else 0) - before
         return gm.forward
 
@@ -37,23 +43,97 @@ def products(x, w):
     return ((x @ w).exp().reshape(x.shape[0] * 4, 2).tanh(),)
 
 
+def leaves(*shapes):
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
 @pytest.mark.parametrize("rows", [5, 0])
 def test_symbolic_sizes_count_as_they_are(rows):
-    args = torch.randn(rows, 4), torch.randn(4, 8)
+    args = leaves((rows, 4), (4, 8))
     static, _ = counted(products, *args, dynamic=False)
     assert counted(products, *args) == (static, 0) and static == 2 * 4 * 8 * rows
 
 
 def test_a_tensor_that_several_read_counts_once():
     """An exponential keeps its result, and so do both products that read it: 5 rows of 8 numbers, as each product does."""
-    x, *ws = torch.randn(5, 4), torch.randn(4, 8), torch.randn(8, 8), torch.randn(8, 8)
-    bytes_, _ = counted(lambda x, a, b, c: (torch.tanh((e := (x @ a).exp()) @ b + e @ c),), x, *ws, dynamic=False)
+    given = leaves((5, 4), (4, 8), (8, 8), (8, 8))
+    bytes_, _ = counted(lambda x, a, b, c: (torch.tanh((e := (x @ a).exp()) @ b + e @ c),), *given, dynamic=False)
     assert bytes_ == 2 * 5 * 8 * 4
 
 
 def test_sizes_known_at_run_time_only_are_not_counted():
-    bytes_, _ = counted(lambda x: (x[x[:, 0] > 0].exp(),), torch.randn(5, 4))
+    bytes_, _ = counted(lambda x: (x[x[:, 0] > 0].exp(),), *leaves((5, 4)))
     assert bytes_ is None
+
+
+def kept_by_eager(function, *args):
+    """Bytes of the storages that autograd packs while `function` runs, those of its arguments aside."""
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        function(*args)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in packed}
+    own = {a.untyped_storage().data_ptr() for a in args}
+    return sum(size for at, size in storages.items() if at not in own)
+
+
+def gated(x, gain, gate, up, down):
+    normed = functional.rms_norm(x, gain.shape, gain)
+    return (functional.silu(normed @ gate) * (normed @ up)) @ down
+
+
+def rotated(x, w, cos, sin):
+    a, b = (q := x @ w).chunk(2, -1)
+    return q * cos + torch.cat((-b, a), -1) * sin
+
+
+def partly_recorded(x, w, v):
+    with torch.no_grad():
+        routed = (x @ w).softmax(-1)
+    return (x @ v).exp() * routed + routed.exp()
+
+
+MODELS = {
+    "linear": lambda x, w, v: (x @ w) @ v,
+    "mlp": lambda x, w, v: functional.gelu(x @ w) @ v,
+    "attention": lambda x, w, v: (((x @ w) @ (x @ v).mT).softmax(-1) @ x).tanh(),
+    "detached": lambda x, w, v: (x @ w).detach().exp() * (x @ v).exp(),
+    "views": lambda x, w, v: (x @ w).view(2, 3, 8).transpose(0, 1).exp().flatten(0, 1) @ v,
+    "norm": lambda x, w, v: functional.layer_norm(x @ w, (8,)) @ v,
+    "cast": lambda x, w, v: ((x @ w).bfloat16() @ v.bfloat16()).float().exp(),
+    "type_as": lambda x, w, v: (x @ w).sigmoid().type_as(x.detach().exp()) @ v,
+    "loss": lambda x, w, v: functional.cross_entropy((x @ w) @ v, torch.zeros(6, dtype=torch.long)),
+    "checkpointed": lambda x, w, v: checkpoint(lambda x: (x @ w).exp().sin() @ v, x, use_reentrant=False).exp(),
+    "partly recorded": partly_recorded,
+    "rotated": lambda x, w, v: rotated(x, w, v[0].cos().detach(), v[1].sin().detach()),
+    "gated": lambda x, w, v: gated(x, w[0], w, v, (w * 2).mT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trained", ["xwv", "wv", "v", "w", ""])
+@pytest.mark.parametrize("name", MODELS)
+def test_counted_is_what_eager_keeps(name, trained):
+    """By parameter, under checkpoints and without gradients: what nothing is trained through is not kept."""
+    args = torch.randn(6, 8), torch.randn(8, 8), torch.randn(8, 8)
+    for letter, tensor in zip("xwv", args, strict=True):
+        tensor.requires_grad_(letter in trained)
+    function = MODELS[name]
+    bytes_, _ = counted(lambda *a: (function(*a),), *args, dynamic=False)
+    assert bytes_ == kept_by_eager(function, *args)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_selective_checkpoint_keeps_what_its_policy_saves(trained):
+    """The results of both products, which torch's cache holds, and the exponential behind the region."""
+
+    def saves(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def function(x, w, v):
+        context = functools.partial(create_selective_checkpoint_contexts, saves)
+        return (checkpoint(lambda x: (x @ w).sin() @ v, x, use_reentrant=False, context_fn=context).exp(),)
+
+    args = [t.requires_grad_(trained) for t in leaves((6, 8), (8, 8), (8, 8))]
+    assert counted(function, *args, dynamic=False)[0] == trained * 3 * 6 * 8 * 4
 
 
 def stack_of(layers, width):

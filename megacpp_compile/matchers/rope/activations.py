@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
-from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, REARRANGEMENTS
+from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, REARRANGEMENTS, SHAPE_ONLY, values_read
 from megacpp_compile.matchers.rope.lanes import EMPTY
 
 aten = torch.ops.aten
@@ -56,8 +56,7 @@ def _has_shape(node: Node, shape: torch.Size) -> bool:
 def _computed_from(graph: fx.Graph, roots: Set[Node]) -> set[Node]:
     found = set(roots)
     for node in graph.nodes:
-        read = node.args[:1] if node.target in _LIKE else node.all_input_nodes
-        if node.target not in SHAPE_ONLY and any(a in found for a in read):
+        if any(a in found for a in values_read(node)):
             found.add(node)
     return found
 
@@ -90,11 +89,3 @@ _LINEAR = {
     aten.cat.default, aten.stack.default, aten.slice_scatter.default, aten.select_scatter.default, operator.getitem,
     aten.view_as_complex.default, aten.view_as_real.default,
 }  # fmt: skip
-# Ops that read a tensor's shape and dtype, not its values.
-SHAPE_ONLY = {
-    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.empty_like.default,
-    aten.zeros_like.default, aten.ones_like.default, aten.new_full.default, aten.full_like.default,
-    aten.new_empty_strided.default, aten.sym_size.int,
-}  # fmt: skip
-# Of the second tensor, these read the same.
-_LIKE = {aten.type_as.default, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default}

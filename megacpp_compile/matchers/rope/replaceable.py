@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.mode_states import ModeStates
-from megacpp_compile.matchers.rope.activations import SHAPE_ONLY
+from megacpp_compile.fx.views import SHAPE_ONLY
 from megacpp_compile.matchers.rope.kinds import broadcast_dims, kind_of
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 from megacpp_compile.matchers.rope.lanes import Lanes, is_one, precision
