@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from megacpp_compile._torch.dispatch import enable_python_dispatcher
 from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.numbers_for_symbols import SYMBOLIC, with_numbers
 from megacpp_compile.fx.subgraph import Part
