@@ -51,6 +51,8 @@ MIN_BYTES, SMALL_ON = 64 << 20, "cuda"
 # Forward keeps the gradient of the weight, and backward has it twice while it is scaled. Of fewer tokens the logits
 # take no more than that, and Inductor is as fast (one H200, 4096 tokens, 4096 and 7168 channels: 1.07 and 1.04 of it).
 WEIGHTS = 2
+# Elsewhere the gradients that forward keeps are not to take more than the logits they stand for, by as much as counts.
+COUNTS = 32 << 10
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
@@ -108,19 +110,22 @@ def _few_tokens(
 ) -> MatchFailure | None:
     """Logits of less than the gradients that are kept for them. Of checkpointed losses, a chunk of tokens each, plain
     code has the logits of one at a time, and all would keep gradients."""
-    logits, weight = value(head.linear.node), head.linear.w
+    logits, weight, x = value(head.linear.node), head.linear.w, head.linear.x
     kept = sum(
         site.summed for other, found in pairs for site in found
         if other is head or other.linear.w is weight and _checkpointed(other) and _checkpointed(head)
     )  # fmt: skip
-    if logits.device.type != SMALL_ON or weight not in gradients or not kept:
+    if weight not in gradients or not kept or free_unbacked_symbols(logits):
         return None
-    size, least = nbytes(logits), kept * WEIGHTS * nbytes(value(weight))
+    size, least, what = nbytes(logits), kept * WEIGHTS * nbytes(value(weight)), "the weight's gradient is"
+    if logits.device.type != SMALL_ON:
+        rows = nbytes(value(x)) if x in gradients else 0
+        least, what = kept * nbytes(value(weight)) + rows - COUNTS, "gradients are"
     if size >= least:
         return None
     reason = (
-        f"{size / 2**20:.1f} MiB of logits, of use from {least / 2**20:.1f} MiB: the weight's gradient is kept from "
-        "forward to backward in their place"
+        f"{size / 2**20:.1f} MiB of logits, of use from {least / 2**20:.1f} MiB: {what} kept from forward to backward "
+        "in their place"
     )
     return MatchFailure(head.reads[0].node, "few-tokens", reason)
 

@@ -402,6 +402,25 @@ def test_few_tokens_stay_on_cuda(on_cuda):
     assert_fires(NAME, module, args)
 
 
+@pytest.mark.parametrize(("tokens", "fires"), [(256, False), (330, False), (331, True)])
+def test_gradients_take_no_more_than_logits(tokens, fires):
+    """A weight of 1 MiB, and 1 KiB of a token's 256 channels beside 4 KiB of its logits, or nearly."""
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(256, 1024, bias=False)
+
+        def forward(self, x, labels):
+            return F.cross_entropy(self.proj(x), labels)
+
+    args = torch.randn(tokens, 256, requires_grad=True), torch.arange(tokens) % 1024
+    if fires:
+        assert_fires(NAME, Wide(), args)
+    else:
+        assert_refused(NAME, "few-tokens", Wide(), args)
+
+
 def two_chunks(m, x, labels):
     return sum(flattened(m, *part) for part in zip(x.chunk(2, 1), labels.chunk(2, 1), strict=True))
 
