@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import logging
@@ -84,6 +85,59 @@ def test_entries_of_a_mapping_add_up():
 def test_a_bad_option_costs_a_sentence(built, capsys, pair, says):
     for command in ("explain", "estimate"):
         assert says in sentence(capsys, command, "built:stack", "--option", pair)
+
+
+# Values that no command can mean, of every option that takes one but --option.
+MEANINGLESS = [
+    *((command, "built:stack", "--device", device) for command in ("estimate", "plan")
+      for device in ("gpu", "h100", "RTX", "cuda:x", "cuda:-1", "", "5", "mps", "tpu", "xla", "cuda:99999", "no such device")),
+    *(("estimate", "built:stack", "--optimizer", name) for name in ("adam", "", "inf", "nan", "-3", "1e400")),
+    ("plan", "built:stack", "--plot", "plan.png", "--device", "gpu"),
+    *(("evidence", action, "--records", records) for action in ("status", "gate")
+      for records in ("no_such_folder", "file", "latin", "deep", "list", "folder")),
+    *(("evidence", action, "--environments", ids) for action in ("status", "gate") for ids in ("", "a", "a,a", "a,b,c", "a,")),
+    *(("evidence", "run", "dense_fa4_contract", "--environment", "here", "--launch", f) for f in ("none", "file", ".", "latin/a.json")),
+    ("evidence", "run", "no_such_profile", "--environment", "here"),
+    ("evidence", "run", "dense_fa4_contract", "--environment", "a/b"),
+    ("evidence", "status", "--page", "no_such_folder/page.md"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "docs" / "evidence").mkdir(parents=True)
+    for name, content in (("latin", b"\xff\xfe"), ("deep", b"[" * 10**5), ("list", b"[1]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.json").write_bytes(content)
+    (tmp_path / "folder" / "a.json").mkdir(parents=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.accelerator.is_available(), reason="some of the devices are here")
+@pytest.mark.usefixtures("records")
+@pytest.mark.parametrize("command", MEANINGLESS, ids=" ".join)
+def test_a_value_without_a_meaning_costs_a_sentence(built, capsys, monkeypatch, command):
+    monkeypatch.setattr(pareto, "_candidates", lambda: iter([("none", pareto.CheckpointingPolicy())]))
+    said = sentence(capsys, *command)
+    assert "internal error" not in said and "please report" not in said
+    if command[-1] in ("gpu", "h100", "RTX"):
+        assert "Did you mean 'cuda'?" in said
+
+
+def test_every_option_of_a_command_is_tried_with_such_values():
+    """Those that take a value which argparse does not check, so that a new one is not left out."""
+    tried = {word for command in MEANINGLESS for word in command if word.startswith("--")} | {"--option"}
+
+    def takers(parser):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in action.choices.values():
+                    yield from takers(inner)
+            elif action.option_strings and action.nargs != 0 and action.choices is None:
+                yield action.option_strings[-1]
+
+    assert set(takers(cli._parser())) == tried
 
 
 def test_options_take_effect_but_for_a_policy_in_a_plan(built, capsys):

@@ -14,14 +14,13 @@ class TargetUnavailableError(MegacppError):
         target: `"cpu"`, `"cuda"` or `"tpu"`.
         missing: what is missing ("the package triton", "a CUDA device").
         install: how to get it ("pip install triton").
+        remedy: what else to do, where it was not asked for by the option `target`.
     """
 
-    def __init__(self, target: str, missing: str, install: str) -> None:
+    def __init__(self, target: str, missing: str, install: str, remedy: str | None = None) -> None:
         self.target, self.missing, self.install = target, missing, install
-        super().__init__(
-            f"target {target!r} is not available: {missing} is missing. To get it: {install}. "
-            "Or let options={'target': 'auto'} choose what is there."
-        )
+        remedy = remedy or "Or let options={'target': 'auto'} choose what is there."
+        super().__init__(f"target {target!r} is not available: {missing} is missing. To get it: {install}. {remedy}")
 
 
 class TargetRecipeError(MegacppError, ValueError):

@@ -55,7 +55,7 @@ def launched(path: Path, binding: dict[str, Any]) -> str:
         text = path.read_text()
         machine = json.loads(text)["machine"]
         said = {key: machine[key] for key in ("host", "commit", "label")}
-    except (OSError, json.JSONDecodeError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise EvidenceError(name, f"it is none: {type(error).__name__}: {error}") from error
     for key, value in said.items():
         if value != binding.get(key):

@@ -21,7 +21,8 @@ def evidence(given: argparse.Namespace) -> int:
         print(lines)
         return 0 if all(record.checks.get("passed") for record in found) else 1
     records = read(folder)
-    environments = tuple(given.environments.split(",")) if given.environments else ENVIRONMENTS
+    environments = ENVIRONMENTS if given.environments is None else tuple(given.environments.split(","))
+    gate.check_environments(environments)
     if given.action == "gate":
         decisions = gate.decide(records, environments)
         print(json.dumps([d.to_dict() for d in decisions], indent=1) if given.json else "\n".join(map(str, decisions)))

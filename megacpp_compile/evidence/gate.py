@@ -41,10 +41,15 @@ class Decision:
         return "\n".join(lines)
 
 
+def check_environments(environments: Sequence[str]) -> None:
+    """Raise EvidenceError unless these are the names of two environments."""
+    if len(environments) != 2 or len(set(environments)) != 2 or not all(environments):
+        raise EvidenceError("gate", f"environments are {', '.join(environments) or 'none'}, wanted two distinct ones")
+
+
 def decide(records: Sequence[Record], environments: Sequence[str] = ENVIRONMENTS) -> list[Decision]:
     """The decision on each promotion. Raises EvidenceError unless there are two distinct environments."""
-    if len(environments) != 2 or len(set(environments)) != 2:
-        raise EvidenceError("gate", f"environments are {', '.join(environments) or 'none'}, wanted two distinct ones")
+    check_environments(environments)
     counted = counting(records)
     stood = {standing.rung.id: standing for standing in standings(records, environments)}
     found = []

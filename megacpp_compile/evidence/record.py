@@ -192,12 +192,15 @@ def _of_checks(record: Record, _: Profile) -> str:
 
 def read(folder: Path) -> list[Record]:
     """The records in the JSON files of `folder`, in the order of their names. Raises EvidenceError for a file that
-    holds none."""
+    holds none, and for a `folder` that is none."""
+    if not folder.is_dir():
+        problem = "there is no such folder. A checkout has one, and --records says where"
+        raise EvidenceError(f"records {str(folder)!r}", problem)
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
             found.append(Record.of(json.loads(path.read_text())))
-        except (json.JSONDecodeError, TypeError, EvidenceError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise EvidenceError(f"file {path.name!r}", str(error).rstrip(".")) from error
     return found
 

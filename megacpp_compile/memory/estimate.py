@@ -7,6 +7,7 @@ blocks, after our passes, each block by itself as `megacpp_compile.compile` comp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from megacpp_compile.backend import check_torch
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
-from megacpp_compile.errors import BadOptionError, NotAModuleError, TargetUnavailableError
+from megacpp_compile.errors import BadOptionError, NotAModuleError
 from megacpp_compile.memory.fake_run import FakeRun, Saved, bytes_of
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds
@@ -26,6 +27,7 @@ from megacpp_compile.report import collector
 from megacpp_compile.report.records import Frame
 from megacpp_compile.report.tables import family, table_text
 from megacpp_compile.report.text import bytes_text
+from megacpp_compile.targets import named_device
 
 # Bytes of state for each trainable parameter.
 OPTIMIZERS = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0, "adamw_master": 12.0, "momentum": 4.0, "sgd": 0.0}
@@ -168,8 +170,9 @@ def estimate(
     Where values decide how many rows an expert has, each block's experts together have those that were routed; a mask
     elsewhere picks as many rows as it could.
 
-    Raises NotAModuleError, EstimateError where the model branches on values or reads them as numbers, and ForwardError
-    where its forward raises on those shapes.
+    Raises NotAModuleError, BadOptionError for a device or an optimizer that is none, TargetUnavailableError for one
+    that is not here, EstimateError where the model branches on values or reads them as numbers, and ForwardError where
+    its forward raises on those shapes.
     """
     check_torch()
     if not isinstance(model, nn.Module):
@@ -203,19 +206,14 @@ def estimate(
 
 
 def _place(device: str | torch.device | None, parameters: Sequence[nn.Parameter]) -> torch.device:
-    place = torch.device(device) if device is not None else next((p.device for p in parameters), torch.device("cpu"))
-    if place.type == "meta":
-        place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        # Autograd would abort the process on fake tensors of a device that torch has no code for.
-        raise TargetUnavailableError("cuda", "a CUDA device", "install a CUDA build of torch")
-    return place
+    place = named_device(device if device is not None else next((p.device for p in parameters), "cpu"))
+    return named_device("cuda" if torch.cuda.is_available() else "cpu") if place.type == "meta" else place
 
 
 def _per_parameter(optimizer: str | float) -> float:
     if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
         return OPTIMIZERS[optimizer]
-    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool) and optimizer >= 0:
+    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool) and 0 <= optimizer < math.inf:
         return float(optimizer)
     wanted = "bytes a trainable parameter, or one of " + ", ".join(map(repr, OPTIMIZERS))
     raise BadOptionError("optimizer", optimizer, wanted, tuple(OPTIMIZERS))

@@ -7,13 +7,14 @@ that nothing else compares device names to find out.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megacpp_compile.errors import TargetUnavailableError
+from megacpp_compile.errors import BadOptionError, TargetUnavailableError, closest
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ TPU = Target(
     ("tpu_xla", "reference"), keeps_latents=True, decomposes=False,
 )  # fmt: skip
 TARGETS = {target.name: target for target in (CPU, CUDA, TPU)}
+_OTHER_DEVICE = "Or leave the device out: then it is the model's own."
 DEVICES = {device.type: device for target in TARGETS.values() for device in target.devices}
 
 
@@ -97,12 +99,55 @@ def resolve_target(wanted: str, example_inputs: Sequence[Any]) -> Target:
     kinds = device_types(example_inputs)
     target = family(kinds) if wanted == "auto" else TARGETS[wanted]
     packages = [d.package for d in target.devices if d.type in kinds] or [d.package for d in target.devices]
+    _check_is_here(target, packages)
+    return target
+
+
+def named_device(given: str | torch.device, key: str = "device") -> torch.device:
+    """The device that the setting `key` names.
+
+    Raises BadOptionError for what names none, and for a GPU of a higher index than there are, TargetUnavailableError
+    for one of a target of this package that is not here. Fake tensors of a device that torch has no code for would
+    abort the process in autograd.
+    """
+    kind = given.partition(":")[0] if isinstance(given, str) else ""
+    if kind in DEVICES:  # first, as torch may not know the name either without the package
+        _check_is_here(family({kind}), [DEVICES[kind].package], _OTHER_DEVICE)
+    try:
+        place = torch.device(given)
+    except (RuntimeError, TypeError, ValueError):
+        place = None
+    if place is not None and place.type in DEVICES:
+        _check_is_here(family({place.type}), [DEVICES[place.type].package], _OTHER_DEVICE)
+        if place.type != "cuda" or (place.index or 0) < torch.cuda.device_count():
+            return place
+    elif place is not None and (place.type == "meta" or place.type == _accelerator()):
+        return place
+    types = sorted(DEVICES)
+    wanted = f"one of {', '.join(map(repr, types))}, or a device of torch's that is here, with or without an index"
+    meant = "cuda" if _names_a_gpu(str(given)) else closest(str(given), types, cutoff=0.75)
+    raise BadOptionError(key, given, wanted, meant=meant)
+
+
+def _check_is_here(target: Target, packages: Sequence[str], remedy: str | None = None) -> None:
     if all(package and importlib.util.find_spec(package) is None for package in packages):
         install = "pip install 'megacpp-compile[tpu]', or torch_tpu with torch 2.11 to 2.15"
-        raise TargetUnavailableError(target.name, f"the package {' or '.join(packages)}", install)
+        raise TargetUnavailableError(target.name, f"the package {' or '.join(packages)}", install, remedy)
     if target is CUDA and not torch.cuda.is_available():
-        raise TargetUnavailableError(target.name, "a CUDA device", "install a CUDA build of torch")
-    return target
+        raise TargetUnavailableError(target.name, "a CUDA device", "install a CUDA build of torch", remedy)
+
+
+def _accelerator() -> str | None:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None else None
+
+
+def _names_a_gpu(text: str) -> bool:
+    """Whether people call a CUDA device so: "gpu", "h100", "sm_90"."""
+    from megacpp_compile.targets.chips import CHIPS
+
+    known = {word for chip in CHIPS for word in (chip.label, *re.findall(r"\w+", chip.devices))}
+    return text.lower() in {"gpu", "nvidia", "triton", *(word.lower() for word in known)}
 
 
 def device_types(example_inputs: Sequence[Any]) -> set[str]:
