@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megacpp_compile.errors import BadOptionError
+from megacpp_compile.errors import BadOptionError, closest
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -28,6 +28,21 @@ def check(settings: Mapping[str, Any]) -> None:
             words = ", ".join(one.__name__ if isinstance(one, type) else repr(one) for one in wanted)
             texts = [one for one in wanted if isinstance(one, str)]
             raise BadOptionError(f"inductor[{name!r}]", value, words.replace("NoneType", "None"), texts)
+
+
+def hint(key: str, value: Any, own: Sequence[str]) -> str:
+    """How to give the setting of Inductor's that an option `key` is, or is nearer to than to any of `own`; "" where it
+    is none."""
+    from megacpp_compile._torch.inductor import config
+
+    known = _types() or dict.fromkeys(dir(config))
+    if key in known:
+        return f"It is a setting of Inductor's: options={{'inductor': {{{key!r}: {value!r}}}}}."
+    if any(name.startswith(f"{key}.") for name in known) or hasattr(config, key):
+        return f"It has settings of Inductor's: options={{'inductor': {{'{key}.…': …}}}}."
+    if (found := closest(key, known, cutoff=0.8)) is not None and closest(key, (*own, found)) == found:
+        return f"Did you mean a setting of Inductor's, options={{'inductor': {{{found!r}: {value!r}}}}}?"
+    return ""
 
 
 @functools.cache

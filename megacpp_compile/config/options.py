@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -203,7 +204,7 @@ class Config(_Asked):
         valid = [f.name for f in fields(cls)]
         for key in given:
             if key not in valid:
-                raise UnknownOptionError(key, valid, _is_setting_of_inductor(key), RENAMED_OPTIONS)
+                raise UnknownOptionError(key, valid, _elsewhere(key, given[key], valid), RENAMED_OPTIONS)
         where = {name: f"option {name!r}" for name in ("disable", "passes", "require")}
 
         from_environment = environment.read(environ, given, _VARIABLES)
@@ -286,10 +287,19 @@ def given_options(options: Any) -> dict[str, Any]:
     return dict(options or {})
 
 
-def _is_setting_of_inductor(key: Any) -> bool:
-    from megacpp_compile._torch.inductor import config
+def _elsewhere(key: Any, value: Any, own: Sequence[str]) -> str:
+    """Where a key that is none of `own` goes, as a sentence: one of Inductor's, or an argument of torch.compile. "" for
+    any other."""
+    import torch
 
-    return isinstance(key, str) and hasattr(config, key)
+    from megacpp_compile.config import inductor_settings
+
+    if not isinstance(key, str):
+        return ""
+    if key in inspect.signature(torch.compile).parameters and key not in ("model", "backend", "options"):
+        call = f"torch.compile(model, backend='megacpp', {key}={value!r})"
+        return f"It is an argument of torch.compile itself: {call}."
+    return inductor_settings.hint(key, value, own)
 
 
 def _kind(key: str, value: Any) -> str:

@@ -17,20 +17,20 @@ class UnknownOptionError(MegacppError, ValueError):
     Args:
         key: the key as given.
         valid: every key that is accepted.
-        of_inductor: whether it is a setting of Inductor's, and so no misspelling of ours.
+        elsewhere: where such a key goes, as a sentence, if it is one of others and so no misspelling of ours.
         renamed: keys of earlier releases -> what they are called now, for the closest-match hint.
     """
 
     def __init__(
-        self, key: object, valid: Sequence[str], of_inductor: bool = False, renamed: Mapping[str, str] | None = None
+        self, key: object, valid: Sequence[str], elsewhere: str = "", renamed: Mapping[str, str] | None = None
     ) -> None:
         self.key, self.valid = key, tuple(valid)
         old = dict(renamed or {})
-        found = None if of_inductor else closest(str(key), (*valid, *old))
+        found = None if elsewhere else closest(str(key), (*valid, *old))
         self.closest = old.get(found, found) if found is not None else None
         super().__init__(
             f"unknown option {key!r} in torch.compile(..., backend='megacpp', options=...)."
-            f"{did_you_mean(self.closest)} Valid options: {listed(valid)}. "
+            f"{f' {elsewhere}' if elsewhere else did_you_mean(self.closest)} Valid options: {listed(valid)}. "
             "Inductor's own settings go under 'inductor'."
         )
 

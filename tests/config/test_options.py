@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import inspect
 import pickle
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from megacpp_compile import errors
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
@@ -86,6 +88,37 @@ def test_unknown_option_of_inductor_or_without_a_close_name_points_to_inductor(k
         read({key: True})
     assert "Did you mean" not in str(caught.value)
     assert "Inductor's own settings go under 'inductor'" in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value", "says"), [
+    ("max_autotune", True, "of Inductor's: options={'inductor': {'max_autotune': True}}."),
+    ("epilogue_fusion", False, "of Inductor's: options={'inductor': {'epilogue_fusion': False}}."),
+    ("triton.cudagraphs", True, "of Inductor's: options={'inductor': {'triton.cudagraphs': True}}."),
+    ("triton", {"cudagraphs": True}, "options={'inductor': {'triton."), ("cuda", 1, "options={'inductor': {'cuda."),
+    ("max_autotun", True, "Did you mean a setting of Inductor's, options={'inductor': {'max_autotune': True}}?"),
+    ("triton.cudagraph", True, "{'triton.cudagraphs': True}"),
+    ("mode", "max-autotune", "torch.compile(model, backend='megacpp', mode='max-autotune')"),
+    ("dynamic", True, "torch.compile(model, backend='megacpp', dynamic=True)"),
+    ("fullgraph", True, "torch.compile(model, backend='megacpp', fullgraph=True)"),
+    ("autotun", True, "Did you mean 'autotune'?"), ("keep_latent", True, "Did you mean 'keep_latents'?"),
+    ("inducter", {}, "Did you mean 'inductor'?"),
+])  # fmt: skip
+def test_an_option_of_another_s_says_where_it_goes(key, value, says):
+    """Inductor's settings, single and grouped, nearly spelled too, and torch.compile's arguments."""
+    with pytest.raises(errors.UnknownOptionError) as caught:
+        read({key: value})
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_each_setting_of_inductor_and_each_argument_says_where_it_goes(group):
+    from torch._inductor import config
+
+    names = {name.partition(".")[0] if group else name for name in config.get_config_copy()}
+    names |= set() if group else set(inspect.signature(torch.compile).parameters) - {"model", "backend", "options"}
+    for name in sorted(names - {f.name for f in dataclasses.fields(Config)}):
+        with pytest.raises(errors.UnknownOptionError, match=r"'inductor': \{|It is an argument of torch.compile"):
+            read({name: True})
 
 
 @pytest.mark.parametrize("options", [
