@@ -31,6 +31,7 @@ from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
+from megacpp_compile.nn.attention.switch import require_fa4
 from megacpp_compile.passes._driver import Outcome, enabled_passes, recognised, run_passes
 from megacpp_compile.passes._frame import assumed, head_widths
 from megacpp_compile.passes._frame.attention_sites import as_written, attention_sites, unseen_sites, wanted_by
@@ -111,8 +112,10 @@ def analyse(
     patches: Mapping[str, Any] | None = None,
 ) -> Analysis:  # fmt: skip
     """Capture a frame, canonicalize it and run the passes. Never changes `gm`. patches: Inductor's settings for the
-    frame, by default those of `config`."""
+    frame, by default those of `config`. Raises AttentionError for the option `fa4` on CUDA without its package."""
     effects.warn_of_ineffective(config, target)
+    if config.fa4 and target.cublas:
+        require_fa4("Install it, or leave out the option 'fa4'.")
     began = time.perf_counter()
     analysis = _analyse(gm, example_inputs, config, target, config.inductor if patches is None else patches)
     seconds = analysis.frame.seconds

@@ -18,7 +18,6 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.errors import BadOptionError, TorchTooOldError, wrapped_in
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.fx.compiled_models import note_compiled
-from megacpp_compile.nn.attention.switch import require_fa4
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.pipeline import WHOLE, Block, compile_frame
 from megacpp_compile.report import stages
@@ -62,14 +61,11 @@ def megacpp(
 
 def checked_options(options: Mapping[str, Any] | Config | None = None, mode: str | None = None) -> Config:
     """The settings that `options` and the environment make. Raises TorchTooOldError and the errors of
-    `Config.from_options`, BadOptionError for a `mode` that torch does not have, and AttentionError for `fa4` without
-    its package. `torch.compile` calls it when the options are given."""
+    `Config.from_options`, and BadOptionError for a `mode` that torch does not have. `torch.compile` calls it when the
+    options are given."""
     check_torch()
     mode_patches(mode)
-    config = Config.from_options(options, pass_names())
-    if config.fa4:
-        require_fa4()
-    return config
+    return Config.from_options(options, pass_names())
 
 
 def compile_with(

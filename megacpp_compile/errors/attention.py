@@ -12,11 +12,13 @@ class AttentionError(MegacppError, ValueError):
         backend: its name.
         tag: why, for machines: one of `nn.attention.bodies.TAGS`, or of `nn.attention.eligibility.TAGS` of "fa4".
         reason: why, in words.
+        remedy: what to do, as a sentence, where it was not a call's argument that asked.
     """
 
-    def __init__(self, backend: str, tag: str, reason: str) -> None:
+    def __init__(self, backend: str, tag: str, reason: str, remedy: str = "") -> None:
         self.backend, self.tag, self.reason = backend, tag, reason
-        super().__init__(f"attention by {backend!r}: {reason} [{tag}]. Let backend='auto' choose what can.")
+        remedy = remedy or "Let attention(..., backend='auto') choose what can."
+        super().__init__(f"attention by {backend!r}: {reason} [{tag}]. {remedy}")
 
 
 class EvidenceError(MegacppError, ValueError):

@@ -3,8 +3,10 @@ reference has every public name, each where it is defined."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import builtins
+import dataclasses
 import importlib.util
 import inspect
 import re
@@ -12,9 +14,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import megacpp_compile
-from megacpp_compile import errors
+from megacpp_compile import cli, errors
 from tests.docs.commands import ROOT
 
 PACKAGE = ROOT / "megacpp_compile"
@@ -102,3 +105,75 @@ def test_a_name_without_a_topic_is_an_error(reference, monkeypatch):
     monkeypatch.setitem(reference.TOPICS, "Sharding", ())
     with pytest.raises(ValueError, match="ShardingPlan"):
         reference.public_names()
+
+
+# Arguments that messages name and that are other libraries', or of a module that Transformer Engine's stand-in replaces.
+OTHERS_ARGUMENTS = {"retain_graph", "create_graph", "past_key_values", "offs", "max_autotune", "out_features",
+                    "in_features", "normalization", "recipe"}  # fmt: skip
+OTHERS_FLAGS = {"--short", "--porcelain", "--untracked-files", "--query-gpu", "--format", "--junitxml"}
+
+
+def messages(tree):
+    """What a module's code says: its strings but for docstrings, those with fields whole."""
+    parts = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            parts.add(node.body[0].value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts |= {*ast.walk(node)} - {node}
+            yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in parts:
+            yield node.value
+
+
+def named_in(text):
+    """(kind, name) of each option, argument and flag that a message names."""
+    for kind, pattern in (
+        ("option", r"""\boptions=\{+['"](\w+)"""), ("option", r"""\boptions? ['"`](\w+)"""),
+        ("option", r"""['"`](\w+)['"`] option"""), ("argument", r"""(?<![-\w])([a-z]\w{2,})=(?=['"(\[{\w])"""),
+        ("flag", r"(?<![-\w])(--[a-z][\w-]+)"),
+    ):  # fmt: skip
+        yield from ((kind, name) for name in re.findall(pattern, text))
+
+
+@pytest.fixture(scope="module")
+def there_is():
+    options = {f.name for f in dataclasses.fields(megacpp_compile.Config)}
+    plans = (megacpp_compile.CheckpointingPolicy, megacpp_compile.PrecisionPlan, megacpp_compile.ShardingPlan)
+    callables = [torch.compile, *(v for n in megacpp_compile.__all__ if callable(v := getattr(megacpp_compile, n)))]
+    arguments = {name for one in (*callables, *plans) for name in inspect.signature(one).parameters}
+    subparsers = [cli._parser()]
+    flags = set(OTHERS_FLAGS)
+    while subparsers:
+        for action in subparsers.pop()._actions:
+            flags |= set(action.option_strings)
+            subparsers += action.choices.values() if isinstance(action, argparse._SubParsersAction) else ()
+    return {"option": options, "argument": options | arguments | OTHERS_ARGUMENTS, "flag": flags}
+
+
+def test_options_arguments_and_flags_that_messages_name_are_there(there_is):
+    """Advice that names an option is no advice where there is none so called."""
+    seen = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for text in messages(ast.parse(path.read_text())):
+            for kind, name in named_in(text):
+                assert name in there_is[kind], f"{path.relative_to(ROOT)}: {kind} {name!r} in {text!r}"
+                seen.add((kind, name))
+    assert {"fa4", "drop_outputs", "compress", "policy"} <= {name for kind, name in seen if kind == "option"}
+    planted = "Set options={'fa5': True}, leave out the option 'bakend', pass bakend='auto', or say --evironment."
+    assert sorted(name for kind, name in named_in(planted) if name not in there_is[kind]) == [
+        "--evironment", "bakend", "bakend", "fa5",
+    ]  # fmt: skip
+
+
+def test_options_said_to_be_without_effect_are_options_and_the_page_lists_them(there_is):
+    tree = ast.parse((PACKAGE / "config" / "effects.py").read_text())
+    function = next(n for n in tree.body if getattr(n, "name", "") == "_ineffective")
+    names = {c.value for n in ast.walk(function) if isinstance(n, ast.Yield | ast.For) for c in ast.walk(
+        n.iter if isinstance(n, ast.For) else n.value.elts[0]) if isinstance(c, ast.Constant)}  # fmt: skip
+    page = (ROOT / "docs" / "options.md").read_text()
+    page = page[page.index("## Options without effect") : page.index("## Environment")]
+    rows = {n for row in re.findall(r"^\| (`.*?) \|", page, re.M) for n in re.findall(r"`(\w+)`", row)}
+    assert names <= there_is["option"] and rows == names

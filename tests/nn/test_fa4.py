@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import megacpp_compile
-from megacpp_compile import Validity, attention, attention_capability, last_attention
+from megacpp_compile import Validity, attention, attention_capability, explainer, last_attention, pipeline, targets
 from megacpp_compile.errors import AttentionError, BadOptionError, OperandError
 from megacpp_compile.nn.attention import bodies, eligibility, fa4, fa4_runtime, switch, te
 from megacpp_compile.nn.attention.eligibility import Call, Runtime, eligible
@@ -113,16 +113,35 @@ def test_as_a_context_manager_it_restores_what_was_before(hopper):
 
 
 def test_without_the_package_enabling_and_naming_it_are_errors(missing):
-    for enable in (
-        megacpp_compile.enable_fa4, lambda: torch.compile(lambda x: x, backend="megacpp", options={"fa4": True}),
-    ):
-        with pytest.raises(AttentionError, match=r"flash-attn-4 is not installed.*\[dense_fa4_runtime\]"):
-            enable()
+    with pytest.raises(AttentionError, match=r"not installed.*\[dense_fa4_runtime\]. Install it, or do without enable_fa4"):
+        megacpp_compile.enable_fa4()
     assert not switch.fa4_enabled()
     with pytest.raises(AttentionError, match=rf"\[{eligibility.CUDA_ONLY}\]"):
         attention(*operands(), backend="fa4")
     with pytest.raises(AttentionError, match=r"\[device\]"):
         attention(*operands(), backend="te")
+
+
+@pytest.mark.usefixtures("missing", "no_kernels")
+@pytest.mark.parametrize("run", ["compiled", "explained"])
+def test_the_option_without_the_package_is_without_effect_on_cpu_and_an_error_on_cuda(monkeypatch, caplog, run):
+    """What docs/options.md says. The error's advice is what options have."""
+    model = torch.nn.Linear(4, 4)
+
+    def call():
+        torch._dynamo.reset()
+        if run == "explained":
+            megacpp_compile.explain(model, torch.randn(2, 4), options={"fa4": True})
+        else:
+            torch.compile(model, backend="megacpp", options={"fa4": True})(torch.randn(2, 4))
+
+    call()
+    assert "option fa4=True has no effect: FlashAttention-4 needs CUDA" in caplog.text
+    for user in (pipeline, explainer):
+        monkeypatch.setattr(user, "resolve_target", lambda *_: dataclasses.replace(targets.CPU, cublas=True))
+    with pytest.raises(AttentionError, match=r"not installed.*\[dense_fa4_runtime\].*leave out the option 'fa4'") as caught:
+        call()
+    assert "backend=" not in str(caught.value)
 
 
 def test_sparse_attention_and_this_do_not_ask_each_other(hopper):

@@ -58,7 +58,7 @@ def _facts(index: int) -> tuple[str, tuple[int, int] | None, bool, bool]:
 def raise_by_policy(lack: tuple[str, str]) -> None:
     """Raise AttentionError where documents keep it from serving and the policy makes that an error."""
     if lack[0] == DOC_IDS and switch.doc_ids_policy() == "error":
-        raise AttentionError("fa4", *lack)
+        raise AttentionError("fa4", *lack, "enable_fa4(doc_ids='fall through') has another backend serve.")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, scale: float, causal: bool) -> Tensor:
@@ -113,7 +113,7 @@ def _by_token(*tensors: Tensor) -> list[Tensor]:
 def _loaded() -> None:
     """Raise AttentionError where the package is not there, as for a graph of another machine."""
     if failure := fa4_runtime.failure():
-        raise AttentionError("fa4", RUNTIME, failure)
+        raise AttentionError("fa4", RUNTIME, failure, "Compile the graph on this machine, or install the package.")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

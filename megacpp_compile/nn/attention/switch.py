@@ -61,11 +61,11 @@ def disable_fa4() -> Fa4:
     return Fa4(False, POLICIES[0])
 
 
-def require_fa4() -> None:
-    """Raise AttentionError where flash-attn-4 is not installed. Loads nothing."""
+def require_fa4(remedy: str = "Install it, or do without enable_fa4().") -> None:
+    """Raise AttentionError where flash-attn-4 is not installed. Loads nothing. remedy: for whoever asked for it."""
     if not fa4_runtime.installed():
         reason = f"the package {fa4_runtime.PACKAGE} is not installed (pip install {fa4_runtime.PACKAGE})"
-        raise AttentionError("fa4", RUNTIME, reason)
+        raise AttentionError("fa4", RUNTIME, reason, remedy)
 
 
 def fa4_enabled() -> bool:
