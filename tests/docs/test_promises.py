@@ -21,6 +21,8 @@ from megacpp_compile import cli, errors
 from tests.docs.commands import ROOT
 
 PACKAGE = ROOT / "megacpp_compile"
+# Pages of docs/ that the site builds and its navigation leaves out -> why.
+LEFT_OUT: dict[str, str] = {}
 # Arguments that a signature does not take, and what no user meets, with where it ends.
 PYTHONS_OWN = {
     "__init__.py": {"AttributeError"},  # of the module
@@ -99,6 +101,16 @@ def test_a_page_for_every_public_name_and_a_usage_for_every_command(reference):
     text = reference.command_line()
     listed = text[text.index("{") + 1 : text.index("}")].split(",")
     assert tuple(listed) == reference.COMMANDS and all(f"usage: megacpp {command}" in text for command in listed)
+
+
+def test_every_page_of_the_site_is_in_its_navigation(reference, monkeypatch):
+    """Written, generated and made of docstrings; `LEFT_OUT` has those that are not, with the reason."""
+    monkeypatch.setattr(reference, "command_line", lambda: "")
+    settings = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", settings[settings.index("\nnav:") :], re.M)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    pages |= {f"reference/{name}" for name in reference.pages()}
+    assert sorted(listed) == sorted(pages - set(LEFT_OUT)) and set(LEFT_OUT) <= pages and all(LEFT_OUT.values())
 
 
 def test_a_name_without_a_topic_is_an_error(reference, monkeypatch):
