@@ -42,7 +42,7 @@ def test_code_can_be_pasted(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)", page.read_text()):
         if re.match(r"https?:", target):
             continue
         path, _, anchor = target.partition("#")
