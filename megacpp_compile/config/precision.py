@@ -82,7 +82,8 @@ class PrecisionPlan:
         rules: (glob over module names, recipe) pairs, or a mapping; the first that matches the whole of a name wins.
             `globs` defines the patterns.
         roles: role -> recipe for linears that no rule hits; by default "fp8_current" for "attention" and "experts"
-            (feed-forward of all kinds), "bf16" for "mamba", "router", "norm", "head", "embedding" and "other".
+            (feed-forward of all kinds), "bf16" for "mamba", "router", "norm", "head", "embedding" and "other", and for
+            "attention_core", softmax and the GEMMs around it, which nothing here serves in fp8: reports say why.
         gate: whether a linear stays in bf16 at a shape where fp8 is predicted to gain less than
             `fp8_gain.LEAST_GAIN`, even if a rule hits it.
         disable_rht: of "nvfp4", `disable_rht` of Transformer Engine's `NVFP4BlockScaling`: whether to leave out the

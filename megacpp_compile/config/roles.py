@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-ROLES = ("attention", "experts", "mamba", "router", "norm", "head", "embedding", "other")
+# "attention_core" is no linear's: softmax and the two GEMMs around it.
+ROLES = ("attention", "attention_core", "experts", "mamba", "router", "norm", "head", "embedding", "other")
 
 _ROUTER = {"gate", "gating", "wg", "shared_expert_gate"}
 # A router, or the gate of a gated feed-forward layer: siblings tell.

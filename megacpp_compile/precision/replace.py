@@ -31,7 +31,7 @@ __all__ = ["DEFAULT_EXCLUSIONS", "Conversion", "ConversionTable", "replace_linea
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """One row: a linear, or a norm in front of one.
+    """One row: a linear, a norm in front of one, or an attention's core.
 
     Attributes:
         fqn: its name.
@@ -58,7 +58,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class ConversionTable:
-    """Every linear of a model, replaced or not; `str(table)` is a table.
+    """Every linear of a model, replaced or not, and cores that are asked for in fp8; `str(table)` is a table.
 
     Attributes:
         rows: in the order of the model; norms last.
@@ -119,7 +119,8 @@ def replace_linears(
     tp_comm_overlap: whether the run overlaps tensor-parallel communication by Transformer Engine's user buffers, which
         have to be initialised by then.
 
-    Returns the conversion table, which has every linear. On CPU and TPU, and where Transformer Engine is not available,
+    Returns the conversion table, which has every linear, and every attention's core that the plan asks for in fp8,
+    which is refused with the reason. On CPU and TPU, and where Transformer Engine is not available,
     nothing is replaced, and one line in the log says why. Raises, before anything is changed, NotAModuleError;
     BadOptionError for a plan that is none; RuleWithoutHitError for a rule of the plan or a glob of `exclude` that hits
     nothing; TargetRecipeError for a plan that asks what the device pins otherwise; EngineError for
@@ -147,9 +148,10 @@ def replace_linears(
         level = log.logger.warning if nowhere else level  # fp8 was asked for, on a device that may have it
     if nowhere:
         level("%s; replace_linears left all %d linears alone", plan.describe("cuda", nowhere), len(found))
-        return ConversionTable(tuple(_row(f, "", f.reason or nowhere) for f in found), nowhere)
+        rows = (*(_row(f, "", f.reason or nowhere) for f in found), *_cores(model, plan, nowhere))
+        return ConversionTable(rows, nowhere)
     announce(plan, "cuda")
-    table = ConversionTable(tuple(_replace(model, found, example_inputs, rht)))
+    table = ConversionTable((*_replace(model, found, example_inputs, rht), *_cores(model, plan)))
     if "fp8_delayed" in wanted:
         from megacpp_compile.precision.te_modules import StepAutocast
 
@@ -208,6 +210,28 @@ def _replace(model: nn.Module, found: Sequence[Found], inputs: Any, rht: bool | 
         else:
             yield _row(f, "", f.reason or ("" if f.holds == "bf16" else f"replaced before: {f.holds}"))
     yield from norms
+
+
+def _cores(model: nn.Module, plan: PrecisionPlan, nowhere: str = "") -> Iterator[Conversion]:
+    """A row for each attention's core that the plan asks for in fp8, and one where it asks and no module is a core's:
+    refused, each with the reason. nowhere: why nothing is replaced."""
+    cores = [(fqn, type(module).__name__) for fqn, module in model.named_modules() if _is_core(module)]
+    why = "Transformer Engine's fp8 attention (fp8_dpa of its recipes) is not switched on: it has not run here"
+    said = [(fqn, kind, plan.decide(fqn, "attention_core")) for fqn, kind in cores]
+    asked = [(fqn, kind, one.requested, one.rule) for fqn, kind, one in said]
+    if not cores:  # a rule over names is about modules, the role about any core
+        asked = [("(attention cores)", "", dict(plan.roles)["attention_core"], "role attention_core")]
+        why = "no module is Transformer Engine's DotProductAttention: attention in code has no fp8 core"
+    for fqn, kind, requested, rule in asked:
+        if requested != "bf16":
+            log.logger.warning("%s: %s asks for %s: %s", fqn, rule, requested, nowhere or why)
+            yield Conversion(fqn, kind, "attention_core", (), requested, rule, False, "", nowhere or why)
+
+
+def _is_core(module: nn.Module) -> bool:
+    return type(module).__name__ == "DotProductAttention" and (
+        engine.is_of_transformer_engine(module) or type(module).__module__.startswith("megacpp_compile.")
+    )
 
 
 def _fold(

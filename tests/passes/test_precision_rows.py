@@ -78,14 +78,38 @@ def test_every_linear_and_attention_has_a_row(float8):
     assert said == {
         "self_attn.q_proj": ("fp8_current", "fp8_current", "role attention", False),
         "self_attn.v_proj": ("bf16", "bf16", "*.v_proj", False),
-        "self_attn": ("fp8_current", "bf16", "role attention", True),
+        "self_attn": ("bf16", "bf16", "role attention_core", False),
         "self_attn.o_proj": ("fp8_current", "fp8_current", "role attention", False),
         "up_proj": ("fp8_current", "bf16", "role experts", True),
         "lm_head": ("bf16", "bf16", "role head", False),
     }
     assert found["up_proj", "linear"]["reason"] == "24 out features, not known to be a multiple of 16"
-    assert "attention's core" in found["self_attn", "attention"]["reason"]
     assert found["self_attn.q_proj", "linear"]["shape"] == "32x32"
+
+
+@pytest.mark.parametrize("plan, rule", [
+    (PrecisionPlan(roles={"attention_core": "fp8_current"}), "role attention_core"),
+    (PrecisionPlan({"self_attn": "fp8_delayed"}), "self_attn"),
+])
+def test_a_core_that_is_asked_for_is_refused_with_the_reason(float8, plan, rule):
+    row = rows(Model(), x(), plan)["self_attn", "attention"]
+    assert (row["requested"] != "bf16", row["effective"], row["rule"]) == (True, "bf16", rule)
+    assert "attention's core has no fp8 op in the graph" in row["reason"]
+
+
+@pytest.mark.parametrize("fp8_gemms", [False, True])
+def test_rows_that_are_fp8_already_are_said_to_be(float8, fp8_gemms):
+    """`sparse_mla` of a payload: no row says that its core has no fp8."""
+
+    class Listed(nn.Module):
+        def forward(self, q, kv, scale, indices):
+            return torch.ops.megacpp.sparse_mla(q, kv, indices, scale, 0.1, 16, True, 0, fp8_gemms)[0]
+
+    q, kv = torch.randn(1, 3, 2, 24, dtype=torch.bfloat16), torch.randn(1, 9, 1, 24).to(torch.float8_e4m3fn)
+    args = q, kv, torch.rand(1, 9, 1, 1), torch.tensor([0, 3, -1]).expand(1, 3, 1, 3).int()
+    for plan in (PLAN, PrecisionPlan(roles={"attention_core": "fp8_current"})):
+        (row,) = rows(Listed(), args, plan).values()
+        assert (row["effective"], row["reason"]) == ("fp8 rows", "its rows are fp8 already")
 
 
 def test_where_there_is_no_float8():
@@ -111,8 +135,9 @@ def test_a_frame_that_is_left_alone(monkeypatch, stage, error):
     frames = run(Model(), x(), Config(precision=PLAN), captured=False)
     found = {r["fqn"]: r for a in frames.analyses for r in a.frame.precision}
     assert {r["effective"] for r in found.values()} == {"as written"}
-    assert found["self_attn.q_proj"]["reason"] == found["self_attn"]["reason"] == "the frame was compiled by Inductor alone"
-    assert (found["lm_head"]["requested"], found["lm_head"]["reason"]) == ("bf16", "")
+    assert found["self_attn.q_proj"]["reason"] == "the frame was compiled by Inductor alone"
+    for name in ("lm_head", "self_attn"):
+        assert (found[name]["requested"], found[name]["reason"]) == ("bf16", "")
 
 
 def test_routed_experts(float8):

@@ -13,6 +13,7 @@ from torch import nn
 from megacpp_compile import PrecisionPlan, replace_linears
 from megacpp_compile.errors import EngineError, NotAModuleError, PlanMismatchError, RuleWithoutHitError
 from megacpp_compile.precision import engine
+from megacpp_compile.precision.native_attention import DotProductAttention as Native
 from megacpp_compile.precision.replace import DEFAULT_EXCLUSIONS
 from megacpp_compile.precision.survey import assert_plan
 
@@ -42,6 +43,33 @@ def assert_same(got, want, tolerance):
 
 
 # --- which
+
+
+class Cores(nn.Module):
+    """Two attention modules that hold a core, and a linear each."""
+
+    def __init__(self, core):
+        super().__init__()
+        for name in ("first", "second"):
+            self.add_module(name, nn.ModuleDict({"o_proj": nn.Linear(32, 32), "core_attention": core(2, 16)}))
+
+
+def test_an_attention_s_core_is_refused_by_name(stand_in, monkeypatch, caplog):
+    """By its role or by a rule; none is said to be asked for by default, nor where nothing is replaced for another."""
+    model = Cores(stand_in.DotProductAttention)
+    asked = PrecisionPlan(roles={"attention_core": "fp8_delayed"}, gate=False)
+    rows = [row for row in replace_linears(model, asked, target="cuda") if row.role == "attention_core"]
+    assert [row.fqn for row in rows] == ["first.core_attention", "second.core_attention"]
+    assert {(row.requested, row.done, row.rule) for row in rows} == {("fp8_delayed", False, "role attention_core")}
+    assert all("fp8_dpa" in row.reason for row in rows) and "second.core_attention: role attention_core asks" in caplog.text
+    (row,) = (r for r in replace_linears(models.model(), asked, target="cuda") if r.role == "attention_core")
+    assert row.fqn == "(attention cores)" and "no module is Transformer Engine's" in row.reason
+    default = replace_linears(Cores(stand_in.DotProductAttention), "fp8_current", target="cuda")
+    assert [row.role for row in default] == ["attention", "attention"]
+    monkeypatch.setattr(engine, "load", lambda: (None, "ImportError: no such package"))
+    table = replace_linears(Cores(Native), asked, target="cuda")
+    assert table.skipped["first.core_attention"] == "ImportError: no such package"
+    assert replace_linears(Cores(Native), asked, target="cpu").skipped["second.core_attention"] == "target cpu: no float8 here"
 
 
 def test_every_linear_is_in_the_table_with_its_rule(te):

@@ -1,7 +1,8 @@
 """Tables the precision that a plan asks of each linear, routed expert layer and attention, and what each computes in.
 
 `asked` reads the graph before the passes run. `answered` completes its rows afterwards from what each pass took or
-refused. An attention's core has no fp8 op: its row has the dtype that it computes in, and why.
+refused. An attention's core has a role of its own and no fp8 op but on rows that are fp8 already: its row has the dtype
+that it computes in, and where fp8 is asked for why not.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.views import is_cast
+from megacpp_compile.nn.fp8_wrappers import FP8
 from megacpp_compile.passes._driver import Outcome
 from megacpp_compile.passes._rewrites.delayed_scaling import is_delayed
 from megacpp_compile.passes._rewrites.expert_precision import REASON
@@ -63,7 +65,7 @@ def asked(graph: fx.Graph, weights: Set[Node], plan: PrecisionPlan | None) -> li
             kind = "experts" if role == "experts" else "linear"
             found.append(Asked(node, "stacked", _row(node, kind, plan, (), role)))
         elif (traits := traits_of(node)).core and traits.block_kind == "ablock":
-            found.append(Asked(node, "attention", _row(node, "attention", plan, (), "attention")))
+            found.append(Asked(node, "attention", _row(node, "attention", plan, (), "attention_core")))
     return found
 
 
@@ -85,6 +87,8 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
                 row.effective, row.reason = "fp8_current", site.note
         elif _op_name(node) == _FP8_WEIGHT:
             row.effective, row.reason = "fp8 weight", "the weight is fp8 already"
+        elif ask.kind == "attention" and _reads_fp8(node):
+            row.effective, row.reason = "fp8 rows", "its rows are fp8 already"
         elif row.requested != "bf16":
             row.reason = refused.get(node.name) or _why(ask, outcome, config)
         done.append(row)
@@ -104,7 +108,7 @@ def unseen(graph: fx.Graph, plan: PrecisionPlan | None, reason: str) -> list[dic
         kind = _CALLS.get(node.target)
         if kind is not None and plan is not None:
             fqn = module_fqn(node)
-            said = plan.decide(fqn, "attention" if kind == "attention" else role_at(node))
+            said = plan.decide(fqn, "attention_core" if kind == "attention" else role_at(node))
             why = reason if said.requested != "bf16" else ""
             rows.append(Precision(fqn, kind, "", source_line(node), said.requested, "as written", said.rule, why))
     return [dataclasses.asdict(row) for row in rows]
@@ -113,6 +117,10 @@ def unseen(graph: fx.Graph, plan: PrecisionPlan | None, reason: str) -> list[dic
 def _op_name(node: Node) -> str:
     """The operation without its overload, "aten.bmm"."""
     return str(getattr(node.target, "overloadpacket", node.target))
+
+
+def _reads_fp8(node: Node) -> bool:
+    return any(isinstance(held := value(a), torch.Tensor) and held.dtype in FP8 for a in node.all_input_nodes)
 
 
 def _multiplies_stacked(node: Node, weights: Set[Node]) -> bool:
@@ -130,7 +138,7 @@ def _is_stack(node: Node, weights: Set[Node]) -> bool:
 def _why(ask: Asked, outcome: Outcome, config: Config) -> str:
     """Why a node that the plan wants in fp8, and of which the pass gave no reason, is not."""
     if ask.kind == "attention":
-        return "an attention's core has no fp8 op in the graph; its projections have"
+        return "an attention's core has no fp8 op in the graph, and Transformer Engine's module breaks it"
     if ask.kind == "stacked":
         return "GEMMs with stacked weights have no fp8 op in the graph"
     if not config.enabled("linear", True):
