@@ -82,6 +82,8 @@ class Widening:
 
 
 def _name(target: Any) -> str:
+    if callable(overloads := getattr(target, "overloads", None)):  # a packet, as Dynamo's graph has a custom op
+        target = getattr(target, overloads()[0])
     if isinstance(target, OpOverload):
         return f"{target.namespace}::{target._opname}"
     module = getattr(target, "__module__", None) or ""

@@ -6,7 +6,7 @@ import collections
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -113,6 +113,21 @@ class Block(nn.Module):
 class Dequantising(Block):
     def forward(self, x):
         return x @ self.weight.dequantize().t()
+
+
+@pytest.mark.parametrize("overload", [False, True], ids=["packet", "overload"])
+def test_an_op_that_multiplies_payloads_is_none_by_either_name(overload):
+    """In Dynamo's graph a custom op stands by its packet, as `megacpp_compile.sparse_mla` calls it."""
+    op = torch.ops.megacpp.sparse_mla.default if overload else torch.ops.megacpp.sparse_mla
+    graph = fx.Graph()
+    values = {"q": torch.randn(1, 3, 2, 24, dtype=torch.bfloat16), "kv": payload(1, 9, 1, 24),
+              "indices": torch.zeros(1, 3, 1, 3, dtype=torch.int32), "scale": torch.rand(1, 9, 1, 1)}  # fmt: skip
+    operands = [graph.placeholder(name) for name in values]
+    called = graph.call_function(op, (*operands, 0.1, 16))
+    for node, value in zip((*operands, called), (*values.values(), values["q"].repeat(1, 4, 1, 1)), strict=True):
+        node.meta["example_value"] = value
+    graph.output(called)
+    assert check(graph, strict=True) == []
 
 
 def test_names_module_line_and_bytes():
