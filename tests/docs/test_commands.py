@@ -68,6 +68,7 @@ RUNS = {
         "python examples/train_mla.py", "python examples/train_mla.py --backend inductor --steps 50 --no-plot",
         "python examples/train_mla.py --steps 100 --json out/cpu.json",
         "python examples/train_mla.py --steps 100 --no-plot --json cpu.json"],
+    "python examples/fp8_dispatch.py": ["python examples/fp8_dispatch.py"],
     "python examples/generate.py --steps 2 --new 4 --batch 1 --length 16 --prompt 4 --dim 32 --layers 1 --backend eager": [
         "python examples/generate.py --load out/model.pt --backend eager"],
     "python examples/generate.py --steps 2 --new 4 --batch 1 --length 16 --prompt 4 --dim 32 --layers 1 --caches latents --save {tmp}/a.pt": [
