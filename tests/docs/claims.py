@@ -31,17 +31,23 @@ from tests.docs.commands import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md")])
-# Pages that are records themselves: a figure there is the first that anybody wrote down.
+# Pages, and sections of pages, that are records themselves: a figure there is the first that anybody wrote down, with the
+# card or machine and torch's release that it was measured with.
 RECORDS = (DOCS / "kernels.md", DOCS / "measurements.md")
+SECTIONS = {DOCS / "precision.md": "what-was-run", DOCS / "remat.md": "auto"}
 
-_NOT_RUN = r"(?<!does )(?<!do )\b(?:not|never)\s+(?:yet\s+)?(?:been\s+)?(?:run|timed)\b|\bno hardware\b|\buntimed\b"
-_PASSED = r"\bpassed\b(?!\s+(?:through|over|on|to|in|as|by)\b)"
-_WITHIN = r"\bwithin\s+(?P<percent>[\d.]+)\s*%"
+_NOT_RUN = (
+    r"(?<!does )(?<!do )\b(?:not|never)\s+(?:yet\s+)?(?:been\s+)?(?:run|timed)\b|n['’]t\s+(?:yet\s+)?(?:been\s+)?(?:run|timed)\b|"
+    r"\b(?:nobody|no one|nothing|none|no (?:GPU|TPU))\s+has\s+(?:yet\s+)?(?:run|timed|measured)\b|"
+    r"\byet\s+to\s+(?:be\s+)?(?:run|timed)\b|\bno hardware\b|\buntimed\b|\bunmeasured\b"
+)
+_PASSED = r"\bpassed\b(?!\s+(?:through|over|on\s+to|along|to|in|as|by)\b)"
+_WITHIN = r"\bwithin\s+(?P<percent>[\d.]+)\s*(?:%|per\s?cent\b)"
 _CLAIM = re.compile(f"(?P<absent>{_NOT_RUN})|(?P<passed>{_PASSED})|{_WITHIN}", re.I)
 _LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]*)(?:\s+\"(?P<title>[^\"]*)\")?\)")
 _QUERY = re.compile(r"(no row|row|rungs|ratio|field|says): (.+)", re.S)
+_RUNG = re.compile(r"\b[LR]\d\b")
 _TIME = re.compile(r"\d ?(?:ms|µs|us|s|k? ?tokens/s|TFLOP/s|TB/s)\b")
-# A block that names the card or the machine and torch's release is the record of what it says.
 _CONDITIONS = re.compile(r"\b(?:H100|H200|CPU)\b.*\btorch 2\.\d+|\btorch 2\.\d+.*\b(?:H100|H200|CPU)\b", re.S)
 
 
@@ -69,7 +75,7 @@ def claims_of(page: Path, text: str | None = None) -> list[Claim]:
     """Every claim of a page, with the first link behind or around it that has a query, up to the next claim."""
     text = page.read_text() if text is None else text
     found = []
-    for start, block in _blocks(text):
+    for start, block, row in _blocks(text):
         links = [m for m in _LINK.finditer(block) if _QUERY.fullmatch(" ".join((m["title"] or "").split()))]
         heading = block.startswith("#")
         matches = [m for m in _CLAIM.finditer(block) if not _quoted(block, m) and not _in_title(block, m)]
@@ -80,7 +86,7 @@ def claims_of(page: Path, text: str | None = None) -> list[Claim]:
                 link = next((m for m in _LINK.finditer(_section(text, start)) if (m["title"] or "").startswith("no row: ")), None)
             kind = "absent" if match["absent"] else "passed" if match["passed"] else "within"
             line = text.count("\n", 0, start + match.start()) + 1
-            before = re.split(r"(?<=[.;:]) ", " ".join(block[: match.start()].split()))[-1]
+            before = re.split(r"(?<=[.;]) ", " ".join(f"{row} {block[: match.start()]}".split()))[-1]
             query = " ".join((link["title"] if link else "").split())
             found.append(Claim(f"{page.relative_to(ROOT)}:{line}", page, block, " ".join(match[0].split()), before, kind,
                                match["percent"] or "", link["target"] if link else "", query))  # fmt: skip
@@ -90,7 +96,9 @@ def claims_of(page: Path, text: str | None = None) -> list[Claim]:
 def check(claim: Claim) -> None:
     """Raise ClaimError unless the record that the claim cites says the same."""
     if not claim.query:
-        if claim.kind != "absent" and (claim.page in RECORDS or _CONDITIONS.search(claim.block)):
+        section = _of_anchor(claim.page, SECTIONS[claim.page]) if claim.page in SECTIONS else ""
+        is_record = claim.page in RECORDS or claim.block in section and _CONDITIONS.search(claim.block)
+        if claim.kind != "absent" and is_record and not _RUNG.search(claim.before):
             return
         raise ClaimError(f"{claim.place}: {claim.text!r} cites no record: {' '.join(claim.block.split())[:200]}")
     verb, rest = _QUERY.fullmatch(claim.query).groups()  # type: ignore[union-attr]
@@ -131,7 +139,7 @@ def check_query(page: Path, target: str, query: str, claim: Claim | None = None)
     hit = next((row for row in rows if all(p.search(row) for p in patterns)), "")
     if verb == "row":
         return "" if hit else f"{target} has no row of {rest!r}"
-    times = [block for one in {*RECORDS, file} if one.suffix == ".md" for _, block in _blocks(one.read_text())
+    times = [block for one in {*RECORDS, file} if one.suffix == ".md" for _, block, _ in _blocks(one.read_text())
              if _TIME.search(block) and (claim is None or block != claim.block)]  # fmt: skip
     hit = hit or next((b for b in times if all(p.search(" ".join(b.split())) for p in patterns)), "")
     if hit:
@@ -147,13 +155,13 @@ def _rungs(rest: str, claim: Claim | None) -> str:
     for name, state in said.items():
         if stands.get(name) != state:
             return f"{name} is {stands.get(name)!r}, not {state!r}"
-    named = re.findall(r"\b[LR]\d\b", claim.before) if claim is not None else []
+    named = _RUNG.findall(claim.before) if claim is not None else []
     wrong = [name for name in named if said.get(name) != "passed"]
     return f"{', '.join(wrong)} said to have passed, and cited otherwise" if wrong else ""
 
 
 def _state(part: str) -> tuple[str, ...]:
-    names = re.findall(r"\b[LR]\d\b", part)
+    names = _RUNG.findall(part)
     return *names, re.sub(r"^(?:[LR]\d )+", "", part)
 
 
@@ -208,8 +216,9 @@ def _dicts(value: Any) -> Iterator[dict[str, Any]]:
         yield from _dicts(one)
 
 
-def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """(offset, text) of paragraphs, list items and tables' cells; fenced code is left out."""
+def _blocks(text: str) -> Iterator[tuple[int, str, str]]:
+    """(offset, text, what stands before it in its row) of paragraphs, list items and tables' cells; fenced code is left
+    out."""
     fenced = [m.span() for m in re.finditer(r"^```.*?^```", text, re.M | re.S)]
     for match in re.finditer(r"(?:^(?!\s*$).*\n?)+", text, re.M):
         if any(a <= match.start() < b for a, b in fenced):
@@ -217,10 +226,10 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
         lines = re.compile(r"^ *\|.*\n?|^ *- (?:(?!^ *(?:- |\|)).*\n?)+|(?:^(?! *(?:- |\|)).*\n?)+", re.M)
         for part in lines.finditer(match[0]):
             if not part[0].lstrip().startswith("|"):
-                yield match.start() + part.start(), part[0]
+                yield match.start() + part.start(), part[0], ""
                 continue
             for cell in re.finditer(r"[^|\n]+", part[0]):
-                yield match.start() + part.start() + cell.start(), cell[0]
+                yield match.start() + part.start() + cell.start(), cell[0], part[0][: cell.start()].replace("|", " ")
 
 
 def _quoted(block: str, match: re.Match[str]) -> bool:
