@@ -55,6 +55,19 @@ class Decision:
     reason: str = ""
     excluded: str = ""
 
+    @property
+    def recipe(self) -> str:
+        """The recipe that names ask for: "bf16" under an exclusion, else `requested`. What shapes, dtypes and devices
+        allow of it is for whoever multiplies to say."""
+        return "bf16" if self.excluded else self.requested
+
+    @property
+    def exclusion(self) -> str:
+        """Why an exclusion keeps a linear out of what is requested, and what lets it in; "" where none does."""
+        if not self.excluded or self.requested == "bf16":
+            return ""
+        return f"{self.reason}: a rule that names it puts it in {self.requested} all the same"
+
 
 def exclusion_of(fqn: str, exclude: Sequence[str] = DEFAULT_EXCLUSIONS) -> str:
     """The first of `exclude` that the name of a linear falls under: words of DEFAULT_EXCLUSIONS inside any segment,

@@ -115,11 +115,10 @@ def _check(view: GraphView, plan: PrecisionPlan, linear: Linear) -> Wanted | Mat
     static = all(isinstance(d, int) for d in (rows, k, n))
     shape = (rows if isinstance(rows, int) else None, n, k) if static else None
     decision = plan.decide(module_fqn(node), role_at(node), shape)
-    if (recipe := decision.requested) == "bf16":
+    if decision.exclusion:
+        return MatchFailure(node, "excluded", decision.exclusion)
+    if (recipe := decision.recipe) == "bf16":
         return None
-    if decision.excluded:
-        reason = f"{decision.reason}: a rule that names it puts it in {recipe} all the same"
-        return MatchFailure(node, "excluded", reason)
     if missing := _no_device_for(recipe)(x.device):
         return MatchFailure(node, "device", missing)
     gate = decision.reason.removeprefix("gate: ")

@@ -49,7 +49,7 @@ def _outcome(fqn: str, module: nn.Module, config: Config) -> Hashable:
     for name, _ in named_modules(module):
         whole = f"{fqn}.{name}" if name else fqn
         if config.precision is not None:
-            outcome.append(config.precision.decide(whole).requested)
+            outcome.append(config.precision.decide(whole).recipe)
         if config.compress is not None:
             outcome.append(config.compress.hits(whole))
         if (hit := globs.longest_hit(config.block_kinds, whole)) is not None:

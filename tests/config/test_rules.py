@@ -8,8 +8,11 @@ from torch import nn
 
 import megacpp_compile
 from megacpp_compile import PrecisionPlan, record
+from megacpp_compile.config.options import Config
 from megacpp_compile.errors import BlockKindError, MegacppError, RuleWithoutHitError
 from megacpp_compile.passes import linear
+from megacpp_compile.regional.repeated_blocks import find_kinds
+from megacpp_compile.regional.split import split_by_rules
 from tests.config.test_wrapped_names import DIM, model, x
 from tests.remat import models as blocks
 
@@ -79,6 +82,13 @@ def test_the_last_layer_by_itself(no_kernels):
     found = megacpp_compile.estimate(hybrid(), blocks.hidden().requires_grad_(), options=options)
     assert [a.module for a in found.activations[:-1]] == ["layers.{0,2}", "layers.4", "layers.{1,3}"]
     assert 2 * found.activations[1].compiled < found.activations[0].compiled
+
+
+def test_blocks_that_an_exclusion_tells_apart():
+    """One artifact for both would take the name of the first: an n-gram memory in fp8, or a plain block in bf16."""
+    model = nn.ModuleDict({name: blocks.SwiGLU() for name in ("engram", "plain", "other")})
+    config = Config(precision=PrecisionPlan.of("fp8_current"))
+    assert [kind.fqns for kind in split_by_rules(model, find_kinds(model), config)] == [("engram",), ("plain", "other")]
 
 
 @pytest.mark.sampled(3)

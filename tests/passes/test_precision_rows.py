@@ -214,6 +214,30 @@ def test_routed_experts_in_float8(grouped, made, plan, reason):
     assert layer["effective"] == ({torch.float32: "fp32"}.get(given.dtype, "bf16") if reason else "fp8_current")
 
 
+class Holding(nn.Module):
+    """A layer of routed experts under a name."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        setattr(self, name, Experts())
+
+    def forward(self, x):
+        return getattr(self, self.name)(x)
+
+
+@pytest.mark.parametrize("name, rules", [("engram", {}), ("my_mhc_mix", {"*": "fp8_current"}), ("moe", {})])
+def test_routed_experts_under_a_name_that_the_plan_excludes(grouped, name, rules):
+    """They stay in bf16 as a linear of that name does, and the row says which exclusion keeps them there."""
+    given = torch.randn(12, DIM, dtype=torch.bfloat16)
+    frames = run(Holding(name), (given,), Config(precision=PrecisionPlan(rules, gate=False)))
+    layer, (op,) = of_layer(frames), [n for n in frames.graph.graph.nodes if "megacpp.moe" in str(n.target)]
+    effective = "fp8_current" if name == "moe" else "bf16"
+    assert (layer["requested"], layer["effective"]) == ("fp8_current", effective)
+    assert op.args[9:] == ((True, "fp8_current") if name == "moe" else ())
+    assert layer["reason"].startswith("excluded by ") != (name == "moe")
+
+
 @pytest.mark.end_to_end
 def test_routed_experts_under_delayed_scaling_have_current_scaling(grouped):
     """And the report says so; where that has no kernel or a rule has a part in another recipe, they stay in bf16."""

@@ -90,7 +90,7 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
         elif ask.kind == "attention" and _reads_fp8(node):
             row.effective, row.reason = "fp8 rows", "its rows are fp8 already"
         elif row.requested != "bf16":
-            row.reason = refused.get(node.name) or _why(ask, outcome, config)
+            row.reason = refused.get(node.name) or row.reason or _why(ask, outcome, config)
         done.append(row)
     for site, node in zip(outcome.sites, outcome.op_nodes, strict=True):
         if site.pass_name == "moe":
@@ -109,7 +109,7 @@ def unseen(graph: fx.Graph, plan: PrecisionPlan | None, reason: str) -> list[dic
         if kind is not None and plan is not None:
             fqn = module_fqn(node)
             said = plan.decide(fqn, "attention_core" if kind == "attention" else role_at(node))
-            why = reason if said.requested != "bf16" else ""
+            why = said.exclusion or (reason if said.requested != "bf16" else "")
             rows.append(Precision(fqn, kind, "", source_line(node), said.requested, "as written", said.rule, why))
     return [dataclasses.asdict(row) for row in rows]
 
@@ -158,4 +158,4 @@ def _row(
     dtype = (held[0] if isinstance(held, (tuple, list)) else held).dtype
     computed = _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
     size = "x".join(map(str, shape))
-    return Precision(fqn, kind, size, source_line(node), said.requested, computed, said.rule)
+    return Precision(fqn, kind, size, source_line(node), said.requested, computed, said.rule, said.exclusion)

@@ -43,26 +43,26 @@ def decide(plan: PrecisionPlan | None, fqn: str, parts: Iterable[str], gemms: Ge
 
     parts: names of the modules whose GEMMs it has.
     """
-    requested = "bf16" if plan is None else plan.decide(fqn, "experts").requested
-    if plan is None or requested == "bf16":
-        return "", ""
-    reason = _part_refusal(plan, requested, parts) or _refusal(plan, requested, gemms)
-    return ("", reason) if reason else (RECIPE, TAKEN[requested])
+    if plan is None or (said := plan.decide(fqn, "experts")).recipe == "bf16":
+        return "", "" if plan is None else said.exclusion
+    reason = _part_refusal(plan, said.recipe, parts) or _refusal(plan, said.recipe, gemms)
+    return ("", reason) if reason else (RECIPE, TAKEN[said.recipe])
 
 
-def _part_refusal(plan: PrecisionPlan, requested: str, parts: Iterable[str]) -> str:
-    """Why the layer cannot have what is `requested`, as a rule has another precision for one of its `parts`."""
+def _part_refusal(plan: PrecisionPlan, recipe: str, parts: Iterable[str]) -> str:
+    """Why the layer cannot have `recipe`, as the plan has another one for one of its `parts`."""
     for part in parts:
         said = plan.decide(part, "experts")
-        if said.requested != requested:
-            return f"all GEMMs of a layer are in one precision, and {said.rule} has {said.requested} for {part}"
+        if said.recipe != recipe:
+            why = f"{part} is {said.reason}" if said.exclusion else f"{said.rule} has {said.recipe} for {part}"
+            return f"all GEMMs of a layer are in one precision, and {why}"
     return ""
 
 
-def _refusal(plan: PrecisionPlan, requested: str, gemms: Gemms) -> str:
-    """Why the op cannot compute in what is `requested`, or would not gain by it; "" where it can."""
-    if requested not in TAKEN:
-        return f"grouped GEMMs of experts have no {requested} op in the graph"
+def _refusal(plan: PrecisionPlan, recipe: str, gemms: Gemms) -> str:
+    """Why the op cannot compute in `recipe`, or would not gain by it; "" where it can."""
+    if recipe not in TAKEN:
+        return f"grouped GEMMs of experts have no {recipe} op in the graph"
     x, down, layout = value(gemms.x), value(gemms.weights[-1][0]), gemms.layout
     if missing := no_grouped_float8(x.device):
         return missing
