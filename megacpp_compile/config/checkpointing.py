@@ -35,6 +35,8 @@ class CheckpointingPolicy:
     - "conv_bc_only": only Mamba's convolution, its SiLU, norms and biases are recomputed, never the scan;
     - "full": the whole block is recomputed from its inputs, except the norm in front of it;
     - "full_plus_norms": the norm in front of it, too;
+    - "never": GEMMs, attention cores, scans, projections and reductions are saved, and only values that a fused kernel
+      computes anyway while it reads saved ones are recomputed;
 
     or a budget, a fraction from 0 to 1 of the bytes of all values of such blocks that backward reads: values are
     recomputed in the order of time per byte until the rest fits, or none is left; see `remat/solver.py`. A budget knows
@@ -54,8 +56,7 @@ class CheckpointingPolicy:
             blocks of GEMMs that do not route, from their input; "moe": those that do, from their input and the
             router's choice. A name, or several. `last_layer` "never" takes them back in the last layer.
         last_layer: entry for every block of the last layer. By default "never", since backward consumes its activations
-            at once: none of its GEMMs, cores, projections or reductions is recomputed, even if its kinds' entries say
-            so; only values that a fused kernel computes anyway while it reads saved ones are.
+            at once, even if its kinds' entries say otherwise; over "none" there is nothing that it takes back.
         depth_loop: entry, in the place of "selective", for every block of a module that the forward calls several times
             in a row beside other layers, as multi-token prediction does; "kinds": that of the block's kind. Each call
             is a layer.
@@ -109,7 +110,7 @@ class CheckpointingPolicy:
     def __post_init__(self) -> None:
         for kind in KINDS:
             entry = getattr(self, kind)
-            valid = [e for e in ENTRIES if _ONLY.get(e, kind) == kind]
+            valid = [*(e for e in ENTRIES if _ONLY.get(e, kind) == kind), "never"]
             if _is_fraction(entry):
                 object.__setattr__(self, kind, float(entry))
             elif entry not in valid:
@@ -192,11 +193,12 @@ class CheckpointingPolicy:
         return operation in self.recompute and not (last and self.last_layer == "never")
 
     def of_last_layer(self) -> CheckpointingPolicy:
-        """The policy for a graph that is the last layer alone: `last_layer` in place of every kind's entry."""
-        if self.last_layer == "never" or self.budget is not None or self.peak_gib is not None:
+        """The policy for a graph that is the last layer alone: what `entry` and `again` say of that for every kind."""
+        if self.budget is not None or self.peak_gib is not None:
             return self
-        entries = {k: self.last_layer for k in KINDS if not isinstance(getattr(self, k), float)}
-        return replace(self, **entries)  # type: ignore[arg-type]
+        entries = {k: self.entry(k, True) for k in KINDS if not isinstance(getattr(self, k), float)}
+        again = tuple(operation for operation in self.recompute if self.again(operation, True))
+        return replace(self, recompute=again, **entries)  # type: ignore[arg-type]
 
     def asked(self, kind: str, last: bool, repeated: bool = False) -> str:
         """`entry` for reports: a budget as its fraction, a limit in GiB."""

@@ -29,7 +29,7 @@ class Kind:
         fqns: their names in the model, in its order.
         modules: the blocks themselves.
         apart: numbers the kinds of one structure that rules over names tell apart, from 0; see `split.split_by_rules`.
-        last: whether it is the model's last block, where the policy has an entry of its own for that.
+        last: whether they are of the model's last layer, where the policy has an entry of its own for that.
     """
 
     fqns: tuple[str, ...]

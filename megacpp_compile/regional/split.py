@@ -19,25 +19,32 @@ from megacpp_compile.regional.repeated_blocks import Kind
 
 
 def split_by_rules(model: nn.Module, found: Sequence[Kind], config: Config) -> list[Kind]:
-    """`found`, with blocks that rules treat differently as kinds of their own, and so the last block of the model where
-    the policy has an entry for the last layer."""
+    """`found`, with blocks that rules treat differently as kinds of their own, and so those of the model's last layer
+    where the policy has another entry for that."""
     order = {name: number for number, (name, _) in enumerate(named_modules(model))}
     blocks = [fqn for kind in found for fqn in kind.fqns]
     last_differs = config.own_policy is not None and config.own_policy.of_last_layer() != config.own_policy
-    last = max(blocks, key=order.__getitem__) if blocks and last_differs else ""
+    last = _layer(max(blocks, key=order.__getitem__)) if blocks and last_differs else None
     kinds = []
     for kind in found:
         groups: dict[tuple[bool, Hashable], list[int]] = {}
         for i, (fqn, module) in enumerate(zip(kind.fqns, kind.modules, strict=True)):
-            groups.setdefault((fqn == last, _outcome(fqn, module, config)), []).append(i)
+            groups.setdefault((_layer(fqn) == last, _outcome(fqn, module, config)), []).append(i)
         for number, ((is_last, _), members) in enumerate(groups.items()):
             fqns, modules = tuple(kind.fqns[i] for i in members), tuple(kind.modules[i] for i in members)
             kinds.append(Kind(fqns, modules, number, is_last))
     return kinds
 
 
+def _layer(fqn: str) -> str:
+    """The layer of the block `fqn`: its name up to the last number in it, which several blocks of a layer share."""
+    parts = fqn.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbers[-1] + 1]) if numbers else fqn
+
+
 def config_for(kind: Kind, config: Config) -> Config:
-    """The settings that the blocks of `kind` are compiled with: those of the last layer for the last block."""
+    """The settings that the blocks of `kind` are compiled with: those of the last layer for its own."""
     if not kind.last or config.own_policy is None:
         return config
     return dataclasses.replace(config, policy=config.own_policy.of_last_layer())

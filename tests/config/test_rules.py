@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 import megacpp_compile
-from megacpp_compile import PrecisionPlan, record
+from megacpp_compile import CheckpointingPolicy, PrecisionPlan, record
+from megacpp_compile.config.checkpointing import KINDS
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import BlockKindError, MegacppError, RuleWithoutHitError
 from megacpp_compile.passes import linear
 from megacpp_compile.regional.repeated_blocks import find_kinds
-from megacpp_compile.regional.split import split_by_rules
+from megacpp_compile.regional.split import config_for, split_by_rules
 from tests.config.test_wrapped_names import DIM, model, x
 from tests.remat import models as blocks
 
@@ -63,10 +64,10 @@ def kinds_of(**options):
 def test_kinds_of_block_in_a_model_of_several(no_kernels):
     """Regression: every frame by itself had to be hit by every pattern."""
     options = {"policy": "selective", "block_kinds": {"layers.1.mixer": "rblock", "layers.4.mlp": "mblock"}}
-    one = ["selective"]
+    one, last = ["selective"], ["never"]
     assert kinds_of(**options) == [
         ("layers.0", 2, {"ablock": one, "eblock": one}), ("layers.1", 1, {"rblock": one}),
-        ("layers.3", 1, {"mblock": one}), ("layers.4", 1, {"ablock": one, "mblock": one}),
+        ("layers.3", 1, {"mblock": one}), ("layers.4", 1, {"ablock": last, "mblock": last}),
     ]
 
 
@@ -75,13 +76,37 @@ def test_the_last_layer_by_itself(no_kernels):
     """An entry for it that is asked for holds where it is a graph of its own, and is estimated so."""
     options = {"policy": {"ablock": "selective", "last_layer": "full"}}
     assert kinds_of(**options)[-1] == ("layers.4", 1, {"ablock": ["full"], "eblock": ["full"]})
-    for nothing_new in ({"policy": "selective"}, {"policy": {"budget": 0.5, "last_layer": "full"}}):
+    for policy, kinds in (
+        ({**dict.fromkeys(KINDS, "none")}, [3, 2]),  # there is nothing to take back
+        ({"budget": 0.5, "last_layer": "full"}, [3, 2]),  # a budget knows no last layer
+        ("selective", [2, 1, 2]),
+    ):
         with record() as report:
-            megacpp_compile.compile(hybrid(), **nothing_new)
-        assert [len(r.fqns) for r in report.regions if r.treatment == "compiled"] == [3, 2]
+            megacpp_compile.compile(hybrid(), policy=policy)
+        assert [len(r.fqns) for r in report.regions if r.treatment == "compiled"] == kinds
     found = megacpp_compile.estimate(hybrid(), blocks.hidden().requires_grad_(), options=options)
     assert [a.module for a in found.activations[:-1]] == ["layers.{0,2}", "layers.4", "layers.{1,3}"]
     assert 2 * found.activations[1].compiled < found.activations[0].compiled
+
+
+@pytest.mark.end_to_end
+def test_the_last_layer_is_never_recomputed(no_kernels):
+    """By default, in its own graph as in that of a whole model, and under operations that are named, too."""
+    for policy, kept in (("full", "never"), ({**dict.fromkeys(KINDS, "none"), "recompute": "core_attn"}, "none")):
+        with record() as report:
+            model = megacpp_compile.compile(hybrid(), policy=policy)
+            model(blocks.hidden().requires_grad_()).sum().backward()
+        first, last = (next(f for f in report.frames if f.block == name) for name in ("layers.0", "layers.4"))
+        assert {e for kind, n in last.remat.items() if kind for e in n["entries"]} == {kept}
+        assert first.remat["ablock"]["again"] > last.remat["ablock"]["again"] == 0
+
+
+def test_blocks_of_the_last_layer_belong_together():
+    """Where blocks are parts of layers, those of the last one are kinds of their own."""
+    model, config = hybrid(), Config(policy=CheckpointingPolicy.of("full"))
+    kinds = split_by_rules(model, find_kinds(model, ["layers.*.mixer", "layers.*.mlp"]), config)
+    assert {kind.fqns for kind in kinds if kind.last} == {("layers.4.mixer",), ("layers.4.mlp",)}
+    assert config_for(kinds[0], config) == config
 
 
 def test_blocks_that_an_exclusion_tells_apart():
