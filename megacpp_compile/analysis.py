@@ -35,14 +35,14 @@ from megacpp_compile.nn.attention.switch import require_fa4
 from megacpp_compile.passes._driver import Outcome, enabled_passes, recognised, run_passes
 from megacpp_compile.passes._frame import assumed, head_widths
 from megacpp_compile.passes._frame.attention_sites import as_written, attention_sites, unseen_sites, wanted_by
-from megacpp_compile.passes._frame.precision_rows import answered, asked, unseen
+from megacpp_compile.passes._frame.precision_rows import answered, asked, mixers_by_rule, unseen
 from megacpp_compile.passes._frame.sites import add_called_ops, choose_lowerings
 from megacpp_compile.passes._review import Reviewer
 from megacpp_compile.remat import conflicts
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.report.records import Frame, MissedFusion
-from megacpp_compile.targets import Target
+from megacpp_compile.targets import TARGETS, Target
 
 ALONE = "the frame was compiled by Inductor alone"
 ON_DTENSORS = "a call on DTensors is compiled as it is written"
@@ -190,6 +190,8 @@ def _rewrite(
     log.graph("captured", captured.gm)
     called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
     wanted = asked(captured.gm.graph, captured.weights, config.precision)
+    for row in mixers_by_rule(captured.gm.graph, wanted):
+        effects.warn_of_untested(config, TARGETS[frame.target], row.requested, row.rule)
     count_saved = frame.grad and (collector.active() or config.explain)
     reviewer = Reviewer(captured, example_inputs, config, count_saved)
     outcome = run_passes(captured, config, reviewer, log.graph)

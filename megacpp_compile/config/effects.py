@@ -20,22 +20,19 @@ def warn_of_ineffective(config: Config, target: Target) -> None:
     for option, reason in _ineffective(config, target):
         if option in config.asked:
             warn_once(f"option {option}={getattr(config, option)!r} has no effect: {reason}.")
-    if (untested := _untested(config, target)) is not None:
-        warn_once(untested)
+    if config.precision is not None and (recipe := dict(config.precision.roles)["mamba"]) != "bf16":
+        warn_of_untested(config, target, recipe, "role mamba")
 
 
-def _untested(config: Config, target: Target) -> str | None:
-    """What is asked for together and nobody has tested together."""
-    if config.own_policy is None or config.precision is None or not target.float8:
-        return None
-    entry, recipe = config.own_policy.entry("mblock", False), dict(config.precision.roles)["mamba"]
-    if entry not in ("full", "full_plus_norms") or recipe == "bf16":
-        return None
-    return (
-        f"policy mblock={entry!r} beside Mamba's projections in {recipe!r}: whole Mamba blocks in float8 are not "
-        "tested with packed documents; activations of such runs are reported to reach e4m3's bound of 448. With packed "
-        "documents use mblock='selective', or leave role 'mamba' in bf16."
-    )
+def warn_of_untested(config: Config, target: Target, recipe: str, rule: str) -> None:
+    """Warn where whole Mamba blocks are recomputed, whose projections `rule` of the precision plan puts in `recipe`."""
+    entry = config.own_policy.entry("mblock", False) if config.own_policy is not None else "none"
+    if entry in ("full", "full_plus_norms") and target.float8:
+        warn_once(
+            f"policy mblock={entry!r} beside Mamba's projections in {recipe!r} by {rule}: whole Mamba blocks in "
+            "float8 are not tested with packed documents; activations of such runs are reported to reach e4m3's bound "
+            "of 448. With packed documents use mblock='selective', or leave Mamba's projections in bf16."
+        )
 
 
 def _ineffective(config: Config, target: Target) -> Iterator[tuple[str, str]]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import pickle
 import traceback
+from collections import OrderedDict
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import megacpp_compile
-from megacpp_compile import Config, errors
+from megacpp_compile import Config, analysis, errors
 from megacpp_compile.config.effects import warn_of_ineffective
 from megacpp_compile.config.options import given_options
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.targets import CPU, CUDA, TPU
+from tests.frames import run
 
 
 @pytest.fixture(autouse=True)
@@ -215,6 +219,43 @@ def test_whole_mamba_blocks_in_float8_are_warned_of(policy, precision, target, s
     for _ in range(2):
         warn_of_ineffective(config, target)
     assert len(warned(caplog)) == said and all("packed documents" in text for text in warned(caplog))
+
+
+class Mixer(nn.Module):
+    """A Mamba mixer by the names of its linears, or by nothing but its convolution."""
+
+    def __init__(self, inward, outward, convolves=True):
+        super().__init__()
+        self.inward, self.outward, self.convolves = inward, outward, convolves
+        self.add_module(inward, nn.Linear(16, 16))
+        self.add_module(outward, nn.Linear(16, 16))
+        self.conv = nn.Conv1d(16, 16, 4, groups=16, padding=3)
+
+    def forward(self, x):
+        x = getattr(self, self.inward)(x)
+        if self.convolves:
+            x = self.conv(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        return getattr(self, self.outward)(F.silu(x))
+
+
+@pytest.mark.parametrize(("name", "linears", "precision", "said"), [
+    ("mixer", ("in_proj", "out_proj"), {"*.mixer.*": "fp8_current"}, True),
+    ("time", ("in_proj", "out_proj"), {"*": "fp8_delayed"}, True), ("time", ("into", "back"), {"*": "fp8_block"}, True),
+    ("ssm", ("into", "back"), {"*.into": "bf16", "*": "fp8_current"}, True),
+    ("time", ("into", "back", False), {"*": "fp8_current"}, False),
+    ("time", ("in_proj", "out_proj"), {"*.time.*": "bf16", "*": "fp8_current"}, False),
+    ("engram", ("in_proj", "out_proj"), {"*": "fp8_current"}, False),
+])  # fmt: skip
+def test_a_rule_that_puts_a_mixer_in_float8_is_warned_of(name, linears, precision, said, caplog, monkeypatch):
+    """As a role that does."""
+    monkeypatch.setitem(analysis.TARGETS, "cpu", dataclasses.replace(CPU, float8=True))
+    model, x = nn.Sequential(OrderedDict({name: Mixer(*linears)})), torch.randn(2, 8, 16)
+    for policy in ("selective", "full"):
+        caplog.clear()
+        run(model, (x,), Config.from_options({"policy": policy, "precision": precision}, pass_names(), {}))
+        texts = [text for text in warned(caplog) if "packed documents" in text]
+        assert len(texts) == (said and policy == "full")
+        assert all(f"in {list(precision.values())[-1]!r} by " in text for text in texts)
 
 
 def test_options_with_effect(caplog):

@@ -22,7 +22,7 @@ from megacpp_compile.config.rules import role_at
 from megacpp_compile.frontend.tensor_subclasses import LINEARS
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.provenance import module_fqn, source_line
+from megacpp_compile.fx.provenance import module_classes, module_fqn, source_line
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.matchers.linear import match_linear
@@ -67,6 +67,21 @@ def asked(graph: fx.Graph, weights: Set[Node], plan: PrecisionPlan | None) -> li
         elif (traits := traits_of(node)).core and traits.block_kind == "ablock":
             found.append(Asked(node, "attention", _row(node, "attention", plan, (), "attention_core")))
     return found
+
+
+def mixers_by_rule(graph: fx.Graph, rows: Sequence[Asked]) -> list[Precision]:
+    """The rows of linears in Mamba's mixers that a rule of the plan puts in float8. A linear whose name tells no role
+    is such a mixer's where the module around it convolves along the tokens."""
+    linears = [ask for ask in rows if ask.kind == "linear" and not ask.row.rule.startswith("role ")]
+    given = [(ask, role_at(ask.node)) for ask in linears if ask.row.requested != "bf16" and not ask.row.reason]
+    around = {_around(node) for node in graph.nodes if given and _op_name(node) == "aten.conv1d"}
+    return [ask.row for ask, role in given if role == "mamba" or role == "other" and _around(ask.node) in around]
+
+
+def _around(node: Node) -> str:
+    """The module that calls a convolution or a linear, as a module of its own or as a function."""
+    own = (module_classes(node) or [""])[0].endswith(("Linear", "Conv1d"))
+    return module_fqn(node).rpartition(".")[0] if own else module_fqn(node)
 
 
 def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[dict[str, Any]]:
