@@ -118,6 +118,8 @@ def analyse(
         require_fa4("Install it, or leave out the option 'fa4'.")
     began = time.perf_counter()
     analysis = _analyse(gm, example_inputs, config, target, config.inductor if patches is None else patches)
+    if analysis.frame.grad and not is_backward(gm):
+        analysis.notes += conflicts.overruled(gm, config)
     seconds = analysis.frame.seconds
     seconds["analysis"] = time.perf_counter() - began - sum(seconds.values())
     return analysis

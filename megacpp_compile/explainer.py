@@ -63,7 +63,7 @@ def explain(
         outcome = result.outcome
         count, again = FrameCount(gm, config), retrace_needed(gm, result)
         if not again or outcome and outcome.misses:
-            emit_frame(result.frame, outcome.sites if outcome else [], outcome.misses if outcome else [])
+            emit_frame(result.frame, outcome.sites if outcome else [], result.near_misses())
         if again:
             count.saw(result.near_misses())
             retrace(result)

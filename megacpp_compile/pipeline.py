@@ -89,7 +89,7 @@ def compile_frame(
         rules.announce(config.precision, target.name)
     boundary = tensor_subclasses.enter(gm, example_inputs, config.strict)
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
-    analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
+    analysis.notes += boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
     if before is not None:
         analysis.frame.seconds["dynamo"] = before

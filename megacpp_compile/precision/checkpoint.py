@@ -201,14 +201,17 @@ def _refuse_in_fp8(module: nn.Module, _: Any) -> None:
 
 
 def refuse_stock_checkpoint(module: nn.Module) -> None:
-    """Raise StockCheckpointError if torch's checkpoint is calling `module`, which is about to compute in fp8.
+    """Raise StockCheckpointError if torch's checkpoint is calling `module`, which is about to compute in fp8."""
+    if in_stock_checkpoint():
+        raise StockCheckpointError(type(module).__name__ + _sizes(module))
 
-    That shows in the first forward of a checkpoint without reentrant autograd, and in the recomputation of any.
-    """
+
+def in_stock_checkpoint() -> bool:
+    """Whether torch's checkpoint, in eager, is calling what runs now. That shows in the first forward of a checkpoint
+    without reentrant autograd, and in the recomputation of any."""
     hooks = top_saved_tensors_default_hooks(True)
     kept_by_stock = hooks is not None and getattr(hooks[0], "__module__", "") == stock.__name__
-    if kept_by_stock or (current_graph_task_id() != -1 and _called_by_stock()):
-        raise StockCheckpointError(type(module).__name__ + _sizes(module))
+    return kept_by_stock or (current_graph_task_id() != -1 and _called_by_stock())
 
 
 def _called_by_stock() -> bool:

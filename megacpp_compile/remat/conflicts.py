@@ -15,14 +15,18 @@ from megacpp_compile._torch.dynamo import memory_budget_of
 from megacpp_compile._torch.functorch import fx_graph_cse, memory_budget, min_cut_rematerialization_partition
 from megacpp_compile.config.checkpointing import AUTO
 from megacpp_compile.config.options import Config
+from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import TwoPoliciesError
 from megacpp_compile.frontend.checkpoint import has_regions
-from megacpp_compile.fx.provenance import is_backward, module_fqn
+from megacpp_compile.fx.provenance import is_backward, module_fqn, source_line
 from megacpp_compile.fx.view_chains import base_of
 from megacpp_compile.lowerings._traits import name_of, traits_of
+from megacpp_compile.precision.checkpoint import in_stock_checkpoint
 from megacpp_compile.remat.plan import MUST_RECOMPUTE, RECOMPUTE
 from megacpp_compile.report.auto_plan import AutoPlan
+from megacpp_compile.report.records import MissedFusion
 
+REGION = "checkpoint-region"
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -105,6 +109,28 @@ def check(gm: GraphModule, config: Config) -> None:
             raise TwoPoliciesError(
                 "torch.utils.checkpoint inside the compiled model", "remove the call, or compile without 'strict'"
             )
+
+
+def overruled(gm: GraphModule, config: Config) -> list[MissedFusion]:
+    """What the report has of each region of `torch.utils.checkpoint` in a frame that is trained, or around it, where a
+    policy or a budget of torch's was asked for: it decides nothing there. Warned of once, too."""
+    asked = "options['policy']" if config.own_policy is not None else ""
+    if not asked and (memory_budget() != 1.0 or _regional(_nodes(gm)) is not None):
+        asked = "torch's memory budget"
+    calls = [n for n in _nodes(gm) if n.target is _CHECKPOINT] if asked else []
+    around = bool(asked) and not calls and in_stock_checkpoint()
+    reason = f"torch.utils.checkpoint in the model decides what backward recomputes here, and {asked} nothing"
+    found = [MissedFusion("policy", module_fqn(n), source_line(n), n.name, REGION, reason) for n in calls]
+    if around:
+        found = [MissedFusion("policy", "", "", "", REGION, reason.replace("here", "of the whole frame"))]
+    if found:
+        where = found[0].fqn or found[0].source or "a compiled frame"
+        warn_once(
+            f"torch.utils.checkpoint decides what backward recomputes of {where}{' and others' * (len(found) > 1)}, "
+            f"and {asked} nothing: take the checkpoints out of the model (as by gradient_checkpointing_disable() or "
+            f"without a checkpoint wrapper), or leave {asked} at its default. The report lists them."
+        )
+    return found
 
 
 def check_decisions(decisions: Mapping[Node, str]) -> None:

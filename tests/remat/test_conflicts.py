@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
 from megacpp_compile import analysis
@@ -201,3 +202,42 @@ def test_policies_key_caches():
     one, other = Config(policy="selective"), Config(policy={"last_layer": "full"})  # type: ignore[arg-type]
     assert one != other and one == Config(policy=megacpp_compile.CheckpointingPolicy())
     assert copy.deepcopy(other).policy == other.policy
+
+
+@pytest.mark.parametrize(("options", "budget", "asked"), [
+    ({"policy": "selective"}, 1.0, "options['policy']"), ({"policy": {"budget": 0.5}}, 1.0, "options['policy']"),
+    ({"policy": "none"}, 0.5, "torch's memory budget"), ({"policy": "none"}, 1.0, ""), ({}, 1.0, ""),
+], ids=str)  # fmt: skip
+def test_what_a_checkpoint_overrules_is_told(options, budget, asked, caplog):
+    """Each region has a line, and there is one warning."""
+    x = X.detach().requires_grad_()
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        for checkpointed in (False, True):
+            report = megacpp_compile.explain(models.llama(2, checkpointed=checkpointed), x, options=options)
+            told = [m.fqn for m in report.misses if m.tag == "checkpoint-region"]
+            assert told == ["layers.0", "layers.1"] * (checkpointed and bool(asked))
+    said = [r.getMessage() for r in caplog.records if "torch.utils.checkpoint" in r.getMessage()]
+    assert len(said) == bool(asked) and all(f"layers.0 and others, and {asked} nothing" in text for text in said)
+
+
+class Around(models.Model):
+    """Checkpoints that compiled code does not see: around layers that are compiled one by one."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.usefixtures("eager_backend")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("policy", ["selective", None], ids=str)
+def test_what_a_checkpoint_around_compiled_blocks_overrules_is_told(reentrant, policy, caplog):
+    made = Around(*models.llama(4).layers)
+    made.reentrant = reentrant
+    with megacpp_compile.record() as report:
+        megacpp_compile.compile(made, policy=policy)(X.detach().requires_grad_()).sum().backward()
+    told = [m.reason for m in report.misses if m.tag == "checkpoint-region"]
+    assert bool(told) == (policy is not None) and all("of the whole frame" in reason for reason in told)
+    said = [r for r in caplog.records if r.levelname == "WARNING" and "torch.utils.checkpoint" in r.getMessage()]
+    assert len(said) == bool(told)
