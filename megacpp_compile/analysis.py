@@ -36,6 +36,7 @@ from megacpp_compile.passes._driver import Outcome, enabled_passes, recognised, 
 from megacpp_compile.passes._frame import assumed, head_widths
 from megacpp_compile.passes._frame.attention_sites import as_written, attention_sites, unseen_sites, wanted_by
 from megacpp_compile.passes._frame.precision_rows import answered, asked, mixers_by_rule, unseen
+from megacpp_compile.passes._frame.sequence_shards import SequenceShards, sequence_shards
 from megacpp_compile.passes._frame.sites import add_called_ops, choose_lowerings
 from megacpp_compile.passes._review import Reviewer
 from megacpp_compile.remat import conflicts
@@ -56,6 +57,7 @@ class Analysis:
     the passes did; None where nothing is to be rewritten. shown: whether there are loops in it that were traced for all
     experts, and may be. notes: what is to be reported even if the frame falls back. calls_ops: whether semantic ops are
     to be lowered in the frame as it came. swapped: how many attentions FlashAttention-4 was put in place of.
+    shards: how sequences are sharded over ranks, None where they are not.
     """
 
     frame: Frame
@@ -65,6 +67,7 @@ class Analysis:
     notes: list[MissedFusion] = dataclasses.field(default_factory=list)
     calls_ops: bool = False
     swapped: int = 0
+    shards: SequenceShards | None = None
 
     def rewritten_gm(self) -> GraphModule | None:
         """The rewritten graph, or None where no op was put in place."""
@@ -117,17 +120,23 @@ def analyse(
     if config.fa4 and target.cublas:
         require_fa4("Install it, or leave out the option 'fa4'.")
     began = time.perf_counter()
-    analysis = _analyse(gm, example_inputs, config, target, config.inductor if patches is None else patches)
+    shards = None if is_backward(gm) else sequence_shards(gm, example_inputs)
+    analysis = _analyse(gm, example_inputs, config, target, config.inductor if patches is None else patches, shards)
     if analysis.frame.grad and not is_backward(gm):
         analysis.notes += conflicts.overruled(gm, config)
+    if shards is not None:
+        analysis.notes += shards.tell(gm, analysis.captured, analysis.outcome, config)
+    if (shards := analysis.shards) is not None:
+        analysis.notes += shards.tell(gm, analysis.captured, analysis.outcome, config)
     seconds = analysis.frame.seconds
     seconds["analysis"] = time.perf_counter() - began - sum(seconds.values())
     return analysis
 
 
 def _analyse(
-    gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target, patches: Mapping[str, Any]
-) -> Analysis:
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target, patches: Mapping[str, Any],
+    shards: SequenceShards | None,
+) -> Analysis:  # fmt: skip
     grad = conflicts.trains(example_inputs)
     left, config = config, config.on(target)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
@@ -160,7 +169,7 @@ def _analyse(
     frame.seconds["capture"] = time.perf_counter() - began
     try:
         captured = head_widths.fixed(captured, gm, example_inputs, config)
-        outcome, shown = _rewrite(captured, example_inputs, config, frame, assumptions.marked(gm))
+        outcome, shown = _rewrite(captured, example_inputs, config, frame, assumptions.marked(gm), shards)
         frame.attention, swapped = attention_sites(captured, wanted_by(config), frame.grad)
     except Exception as error:  # a defect of ours must not become the user's, nor a change of torch's
         meant = isinstance(error, MegacppError) and not isinstance(error, TorchInternalsError)
@@ -184,8 +193,9 @@ def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str, advi
 
 
 def _rewrite(
-    captured: Captured, example_inputs: Sequence[Any], config: Config, frame: Frame, marks: int
-) -> tuple[Outcome, bool]:
+    captured: Captured, example_inputs: Sequence[Any], config: Config, frame: Frame, marks: int,
+    shards: SequenceShards | None = None,
+) -> tuple[Outcome, bool]:  # fmt: skip
     """What the passes did, and whether anything was assumed, with `marks` in the graph, and all of it may stand."""
     canonicalize(captured.gm.graph, captured.fake_mode)
     found = assumed.show(captured, config, marks, frame.grad) if marks or unbacked_shapes.numbers_assumed() else None
@@ -196,7 +206,7 @@ def _rewrite(
         effects.warn_of_untested(config, TARGETS[frame.target], row.requested, row.rule)
     count_saved = frame.grad and (collector.active() or config.explain)
     reviewer = Reviewer(captured, example_inputs, config, count_saved)
-    outcome = run_passes(captured, config, reviewer, log.graph)
+    outcome = run_passes(captured, config, reviewer if shards is None else shards.refusing(reviewer), log.graph)
     outcome.misses += captured.given_up
     if outcome.sites:
         outcome.misses += reviewer.unverified()

@@ -28,6 +28,7 @@ from megacpp_compile.errors.frames import (
     NotCapturedError,
     NotLoweredError,
     ReportFormatError,
+    SequenceShardedError,
     UnfoundedSiteError,
     VerificationError,
 )
@@ -86,8 +87,8 @@ __all__ = [
     "ForwardOnlyError", "GraphBreakError", "LatentCacheError", "LayoutError", "ManifestError", "MegacppError", "Miss",
     "NotAModuleError", "NotCapturedError", "NotLoweredError", "OperandError", "PackageMissingError",
     "PeakUnreachableError", "PlanMismatchError", "ReportFormatError", "RequirementError", "ResumeError",
-    "RuleWithoutHitError", "ScalingStateError", "ServingConfigError", "ServingRecordError", "ShardingError",
-    "StagesOffError", "StockCheckpointError", "TargetMismatchError", "TargetRecipeError", "TargetUnavailableError",
-    "TorchInternalsError", "TorchTooOldError", "TwoPoliciesError", "UnfoundedSiteError", "UnknownOptionError",
-    "UnknownPassError", "VerificationError", "WrapperError", "closest", "wrapped_in",
+    "RuleWithoutHitError", "ScalingStateError", "SequenceShardedError", "ServingConfigError", "ServingRecordError",
+    "ShardingError", "StagesOffError", "StockCheckpointError", "TargetMismatchError", "TargetRecipeError",
+    "TargetUnavailableError", "TorchInternalsError", "TorchTooOldError", "TwoPoliciesError", "UnfoundedSiteError",
+    "UnknownOptionError", "UnknownPassError", "VerificationError", "WrapperError", "closest", "wrapped_in",
 ]  # fmt: skip

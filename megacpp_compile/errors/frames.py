@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megacpp_compile.errors._base import MegacppError, place
 
 
@@ -47,6 +49,24 @@ class GraphBreakError(MegacppError):
         self.place, self.reason = place, reason
         super().__init__(
             f"the graph breaks at {place}: {reason}. Take that out of the compiled code, or compile without 'strict'."
+        )
+
+
+class SequenceShardedError(MegacppError):
+    """Blocks that read other tokens of a sequence, of which each rank holds a part, under `strict`.
+
+    Args:
+        blocks: (module, what it computes) of each.
+        why: how the sequence is sharded, as a sentence without its full stop.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[str, str]], why: str) -> None:
+        self.blocks, self.why = tuple(blocks), why
+        named = ", ".join(f"{fqn or 'the frame itself'} ({op})" for fqn, op in dict.fromkeys(self.blocks))
+        super().__init__(
+            f"{why}, and what reads other tokens would read those of one rank's part alone: {named}. Numbers are wrong "
+            "in eager, too. Gather the sequence in front of such a block and shard it again behind, or leave context "
+            "parallelism off for the model."
         )
 
 

@@ -59,6 +59,9 @@ class OpTraits:
             where values route nothing.
         kept_instead: which of its arguments it keeps a smaller result of for backward, in place of the argument; None
             where it does not.
+        tokens: which dimension of its first argument is the tokens of a sequence, where a token's result depends on
+            other tokens, as that of a scan, a causal convolution or an attention does: of a part of the sequence it is
+            another result. None where it depends on none, or on what a cache has of them.
         uncapturable: why no CUDA graph can hold it, such as a read on the host or an allocation by data; "" where one
             can. Its registration has torch's tag `cudagraph_unsafe` then.
     """
@@ -75,6 +78,7 @@ class OpTraits:
     handed_over: HandedOver | None = None
     routed: int | None = None
     kept_instead: int | None = None
+    tokens: int | None = None
     uncapturable: str = ""
 
 

@@ -14,3 +14,13 @@ def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def two_ranks():
+    """The mesh of two, of which this process is the first and the other one is made up: nothing is communicated."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()

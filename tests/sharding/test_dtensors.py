@@ -53,7 +53,7 @@ OTHER_SITES = {
     "compressed": {"compressed_linear": 2},
     "planned": TWICE,
     "uneven": {"down_norm_up": 1},
-    "written": {},
+    **dict.fromkeys(("written", "context_parallel", "tokens_by_hand"), {}),
     **dict.fromkeys(("experts", "sharded_experts"), SITES | EXPERTS),
     **dict.fromkeys(("local_experts", "experts_in_parts"), EXPERTS),
 }
@@ -141,6 +141,16 @@ def test_a_frame_that_writes_to_a_dtensor_warns_once_with_the_line_and_what_to_d
         assert "compiled by Inductor alone" in said and WRITTEN in said and "add_" in said
         assert "ranks.py" in said and "compute a new tensor" in said
         assert [captured for captured, _ in rank["frames"]] == [False]
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("case", ["context_parallel", "tokens_by_hand"])
+def test_a_convolution_over_the_tokens_of_a_rank_is_told_of_and_left_alone(seen, case):
+    for rank in seen(case):
+        (said,) = rank["said"]
+        assert "mixer (causal_conv1d)" in said and "Gather the sequence" in said
+        (reason,) = (reason for name, reason in rank["misses"] if name == "causal_conv1d")
+        assert "reads other tokens" in reason
 
 
 def test_a_model_without_dtensors_has_the_same_rope_sites(eager_backend):

@@ -131,7 +131,7 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any, do
 
 declare(
     {
-        "megacpp::attention": OpTraits(core=True, block_kind="ablock", flops=_flops),
+        "megacpp::attention": OpTraits(core=True, block_kind="ablock", flops=_flops, tokens=2),
         "megacpp::attention_backward": OpTraits(),
     }
 )

@@ -82,4 +82,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 causal_conv1d.register_autograd(_backward, setup_context=_setup_context)
 
-declare({"megacpp::causal_conv1d": OpTraits(block_kind="mblock"), "megacpp::causal_conv1d_backward": OpTraits()})
+declare(
+    {
+        "megacpp::causal_conv1d": OpTraits(block_kind="mblock", tokens=1),
+        "megacpp::causal_conv1d_backward": OpTraits(),
+    }
+)

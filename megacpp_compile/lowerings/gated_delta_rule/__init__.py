@@ -149,7 +149,7 @@ def _flops(
 
 declare(
     {
-        "megacpp::gated_delta_rule": OpTraits(core=True, block_kind="mblock", flops=_flops),
+        "megacpp::gated_delta_rule": OpTraits(core=True, block_kind="mblock", flops=_flops, tokens=1),
         "megacpp::gated_delta_rule_backward": OpTraits(),
     }
 )

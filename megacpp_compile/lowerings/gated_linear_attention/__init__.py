@@ -137,7 +137,7 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, g: Any, state: Any, cu: Any, scale: 
 
 declare(
     {
-        "megacpp::gated_linear_attention": OpTraits(core=True, block_kind="mblock", flops=_flops),
+        "megacpp::gated_linear_attention": OpTraits(core=True, block_kind="mblock", flops=_flops, tokens=1),
         "megacpp::gated_linear_attention_backward": OpTraits(),
     }
 )

@@ -147,7 +147,7 @@ def _flops(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Any, scale: float, 
 
 declare(
     {
-        "megacpp::sparse_mla": OpTraits(core=True, block_kind="ablock", up_projection="kv", flops=_flops),
+        "megacpp::sparse_mla": OpTraits(core=True, block_kind="ablock", up_projection="kv", flops=_flops, tokens=1),
         "megacpp::sparse_mla_backward": OpTraits(),
     }
 )

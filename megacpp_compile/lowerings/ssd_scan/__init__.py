@@ -113,7 +113,7 @@ def _flops(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any, state
 
 declare(
     {
-        "megacpp::ssd_scan": OpTraits(core=True, block_kind="mblock", flops=_flops),
+        "megacpp::ssd_scan": OpTraits(core=True, block_kind="mblock", flops=_flops, tokens=1),
         "megacpp::ssd_scan_backward": OpTraits(),
     }
 )

@@ -1,0 +1,189 @@
+"""Refuses and reports what reads other tokens of a sequence of which each rank holds a part.
+
+Under torch's context parallelism attention is torch's to communicate; a causal convolution, a scan, a delta rule or an
+attention that is written out runs over the tokens of one rank as if there were no others. So it does in eager: the code
+stays as it is written, which the report and a warning say, and an error under `strict`. Which ops read other tokens is
+a trait of theirs (`OpTraits.tokens`), and what nearly is one is a near miss of a pass that makes such an op.
+
+Sequences may be sharded by hand, too: an activation that is a DTensor, sharded along another dimension than its last
+one, shows how many tokens a rank has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from megacpp_compile._torch import context_parallel
+from megacpp_compile.config.options import Config
+from megacpp_compile.config.warn_once import warn_once
+from megacpp_compile.errors import SequenceShardedError
+from megacpp_compile.frontend.capture import Captured
+from megacpp_compile.frontend.dtensors import is_dtensor, leaves
+from megacpp_compile.frontend.local_dtensors.rules import part_of
+from megacpp_compile.fx.edit import called, dynamo_value, same_size
+from megacpp_compile.fx.provenance import module_fqn, source_line
+from megacpp_compile.fx.subgraph import inside
+from megacpp_compile.lowerings._traits import name_of, traits_of
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
+from megacpp_compile.passes._driver import Outcome, Review, all_passes
+from megacpp_compile.passes._rule import Match, Pass
+from megacpp_compile.report.records import MissedFusion, Site
+
+TAG = "sequence-sharded"
+BY_HAND = "a DTensor of this frame is sharded along its tokens"
+_CONVOLUTIONS = frozenset({"conv1d", "conv_transpose1d", "convolution"})
+# Torch's own recurrences, and ops of other libraries, of which nothing but the name is known.
+_BY_NAME = re.compile(r"(^|\W|_)scan(\W|_|$)|causal_conv|delta_rule|linear_att|wkv|(^|\W)(lstm|gru|rnn_\w+)(\W|$)")
+
+
+@dataclasses.dataclass
+class SequenceShards:
+    """How the sequences of a frame are sharded.
+
+    why: in words, as a sentence without its full stop. tokens: how many of a sequence a rank has, by which those that
+    are sharded are told; None where all are. within: plain nodes of what was refused.
+    """
+
+    why: str
+    tokens: Sequence[Any] | None = None
+    within: set[Node] = dataclasses.field(default_factory=set)
+
+    def refusing(self, review: Review) -> Review:
+        """`review` of rewrites that are right on the tokens of one rank; the others are refused."""
+
+        def reviewed(p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
+            op_node = next(n for n in new[0].graph.nodes if n.name == site.node)
+            if not self._splits(op_node):
+                return review(p, match, new, site)
+            self.within |= inside(match.inputs, match.outputs)
+            return MatchFailure(match.node, TAG, self._reason(site.op))
+
+        return reviewed
+
+    def tell(
+        self, gm: GraphModule, captured: Captured | None, outcome: Outcome | None, config: Config
+    ) -> list[MissedFusion]:
+        """The near misses of what else reads other tokens in a frame; all are warned of once. gm: Dynamo's graph.
+
+        Raises SequenceShardedError where there is any, under `strict`.
+        """
+        misses = outcome.misses if outcome is not None else []
+        told = {(miss.fqn, miss.source): miss for miss in misses if miss.tag == TAG}
+        found: dict[tuple[str, str], MissedFusion] = {}
+        for row in (*self._near(misses, captured), *self._unmatched(gm, captured if outcome is not None else None)):
+            if (row.fqn, row.source) not in told:
+                found.setdefault((row.fqn, row.source), row)
+        if told or found:
+            every = [(miss.fqn or miss.source, miss.pass_name) for miss in (*told.values(), *found.values())]
+            error = SequenceShardedError(every, self.why)
+            if config.strict:
+                raise error
+            warn_once(str(error))
+        return list(found.values())
+
+    def _near(self, misses: Iterable[MissedFusion], captured: Captured | None) -> Iterator[MissedFusion]:
+        """What passes that make such ops came near to; convolutions are told of as such."""
+        reads = {p.name for p in all_passes() if traits_of(p.op).tokens is not None}
+        nodes = {n.name: n for n in captured.gm.graph.nodes} if captured is not None else {}
+        for miss in misses:
+            node = nodes.get(miss.node)
+            if miss.pass_name in reads and miss.tag != TAG and node is not None and not _convolves(node):
+                if node not in self.within and self._has_part(node):
+                    reason = self._reason(f"what nearly is {miss.pass_name} ({miss.reason})")
+                    yield dataclasses.replace(miss, tag=TAG, reason=reason)
+
+    def _unmatched(self, gm: GraphModule, captured: Captured | None) -> Iterator[MissedFusion]:
+        """What no pass came near to, in the captured graph or, where there is none, in Dynamo's."""
+        graphs = [captured.gm] if captured is not None else [m for m in gm.modules() if isinstance(m, GraphModule)]
+        for node in (n for m in graphs for n in m.graph.nodes if n.op.startswith("call") and n not in self.within):
+            if _convolves(node):
+                what = "conv1d" if _overlaps(node) else ""
+            elif name_of(node).startswith("megacpp::"):
+                what = name_of(node) if self._splits(node) else ""
+            else:
+                what = _name(node) if _BY_NAME.search(_name(node)) else ""
+            if what and self._has_part(node):
+                yield self._row(what, node)
+        for found in find_recurrences(captured.gm.graph.nodes) if captured is not None else ():
+            if found.kind in NAMES and found.node not in self.within and self._has_part(found.node):
+                yield self._row(NAMES[found.kind], found.node)
+
+    def _splits(self, node: Node) -> bool:
+        """Whether the op of `node` reads other tokens of what is a part of a sequence here. Where sequences are sharded
+        by hand, an attention may be a step of a ring's."""
+        traits, first = traits_of(node), node.args[0] if node.args else None
+        if traits.tokens is None or self.tokens is None:
+            return traits.tokens is not None
+        return traits.block_kind != "ablock" and self._is_part(_shape(first)[traits.tokens])
+
+    def _has_part(self, node: Node) -> bool:
+        """Whether a tensor that `node` takes or gives may have tokens of a rank."""
+        held = [leaf for n in (node, *node.all_input_nodes) for leaf in leaves(dynamo_value(n))]
+        sizes = [size for t in held if isinstance(t, torch.Tensor) and t.dim() > 2 for size in t.shape]
+        return self.tokens is None or any(map(self._is_part, sizes))
+
+    def _is_part(self, size: Any) -> bool:
+        return any(same_size(size, tokens) for tokens in self.tokens or ())
+
+    def _reason(self, what: str) -> str:
+        return f"{self.why}: {what} reads other tokens, and here those of one rank's part alone, as in eager"
+
+    def _row(self, what: str, node: Node) -> MissedFusion:
+        return MissedFusion(what, module_fqn(node), source_line(node), node.name, TAG, self._reason(what))
+
+
+def sequence_shards(gm: GraphModule, example_inputs: Sequence[Any]) -> SequenceShards | None:
+    """How the sequences of a frame are sharded, by Dynamo's graph; None where nothing says that they are."""
+    if why := context_parallel.in_force():
+        return SequenceShards(why)
+    tokens = [size for value in activations(gm, example_inputs) for size in _tokens_of(value)]
+    return SequenceShards(BY_HAND, tokens) if tokens else None
+
+
+def activations(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[Any]:
+    """The DTensors of a frame with tokens and channels that are no parameters."""
+    holders = gm.graph.find_nodes(op="placeholder")
+    given = {n for n, x in zip(holders, example_inputs, strict=True) if isinstance(x, torch.nn.Parameter)}
+    for node in gm.graph.nodes:
+        for leaf in leaves(dynamo_value(node)) if node not in given else ():
+            if is_dtensor(leaf) and leaf.dim() > 2:
+                yield leaf
+
+
+def _tokens_of(value: Any) -> Iterator[Any]:
+    """The local sizes of the dimensions that `value` is sharded along, but for its last one's, which are channels."""
+    for axis, placed in enumerate(value.placements):
+        if placed.is_shard() and placed.dim % value.dim() < value.dim() - 1 and value.device_mesh.size(axis) > 1:
+            yield part_of(value).shape[placed.dim]
+
+
+def _name(node: Node) -> str:
+    name = name_of(node) if isinstance(node.target, torch._ops.OpOverload) else called(node) or str(node.target)
+    return name.lower()
+
+
+def _convolves(node: Node) -> bool:
+    """Whether it is a convolution along one dimension."""
+    named = node.op == "call_function" and called(node).partition(".")[0] in _CONVOLUTIONS
+    return named and len(_shape(_given(node, 1, "weight"))) == 3
+
+
+def _overlaps(node: Node) -> bool:
+    """Whether a convolution reads more steps at a time than it goes on by, so that a result depends on others' own."""
+    stride = _given(node, 3, "stride", 1)
+    return bool(_shape(_given(node, 1, "weight"))[-1] > (stride[0] if isinstance(stride, (tuple, list)) else stride))
+
+
+def _given(node: Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _shape(node: Any) -> Sequence[Any]:
+    return dynamo_value(node).shape  # type: ignore[no-any-return]

@@ -1,0 +1,189 @@
+"""What reads other tokens of a sequence of which each rank has a part: an error, or a warning and a line in the report."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import _attention as experimental
+from torch.distributed.tensor.experimental import context_parallel
+
+import megacpp_compile
+from megacpp_compile import Config
+from megacpp_compile._torch.context_parallel import in_force
+from megacpp_compile.errors import SequenceShardedError
+from megacpp_compile.passes._frame.sequence_shards import TAG
+from tests.frames import Function, run
+from tests.passes import test_attention, test_gated_delta_rule, test_ssd_scan, test_token_loop
+
+DIM, TOKENS = 16, 16
+
+
+class Convolving(nn.Module):
+    """A convolution among other things; `out` is what is made of it, [b, c, t] padded at both ends, and of x."""
+
+    def __init__(self, out, taps=4, padding=None, **how):
+        super().__init__()
+        self.before, self.out = nn.Linear(DIM, DIM), out
+        self.conv = nn.Conv1d(DIM, DIM, taps, padding=taps - 1 if padding is None else padding, **how)
+
+    def forward(self, x):
+        h = self.before(x)
+        return self.out(self.conv(h.transpose(1, 2)), x) * h.mean()
+
+
+def causal(h, x):
+    return F.silu(h[..., : x.shape[1]]).transpose(1, 2)
+
+
+def whole(h, x):
+    return F.silu(h)
+
+
+def convolving(*args, **kwargs):
+    torch.manual_seed(0)
+    return Convolving(*args, **kwargs), (torch.randn(2, TOKENS, DIM),)
+
+
+def state_of_another_kind():
+    """RWKV's numerator and denominator, token by token: known, and no pass's."""
+
+    def mixing(k, v, decay):
+        num = den = torch.zeros_like(v[:, 0])
+        out = []
+        for i in range(4):
+            weight = torch.exp(k[:, i])
+            num, den = num * decay + weight * v[:, i], den * decay + weight
+            out.append(num / den)
+        return torch.stack(out, 1)
+
+    k, v = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+    return Function(mixing), (k, v, torch.rand(8).requires_grad_())
+
+
+# Name -> (the model and its inputs, what is told of it).
+READS = {
+    "depthwise, causal": (lambda: convolving(causal, groups=DIM), "causal_conv1d"),
+    "not depthwise": (lambda: convolving(causal), "conv1d"),
+    "cut at neither end": (lambda: convolving(whole, padding="same", taps=3, groups=DIM), "conv1d"),
+    "every other step": (lambda: convolving(whole, stride=2), "conv1d"),
+    "a scan": (lambda: test_ssd_scan.block(length=8), "ssd_scan"),
+    "a delta rule": (test_gated_delta_rule.block, "gated_delta_rule"),
+    "a loop over tokens": (test_token_loop.block, "token_loop"),
+    "nearly a delta rule": (lambda: test_gated_delta_rule.near(test_gated_delta_rule.NEAR_DELTA_RULES["state_clamped"]), "gated_delta_rule"),
+    "another recurrence": (state_of_another_kind, "RWKV's time mixing"),
+    "attention by hand": (lambda: test_attention.block(test_attention.plain), "attention"),
+}
+# What reads no other token.
+APART = {
+    "steps by themselves": lambda: convolving(whole, taps=1),
+    "patches": lambda: convolving(whole, taps=4, padding=0, stride=4),
+    "feed-forward": lambda: (nn.Sequential(nn.Linear(DIM, 32), nn.SiLU(), nn.Linear(32, DIM)), (torch.randn(2, 8, DIM),)),
+}
+
+
+@contextlib.contextmanager
+def in_parts(mesh):
+    """Torch's context, which wants something to shard."""
+    with context_parallel(mesh, buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1]):
+        yield
+
+
+def told(frames):
+    return [(m.pass_name, m.fqn) for a in frames.analyses for m in a.near_misses() if m.tag == TAG]
+
+
+def strictly(model, inputs, text):
+    torch._dynamo.reset()
+    with pytest.raises(SequenceShardedError) as caught:
+        torch.compile(model, backend="megacpp", options={"strict": True})(*inputs)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.end_to_end] * n.startswith("nearly")) for n in READS]
+)
+def test_what_reads_other_tokens(name, two_ranks, caplog):
+    """It stays as it is written, one warning names it, and under `strict` it is an error that names it."""
+    (model, inputs), op = READS[name][0](), READS[name][1]
+    with in_parts(two_ranks):
+        frames = run(model, inputs, Config())
+        assert not any(frames.counts.values()), "and nothing else of these models fires"
+        assert op in [what for what, _ in told(frames)] and len({fqn for _, fqn in told(frames)}) == 1
+        (said,) = (r.getMessage() for r in caplog.records if "context_parallel" in r.getMessage())
+        assert f"({op})" in said and "Gather the sequence" in said
+        strictly(model, inputs, said)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_reads_no_other_token(name, two_ranks, caplog):
+    model, inputs = APART[name]()
+    with in_parts(two_ranks):
+        assert not told(run(model, inputs, Config(strict=True)))
+    assert not [r for r in caplog.records if "context_parallel" in r.getMessage()]
+
+
+def test_frames_that_are_not_captured(two_ranks):
+    """Too small to hold an idiom, or left to Inductor: a convolution is seen all the same."""
+    small = nn.Conv1d(DIM, DIM, 3, padding=1)
+    with in_parts(two_ranks):
+        assert told(run(small, (torch.randn(2, DIM, TOKENS),), Config(), captured=False)) == [("conv1d", "")]
+        strictly(small, (torch.randn(2, DIM, TOKENS),), "the frame itself (conv1d)")
+
+
+def test_blocks_have_their_names(two_ranks):
+    """In `explain`, as in what is compiled."""
+    model = nn.Sequential(*(convolving(causal, groups=DIM)[0] for _ in range(2)))
+    with in_parts(two_ranks):
+        report = megacpp_compile.explain(model, torch.randn(2, TOKENS, DIM))
+        assert [m.fqn for m in report.misses if m.tag == TAG] == ["0", "1"]
+
+
+def test_when_context_parallelism_is_in_force(two_ranks):
+    model, inputs = convolving(causal, groups=DIM)
+    assert in_force() == "" and not told(run(model, inputs, Config(strict=True)))
+    with in_parts(two_ranks):
+        assert in_force() == "torch's context_parallel is in force"
+    assert in_force() == ""
+    if not hasattr(experimental, "_enable_context_parallel_dispatcher"):
+        return  # torch 2.9 has the context manager alone
+    experimental._enable_context_parallel_dispatcher()
+    try:
+        assert in_force() == "torch's context parallel attention is enabled"
+    finally:
+        experimental._disable_context_parallel_dispatcher()
+    assert in_force() == ""
+
+
+def test_of_one_rank_a_sequence_is_whole(one_rank):
+    with in_parts(one_rank):
+        assert in_force() == ""
+
+
+@pytest.mark.parametrize(("placed", "sharded"), [(Shard(1), True), (Shard(2), False), (Replicate(), False)], ids=str)
+def test_a_sequence_that_is_sharded_by_hand(placed, sharded, two_ranks):
+    model, (x,) = convolving(causal, groups=DIM)
+
+    def forward(x):
+        held = DTensor.from_local(x.sin(), two_ranks, [placed], run_check=False)
+        return model(held.to_local())
+
+    frames = run(Function(forward), (x,), Config())
+    assert [what for what, _ in told(frames)] == ["causal_conv1d"] * sharded
+    assert frames.counts["causal_conv1d"] == (not sharded)
+    if sharded:
+        strictly(Function(forward), (x,), "a DTensor of this frame")
+
+
+def test_a_sequence_that_is_gathered_in_front_of_the_block(two_ranks):
+    model, (x,) = convolving(causal, groups=DIM)
+
+    def forward(x):
+        held = DTensor.from_local(x.sin(), two_ranks, [Shard(1)], run_check=False)
+        return model(held.redistribute(placements=[Replicate()]).to_local())
+
+    assert not told(run(Function(forward), (x,), Config(strict=True)))
