@@ -38,6 +38,7 @@ from megacpp_compile.passes._frame.attention_sites import as_written, attention_
 from megacpp_compile.passes._frame.precision_rows import answered, asked, mixers_by_rule, unseen
 from megacpp_compile.passes._frame.sequence_shards import SequenceShards, sequence_shards
 from megacpp_compile.passes._frame.sites import add_called_ops, choose_lowerings
+from megacpp_compile.passes._frame.whole_activations import whole_activations
 from megacpp_compile.passes._review import Reviewer
 from megacpp_compile.remat import conflicts
 from megacpp_compile.report import collector, log
@@ -123,7 +124,7 @@ def analyse(
     shards = None if is_backward(gm) else sequence_shards(gm, example_inputs)
     analysis = _analyse(gm, example_inputs, config, target, config.inductor if patches is None else patches, shards)
     if analysis.frame.grad and not is_backward(gm):
-        analysis.notes += conflicts.overruled(gm, config)
+        analysis.notes += conflicts.overruled(gm, config) + whole_activations(gm)
     if shards is not None:
         analysis.notes += shards.tell(gm, analysis.captured, analysis.outcome, config)
     if (shards := analysis.shards) is not None:

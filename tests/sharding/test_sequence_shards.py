@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -11,6 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import _attention as experimental
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import megacpp_compile
 from megacpp_compile import Config
@@ -177,6 +185,44 @@ def test_a_sequence_that_is_sharded_by_hand(placed, sharded, two_ranks):
     assert frames.counts["causal_conv1d"] == (not sharded)
     if sharded:
         strictly(Function(forward), (x,), "a DTensor of this frame")
+
+
+class Layer(nn.Module):
+    """A norm and a feed-forward layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 32), nn.Linear(32, DIM)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+def tensor_parallel(mesh, by_tokens):
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if by_tokens:
+        enter = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        plan = {"norm": SequenceParallel(), "up": enter, "up.inner": ColwiseParallel(),
+                "down": RowwiseParallel(output_layouts=Shard(1))}  # fmt: skip
+    layer = Layer()
+    if by_tokens:
+        layer.up = nn.Sequential(OrderedDict({"inner": layer.up}))
+    return parallelize_module(layer, mesh, plan)
+
+
+@pytest.mark.usefixtures("eager_backend")
+@pytest.mark.parametrize(("by_tokens", "grad"), [(False, True), (True, True), (False, False)])
+def test_tensor_parallelism_without_sequence_parallelism(by_tokens, grad, two_ranks, caplog):
+    """One line a frame, and one warning, which name what is whole on each rank; nothing of inference."""
+    model, x = nn.Sequential(*(tensor_parallel(two_ranks, by_tokens) for _ in range(2))), torch.randn(2, TOKENS, DIM)
+    with torch.set_grad_enabled(grad), megacpp_compile.record() as report:
+        torch.compile(model, backend="megacpp", options={"strict": True})(x)
+    rows = [m for m in report.misses if m.tag == "replicated-activations"]
+    said = [r.getMessage() for r in caplog.records if "sequence parallelism" in r.getMessage()]
+    assert len(rows) == len(said) == (grad and not by_tokens)
+    for row in rows:
+        assert row.fqn.startswith("0") and "2 ranks keeps 2 sums of this frame whole, 4 KiB" in row.reason
+        assert row.reason in said[0] and "RowwiseParallel(output_layouts=Shard(1))" in said[0]
 
 
 def test_a_sequence_that_is_gathered_in_front_of_the_block(two_ranks):
