@@ -31,6 +31,7 @@ from megacpp_compile.fx.provenance import is_backward, is_whole
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._frame.buckets import cut_sites
 from megacpp_compile.passes._frame.required import FrameCount, Requirement
+from megacpp_compile.passes._frame.sequence_shards import watching
 from megacpp_compile.remat import conflicts
 from megacpp_compile.remat.tagging import noted_in
 from megacpp_compile.report import collector, log, stages
@@ -114,7 +115,7 @@ def compile_frame(
     with stages.timed(analysis.frame.seconds, "torch"):
         compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile)
     analysis.frame.cached = cache_hits() > served
-    compiled = count.counting(compiled, analysis.frame)
+    compiled = watching(count.counting(compiled, analysis.frame), boundary.gm, analysis.op_nodes(), config)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
     publish(analysis, config)
     return outputs.adapt(early.adapt(boundary.adapt(compiled)))

@@ -24,12 +24,10 @@ _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 def in_force() -> str:
     """What of torch splits sequences over several ranks while this runs, in words; "" where nothing does."""
-    if _HOME not in sys.modules or not (dist.is_available() and dist.is_initialized()):
+    if _HOME not in sys.modules or not several_ranks():
         return ""
     if _is_of_torchs(F.scaled_dot_product_attention):
         return "torch's context_parallel is in force" if _several(F.scaled_dot_product_attention) else ""
-    if dist.get_world_size() < 2:
-        return ""
     dispatcher = getattr(sys.modules["torch.distributed.tensor"].DTensor, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", {})
     if _is_of_torchs(handlers.get(_ATTENTION)):
@@ -39,6 +37,11 @@ def in_force() -> str:
     if _SHARDS in sys.modules and getattr(door.dispatch_mode, "name", "") == "MODULE_WRAPPER":
         return "torch's context parallel shards the sequences of this process"
     return ""
+
+
+def several_ranks() -> bool:
+    """Whether this process is one of several."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _is_of_torchs(function: Any) -> bool:

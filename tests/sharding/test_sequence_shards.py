@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import _attention as experimental
 from torch.distributed.tensor.experimental import context_parallel
@@ -143,6 +144,19 @@ def test_frames_that_are_not_captured(two_ranks):
         strictly(small, (torch.randn(2, DIM, TOKENS),), "the frame itself (conv1d)")
 
 
+@pytest.mark.usefixtures("eager_backend")
+@pytest.mark.parametrize("strict", [False, True])
+def test_code_for_any_length_that_was_compiled_before(strict, two_ranks, caplog):
+    """No guard of Dynamo's sees that its sequences have become parts."""
+    model, (x,) = convolving(causal, groups=DIM)
+    compiled = torch.compile(model, backend="megacpp", dynamic=True, options={"strict": strict})
+    compiled(x)
+    assert not caplog.records
+    with in_parts(two_ranks), pytest.raises(SequenceShardedError) if strict else contextlib.nullcontext():
+        compiled(torch.randn(2, TOKENS // 2, DIM))
+    assert len(caplog.records) == (not strict)
+
+
 def test_blocks_have_their_names(two_ranks):
     """In `explain`, as in what is compiled."""
     model = nn.Sequential(*(convolving(causal, groups=DIM)[0] for _ in range(2)))
@@ -167,8 +181,9 @@ def test_when_context_parallelism_is_in_force(two_ranks):
     assert in_force() == ""
 
 
-def test_of_one_rank_a_sequence_is_whole(one_rank):
-    with in_parts(one_rank):
+def test_of_one_rank_a_sequence_is_whole(two_ranks):
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tokens"))["tokens"]
+    with in_parts(alone):
         assert in_force() == ""
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -145,6 +145,28 @@ def sequence_shards(gm: GraphModule, example_inputs: Sequence[Any]) -> SequenceS
         return SequenceShards(why)
     tokens = [size for value in activations(gm, example_inputs) for size in _tokens_of(value)]
     return SequenceShards(BY_HAND, tokens) if tokens else None
+
+
+def watching(
+    compiled: Callable[..., Any], gm: GraphModule, op_nodes: Iterable[tuple[str, Node]], config: Config
+) -> Callable[..., Any]:
+    """`compiled`, which tells where it runs on parts of sequences, if it serves sequences of any length and its ops
+    were put in place while these were whole: nothing compiles it anew then."""
+    reads = [(module_fqn(n) or source_line(n), name) for name, n in op_nodes if traits_of(n).tokens is not None]
+    holders = gm.graph.find_nodes(op="placeholder")
+    sizes = [size for n in holders if isinstance(x := dynamo_value(n), torch.Tensor) for size in x.shape]
+    if not reads or not context_parallel.several_ranks() or all(isinstance(size, int) for size in sizes):
+        return compiled
+
+    def run(*args: Any) -> Any:
+        if why := context_parallel.in_force():
+            error = SequenceShardedError(reads, why)
+            if config.strict:
+                raise error
+            warn_once(str(error))
+        return compiled(*args)
+
+    return run
 
 
 def activations(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[Any]:
