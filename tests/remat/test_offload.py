@@ -135,7 +135,7 @@ def test_the_order_of_copies_in_generated_code(monkeypatch):
 
 @pytest.mark.end_to_end
 def test_blocks_that_are_graphs_pass_their_inputs_through_main_memory():
-    """What one hands on is the next one's input."""
+    """What one hands on is the next one's input, but for the last one, whose backward comes at once."""
     x, model = models.hidden().requires_grad_(), models.llama(4)
     wanted = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
     graphs = []
@@ -143,5 +143,6 @@ def test_blocks_that_are_graphs_pass_their_inputs_through_main_memory():
         megacpp_compile.compile(model, policy={"ablock": "full", "eblock": "full", "offload": "inputs"})
         found = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)  # sums in another order, by processor
-    assert [f.blocks for f in report.frames] == [4]
-    assert count(graphs[0], "megacpp.offload") == count(graphs[1], "megacpp.reload") == 1
+    assert [f.blocks for f in report.frames] == [3, 1]
+    moved = [[count(graph, name) for graph in graphs] for name in ("megacpp.offload", "megacpp.reload")]
+    assert sorted(map(sum, moved)) == [1, 1] and moved[0].index(1) != moved[1].index(1)
