@@ -271,8 +271,8 @@ def test_report_of_a_compiled_model(no_inductor):
     first, second, q, kv = report.sites
     tokens, width = 10, 4  # float32 rrms, one per token
     assert first.saved_after == second.saved_after == tokens * width
-    assert q.saved_after == kv.saved_after == 0, "the tables are alive anyway"
-    assert all(s.saved_before > s.saved_after for s in report.sites)
+    assert first.saved_before > first.saved_after and second.saved_before > second.saved_after
+    assert {(s.saved_before, s.saved_after) for s in (q, kv)} == {(0, 0)}, "of tables without a gradient nothing is kept"
 
 
 def test_module_names_do_not_depend_on_the_name_of_self(no_inductor):

@@ -28,6 +28,8 @@ TOLERANCE = {
 EXPERTS_IN_FLOAT8 = 1e-1  # three such products, one behind the other
 # So many standard deviations of an estimate from random signs are no chance.
 DEVIATIONS = 6
+# Where the plain code gives something else for operands that are rounded otherwise, so much of that is no error.
+ROUNDINGS = 4
 
 
 class Recorder(Interpreter):
@@ -84,26 +86,10 @@ def compare(
         part = between(gm, inputs, outputs)
         module, order = part.module(), part.inputs
         leaves = [_leaf(values[n], n in differentiable) for n in order]
-        with modes.restored(), torch.enable_grad():
-            out = module(*leaves)
-        generator = torch.Generator().manual_seed(0)
-        cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in out]
-        diff = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
-        with_grad = [(o, c) for o, c in zip(out, cotangents, strict=True) if o.requires_grad]
-        grads: Sequence[torch.Tensor | None] = []
-        if with_grad:
-            outs, weights = zip(*with_grad, strict=True)
-            with DisableAutocast():  # as eager's backward, which runs outside of every region
-                grads = torch.autograd.grad(outs, diff, weights, allow_unused=True)
-        named = {f"output {n.name}": o for n, o in zip(plain, out, strict=True)}
-        names = [n.name for n, x in zip(order, leaves, strict=True) if isinstance(x, torch.Tensor) and x.requires_grad]
-        named.update({f"gradient of {n}": g for n, g in zip(names, grads, strict=True) if g is not None})
-        if rows is not None:
-            whole = out[0].shape[:1]
-            named = {name: t[:rows] if t.shape[:1] == whole else t for name, t in named.items()}
-        results.append(named)
+        named = _results(module, order, plain, leaves)
+        results.append(_rows(named, rows))
         inside = [n.meta.get("val") for n in module.graph.nodes]
-        for t in [*leaves, *out, *inside]:
+        for t in [*leaves, *named.values(), *inside]:
             if isinstance(t, torch.Tensor):
                 tolerance = max(tolerance, TOLERANCE.get(t.dtype, 0.0))
         if any("fp8_current" in n.args for n in module.graph.nodes):  # inside of an op
@@ -113,8 +99,52 @@ def compare(
     for node, directions in estimated.items():
         if (name := f"gradient of {node.name}") in reference:
             errors[name] = tolerance * _bias(got.get(name), reference[name], directions, tolerance)
+    off = [name for name, error in errors.items() if tolerance < error < float("inf")]
+    if off:  # perhaps of what is rounding alone in the plain code, such as a gradient whose terms cancel
+        part = between(gm, inputs, plain)
+        leaves = [_leaf(_another_rounding(values[n]), n in differentiable) for n in part.inputs]
+        again = _rows(_results(part.module(), part.inputs, plain, leaves), rows)
+        for name in off:
+            if _distance(got[name], reference[name]) <= ROUNDINGS * _distance(again[name], reference[name]):
+                errors[name] = 0.0
     worst = max(errors, key=errors.__getitem__)
     return worst, errors[worst], tolerance
+
+
+def _results(
+    module: GraphModule, order: Sequence[Node], names: Sequence[Node], leaves: Sequence[Any]
+) -> dict[str, torch.Tensor]:
+    """Outputs of `module`, by the nodes in `names`, and gradients of `leaves`, by those in `order`."""
+    with modes.restored(), torch.enable_grad():
+        out = module(*leaves)
+    generator = torch.Generator().manual_seed(0)
+    cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in out]
+    asked = [(n.name, x) for n, x in zip(order, leaves, strict=True) if isinstance(x, torch.Tensor) and x.requires_grad]
+    with_grad = [(o, c) for o, c in zip(out, cotangents, strict=True) if o.requires_grad]
+    named = {f"output {n.name}": o for n, o in zip(names, out, strict=True)}
+    if with_grad:
+        outs, weights = zip(*with_grad, strict=True)
+        with DisableAutocast():  # as eager's backward, which runs outside of every region
+            grads = torch.autograd.grad(outs, [x for _, x in asked], weights, allow_unused=True)
+        found = zip(asked, grads, strict=True)
+        named.update({f"gradient of {name}": g for (name, _), g in found if g is not None})
+    return named
+
+
+def _rows(named: dict[str, torch.Tensor], rows: int | None) -> dict[str, torch.Tensor]:
+    """`named`, so many `rows` of what has as many as its first, an output; None for all."""
+    if rows is None:
+        return named
+    whole = next(iter(named.values())).shape[:1]
+    return {name: t[:rows] if t.shape[:1] == whole else t for name, t in named.items()}
+
+
+def _another_rounding(x: Any) -> Any:
+    """`x`, each number next to what it was, up or down."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return x
+    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(1)).to(x.device) * 2 - 1
+    return x * (1 + signs * torch.finfo(x.dtype).eps)
 
 
 def _leaf(x: Any, differentiable: bool) -> Any:
@@ -144,8 +174,13 @@ def _error(got: torch.Tensor | None, want: torch.Tensor) -> float:
     """Relative, over what is a number in `want`: a NaN there is no value to be off from."""
     if got is None or got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
+    size = float(torch.where(want.isfinite(), want, 0).detach().double().norm().clamp_min(1e-12))
+    error = _distance(got, want) / size
+    return error if error == error else float("inf")
+
+
+def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference, over what is a number in `want`."""
     got, want = got.detach().double(), want.detach().double()
     same = want.isnan() | (got == want)  # infinite on both sides, too
-    difference = torch.where(same, 0, got - want).norm()
-    error = float(difference / torch.where(want.isfinite(), want, 0).norm().clamp_min(1e-12))
-    return error if error == error else float("inf")
+    return float(torch.where(same, 0, got - want).norm())

@@ -303,8 +303,8 @@ FAULTS = (
     ),
     Fault(
         "storage-counted-twice", "config", "megacpp_compile/report/saved_bytes.py",
-        "kept[key] = max(kept.get(key, 0), size)",
-        "kept[key] = kept.get(key, 0) + size",
+        "self.kept[key] = max(self.kept.get(key, 0), size)",
+        "self.kept[key] = self.kept.get(key, 0) + size",
         "The report counts a tensor once for each time that autograd saves it.",
         ("tests/report/test_saved_bytes.py", "tests/report/test_report.py"),
     ),

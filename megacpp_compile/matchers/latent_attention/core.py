@@ -208,7 +208,7 @@ def is_low(x: Any) -> bool:
 
 
 def constant(x: Any) -> float | None:
-    """The number that `x` is, or that fills it; None where it is something else."""
+    """The number that `x` is, or that fills it, perhaps a float of the model; None where it is something else."""
     while isinstance(x, Node):
         if x.target in (aten.full.default, aten.new_full.default, aten.full_like.default):
             x = x.args[1] if x.target is not aten.new_full.default else x.args[2]
@@ -223,7 +223,7 @@ def constant(x: Any) -> float | None:
         elif x.target in COPIES or x.target is DETACH or is_cast(x):
             x = x.args[0]
         else:
-            return None
+            return number_of(x)
     return float(x) if isinstance(x, bool | int | float) else None
 
 

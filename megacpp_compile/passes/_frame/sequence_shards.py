@@ -20,6 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch import context_parallel
+from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import SequenceShardedError
@@ -187,7 +188,7 @@ def _tokens_of(value: Any) -> Iterator[Any]:
 
 
 def _name(node: Node) -> str:
-    name = name_of(node) if isinstance(node.target, torch._ops.OpOverload) else called(node) or str(node.target)
+    name = name_of(node) if isinstance(node.target, OpOverload) else called(node) or str(node.target)
     return name.lower()
 
 

@@ -23,8 +23,8 @@ from megacpp_compile.report.text import bytes_text, plural
 
 TAG = "replicated-activations"
 REMEDY = (
-    "SequenceParallel of torch.distributed.tensor.parallel for the norms, RowwiseParallel(output_layouts=Shard(1)) "
-    "behind a block and PrepareModuleInput, from Shard(1) to Replicate(), in front of it leave each rank its tokens"
+    "SequenceParallel of torch.distributed.tensor.parallel for the norms, RowwiseParallel to Shard(1) behind a "
+    "block and PrepareModuleInput, from Shard(1) to Replicate(), in front of it leave each rank its tokens"
 )
 
 
