@@ -7,6 +7,7 @@ import torch
 
 import megacpp_compile
 from megacpp_compile.errors import OperandError
+from tests.precision.wrapped import te_tensor
 
 
 def test_the_old_keyword_is_taken_with_a_warning():
@@ -22,3 +23,18 @@ def test_the_old_keyword_is_taken_with_a_warning():
     # The option arrives: it is refused where rows have no scale.
     with pytest.warns(FutureWarning), pytest.raises(OperandError, match="fp8_gemms"):
         megacpp_compile.sparse_mla(q, torch.randn(1, 9, 1, 24), indices, d_v=16, fp8_products=True)
+
+
+def test_a_wrapper_in_a_compiled_frame(no_kernels):
+    """It is split while the frame is traced, which breaks it nowhere."""
+    rows = te_tensor(torch.randn(1, 16, 1, 24))
+    q, indices = torch.randn(1, 8, 2, 24).bfloat16(), torch.randint(-1, 8, (1, 8, 1, 4))
+
+    def attend(q, rows, indices):
+        return megacpp_compile.sparse_mla(q.tanh() * 2, rows, indices, d_v=16, offset=8)[0].exp()
+
+    torch._dynamo.reset()
+    with torch.no_grad(), megacpp_compile.record() as report:
+        want, got = attend(q, rows, indices), torch.compile(attend, backend="megacpp")(q, rows, indices)
+    assert [frame.outcome for frame in report.frames] == ["captured"] and not report.misses
+    assert torch.equal(got, want)
