@@ -4,6 +4,7 @@ them in chunks and in loops over tokens."""
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from tests.corpus.delta.block import PlainDelta, Spelling
 from tests.corpus.delta.parts import no_norm, repeated, zeros_for
@@ -43,6 +44,23 @@ def by_token(step, decays=torch.exp):
         return torch.stack(out, 1), state
 
     return form
+
+
+class OfItsInputs(nn.Module):
+    """A spelling by itself: queries, keys, values, gates and weights are the frame's own inputs."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__()
+        self.spelling = spelling
+
+    def forward(self, q, k, v, g=None, beta=None):
+        return self.spelling.form(q, k, v, g, beta, None, 4, 0.5, self.spelling.norm)[0]
+
+    def example_inputs(self, length, batch=2):
+        q, k = torch.randn(2, batch, length, 2, 3).unbind()
+        v, gates = torch.randn(batch, length, 4, 5), -torch.rand(batch, length, 4)
+        weights = (torch.rand(batch, length, 4),) if self.spelling.delta else ()
+        return tuple(x.requires_grad_() for x in (q, k, v, gates, *weights))
 
 
 def fires_dynamic(name: str, module, args) -> Frames:

@@ -13,6 +13,7 @@ from tests.corpus.delta.near_misses import NEAR_DELTA_RULES
 from tests.frames import check, check_graph, run
 
 from .conditions import assert_serves, sampled
+from .deltas import OfItsInputs
 
 NAME = "gated_delta_rule"
 QUICK = CHUNKED["whole_sequence"]  # without a loop
@@ -66,6 +67,24 @@ def test_a_second_length():
     assert_serves(frames, module, module.example_inputs(7), module.example_inputs(11), graphs=None)
     assert [analysis.frame.passes[NAME] for analysis in frames.analyses] == [1] * len(frames.analyses)
     assert len(frames.analyses) > 1
+
+
+@pytest.mark.end_to_end
+@sampled(2, "name", ["put_together", "gates_in_the_operands", "general_inverse", "rows_in_place"])
+def test_inputs_of_a_second_length(name):
+    """Each of the frame's inputs has a symbol of its own for the length that all of them have."""
+    module = OfItsInputs(CHUNKED[name])
+    frames = run(module, module.example_inputs(8), fullgraph=False)
+    assert_serves(frames, module, module.example_inputs(12), module.example_inputs(12, batch=3), graphs=None)
+    assert [analysis.frame.passes[NAME] for analysis in frames.analyses] == [1] * len(frames.analyses), frames.misses
+
+
+@pytest.mark.end_to_end
+def test_lengths_that_differ_are_compiled_again():
+    """A batch that is as large as the length now need not be at the next call."""
+    module = OfItsInputs(QUICK)
+    frames = run(module, module.example_inputs(6), fullgraph=False)
+    assert_serves(frames, module, module.example_inputs(5, batch=5), module.example_inputs(7, batch=3), graphs=2)
 
 
 def test_layers_that_are_the_same_are_proved_once(proofs):

@@ -19,9 +19,9 @@ from tests.corpus.delta.parts import no_norm
 from tests.frames import check, check_graph, run
 from tests.matchers.graphs import trace
 
-from .conditions import conditions, op_of, sampled, shown
+from .conditions import assert_serves, conditions, op_of, sampled, shown
 from .contract import assert_fires, assert_refused
-from .deltas import by_token, delta, fires_dynamic
+from .deltas import OfItsInputs, by_token, delta, fires_dynamic
 
 NAME = "token_loop"
 NEAR_RULES = {**NEAR_DELTA_RULES, **NEAR_LINEAR}
@@ -95,6 +95,16 @@ def test_dynamic_batches():
     torch._dynamo.mark_dynamic(args[0], 0)
     frames = check(module, args)
     assert frames.counts[NAME] == 1, frames.misses
+
+
+@pytest.mark.end_to_end
+@sampled(2, "name", ["by_token", "products_in_front", "no_gate", "turned_by_rank_one"])
+def test_inputs_of_a_second_length(name):
+    """A loop over the tokens of one input fixes how many it has, and leaves that of the others a symbol."""
+    module = OfItsInputs({**LINEAR, **TOKENS}[name])
+    frames = run(module, module.example_inputs(3), fullgraph=False)
+    assert_serves(frames, module, module.example_inputs(4), module.example_inputs(5), graphs=3)
+    assert [analysis.frame.passes[NAME] for analysis in frames.analyses] == [1, 1, 1], frames.misses
 
 
 @pytest.mark.parametrize("name", ["rate_by_token", "einsums_channel_gates"])

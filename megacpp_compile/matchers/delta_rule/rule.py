@@ -24,6 +24,7 @@ from megacpp_compile.matchers.delta_rule.rules import CLAMPS, RULES
 from megacpp_compile.matchers.delta_rule.verdicts import Structure, Verdict, Verdicts
 from megacpp_compile.matchers.signs import at_most_zero
 from megacpp_compile.matchers.ssd import axes as sizes
+from megacpp_compile.matchers.ssd.allowed import join_lengths
 from megacpp_compile.matchers.ssd.atoms import NoAxes, flat, number
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.roles import Leaf
@@ -66,6 +67,8 @@ class NoDeltaRule:
 def find_delta_rules(graph: Graph) -> Iterator[DeltaRule | NoDeltaRule]:
     """Every delta rule of `graph`, and a NoDeltaRule for what else solves or corrects as one does, in graph order."""
     cores, verdicts, told = Cores(graph), Verdicts(), set[Node]()
+    if any(corrects(nodes) for nodes in cores) and join_lengths(graph):
+        cores = Cores(graph)
     for nodes in cores:
         evidence = corrects(nodes)
         if evidence is not None:

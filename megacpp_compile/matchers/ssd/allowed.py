@@ -1,13 +1,18 @@
 """What guards let a symbolic size be. A loop unrolled over chunks fixes how many there are, and so all of a length but
 what is in the last: a range where the loop counts up to the length, an equation of a quotient where a split makes the
-chunks."""
+chunks. And which sizes of a frame's inputs are one."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch.fx import Graph
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.ssd.atoms import number
 
 FEW = 64  # as far apart may guards leave the lengths whose chunks are cut out one by one
 
@@ -32,7 +37,8 @@ def _allowed(env: Any, symbol: sympy.Symbol) -> tuple[int, int] | None:
     values = getattr(env, "backed_var_to_val", None) or env.var_to_val  # the name it had
     if (hint := values.get(symbol)) is None:
         return None
-    guards = [guard.expr for guard in env.guards if guard.expr.free_symbols == {symbol}]
+    known_now = (env.replace(guard.expr) for guard in env.guards)  # symbols may have become one since
+    guards = [expr for expr in known_now if expr.free_symbols == {symbol}]
     ends = [_furthest(int(hint), step, symbol, guards) for step in (-1, 1)]
     return None if None in ends or ends[1] - ends[0] >= FEW else (ends[0], ends[1])  # type: ignore[operator, return-value]
 
@@ -43,3 +49,25 @@ def _furthest(start: int, step: int, symbol: sympy.Symbol, guards: list[Any]) ->
         if any(guard.xreplace({symbol: sympy.Integer(n)}) == sympy.false for guard in guards):
             return n - step
     return None
+
+
+def join_lengths(graph: Graph) -> bool:
+    """Have torch take sizes of a frame's inputs that are equal now for one, whether any was not yet: the queries and
+    keys of a recurrence have as many tokens, which no guard says where each input has a symbol of its own. The frame is
+    compiled again for inputs where they differ. Two sizes of one input stay two."""
+    known: dict[tuple[int, int], torch.SymInt] = {}
+    env: Any = None
+    for node in graph.find_nodes(op="placeholder"):
+        given, equal = value(node), Counter[int]()
+        for size in given.shape if isinstance(given, torch.Tensor) else ():
+            if not isinstance(size, torch.SymInt) or number(size) is not None or (now := size.node.hint) is None:
+                continue
+            first = known.setdefault((now, equal[now]), size)
+            equal[now] += 1
+            if not same_size(first, size) and first == size:
+                env = size.node.shape_env
+    for guard in list(env.guards) if env is not None else ():  # what is known of the one is known of the other
+        expr = env.replace(guard.expr)
+        if isinstance(expr, sympy.Eq) and expr != guard.expr:
+            bool(env.create_symboolnode(expr))
+    return env is not None

@@ -20,6 +20,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.ssd.allowed import join_lengths
 from megacpp_compile.matchers.ssd.atoms import NoAxes, is_one
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
 from megacpp_compile.matchers.ssd.packed import Masks, alike
@@ -70,6 +71,8 @@ def found_at_decays(
     for n in graph.nodes:
         if n in done or not is_decay(algebra, n) or masks is not None and not _masked(algebra, n):
             continue
+        if join_lengths(graph):
+            algebra = Algebra(graph, RULES, masks)
         found = find(algebra, n)
         if (inside := getattr(found, "inside", None)) is not None:
             done |= inside

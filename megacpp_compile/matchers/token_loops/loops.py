@@ -6,6 +6,7 @@ import dataclasses
 
 from torch.fx import Node
 
+from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.token_loops.tokens import Collected, Read
 
 
@@ -48,6 +49,12 @@ class Loop:
     @property
     def output(self) -> Node:
         return self.read or self.outputs.parts[-1]
+
+    def fix(self) -> None:
+        """Have the frame compiled again for another number of tokens, of any tensor that the steps take apart."""
+        taken = [self.reads[n] for n in self.taken() if n in self.reads]
+        for node, dim in {(self.outputs.node, self.outputs.dim), *((read.source, read.dim) for read in taken)}:
+            int(value(node).shape[dim])
 
     def made_of_others(self) -> set[Node]:
         """What of a step is made of what else is handed on."""

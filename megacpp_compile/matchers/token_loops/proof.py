@@ -75,6 +75,7 @@ def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
             if value(loop.node).dim() > 2:
                 yield loop
             continue
+        loop.fix()
         algebra = algebra or Algebra(graph, RULES)
         with torch.no_grad():
             found = _told(algebra, loop)

@@ -40,6 +40,12 @@ class Collected:
     between: frozenset[Node] = frozenset()
 
 
+def positions(size: Any) -> int | None:
+    """How many `size` is: what loops over one input fix there, another may leave a symbol. Who takes each of them for a
+    step of a loop has to `fix` it."""
+    return size if isinstance(size, int) else size.node.hint
+
+
 def read_of(node: Node) -> Read | None:
     """`node` as one position of a dimension of several."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
@@ -49,7 +55,7 @@ def read_of(node: Node) -> Read | None:
         return _read(source, node.args[1] % rank, node.args[2], False)  # type: ignore[operator]
     if node.target is aten.slice.Tensor:
         of, start, end, step = [*node.args[1:], *(None,) * 4][:4]
-        size = number(value(source).shape[of or 0])  # type: ignore[index]
+        size = positions(value(source).shape[of or 0])  # type: ignore[index]
         if size is None or not all(isinstance(v, int | None) for v in (start, end, step)):
             return None
         first, last, step = slice(start, end, step).indices(size)
@@ -81,7 +87,7 @@ def _rank(node: Node) -> int:
 
 
 def _read(source: Node, dim: int, at: Any, kept: bool) -> Read | None:
-    count = number(value(source).shape[dim])
+    count = positions(value(source).shape[dim])
     if count is None or count < 2 or not isinstance(at, int):
         return None
     return Read(source, dim, at % count, count, kept)
@@ -149,7 +155,7 @@ def _written(node: Node) -> tuple[int, int, bool] | None:
     elif node.target is aten.slice_scatter.default:
         of, start, end, step = [*node.args[2:], *(None,) * 4][:4]
         dim, kept = (of or 0) % _rank(node), True  # type: ignore[operator]
-        size = number(value(node).shape[dim])
+        size = positions(value(node).shape[dim])
         if size is None or not all(isinstance(v, int | None) for v in (start, end, step)):
             return None
         at, last, step = slice(start, end, step).indices(size)
@@ -157,7 +163,7 @@ def _written(node: Node) -> tuple[int, int, bool] | None:
             return None
     else:
         return None
-    size = number(value(node).shape[dim])
+    size = positions(value(node).shape[dim])
     return (dim, at % size, kept) if size and isinstance(at, int) else None
 
 

@@ -87,7 +87,7 @@ def _creation(r: ResizeContext, n: Node) -> list[Dim]:
     if n.target is aten.arange.start and not isinstance(n.args[0], int):
         raise NoAxes("positions that do not begin at a number")
     if n.target is aten.eye.default:
-        return [fresh(n.args[0])] * 2
+        return [fresh(value(n).shape[0])] * 2
     return [fresh(s) for s in value(n).shape]
 
 
