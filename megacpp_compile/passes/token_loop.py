@@ -1,7 +1,7 @@
 """A loop over tokens of a delta rule, linear attention or Mamba-2's scan, as reference code has it, unrolled by Dynamo.
 
 Before: `for i in range(t): S = S * g[:, i].exp(); S = S + k[:, i] (beta[:, i] (v[:, i] - S^T k[:, i]))^T; o[:, i] =
-        S^T q[:, i]`, in any spelling, results stacked, concatenated or written into a tensor
+        S^T q[:, i]`, in any spelling, results stacked, concatenated or written into a tensor, chunk by chunk or not
 After:  `o, final_state, ... = megacpp.gated_delta_rule(q, k, v, g, beta, S, ...)`; without the correction
         `megacpp.gated_linear_attention(q, k, v, g, S, ...)`, or where no token changes the decay of a head (RetNet,
         lightning attention) `megacpp.ssd_scan` with a step of one, which has a kernel. Where one step size is in decays

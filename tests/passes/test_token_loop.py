@@ -15,7 +15,7 @@ from torch import nn
 from megacpp_compile.matchers.token_loops.proof import TokenLoop, find_token_loops
 from tests.corpus.delta.block import LINEAR, TOKENS, PlainDelta, Spelling
 from tests.corpus.delta.near_misses import NEAR_DELTA_RULES, NEAR_LINEAR
-from tests.corpus.delta.parts import no_norm
+from tests.corpus.delta.parts import no_norm, repeated, zeros_for
 from tests.frames import check, check_graph, run
 from tests.matchers.graphs import trace
 
@@ -130,6 +130,68 @@ def clamped_within(state, q, k, v, decay, beta):
 @pytest.mark.parametrize("step", [normed_within, clamped_within], ids=shown)
 def test_what_a_step_does_to_its_operands_stays_in_front_of_the_op(step):
     assert_fires(NAME, *block(by_token(step)))
+
+
+def heads_merged(out, _):
+    return torch.cat(out, 1).unflatten(1, (len(out), -1))
+
+
+def outputs_flat(out, like):
+    return torch.cat([o.flatten(1) for o in out], 1).view(like.shape)
+
+
+def kept_positions(out, _):
+    return torch.cat([o[:, None] for o in out], 1)
+
+
+def chunks_joined(out, _):
+    return torch.cat([torch.stack(out[i : i + 2], 1) for i in range(0, len(out), 2)], 1)
+
+
+def chunks_written(out, like):
+    parts = []
+    for i in range(0, len(out), 2):
+        part = torch.zeros_like(like[:, :2])
+        part[:, 0], part[:, 1] = out[i : i + 2]
+        parts.append(part)
+    return torch.cat(parts, 1)
+
+
+def all_tokens(x):
+    return [x[:, i] for i in range(x.shape[1])]
+
+
+def tokens_of_slices(x):
+    return [x[:, c : c + 2][:, i] for c in range(0, x.shape[1], 2) for i in range(2)]
+
+
+def tokens_of_pieces(x):
+    return [token for chunk in x.split(2, 1) for token in chunk.unbind(1)]
+
+
+def tokens_of_rows(x):
+    chunks = x.reshape(x.shape[0], -1, 2, *x.shape[2:])
+    return [chunks[:, c, i] for c in range(x.shape[1] // 2) for i in range(2)]
+
+
+JOINED = [heads_merged, outputs_flat, kept_positions, chunks_joined, chunks_written]
+TAKEN = [tokens_of_slices, tokens_of_pieces, tokens_of_rows]
+BY_CHUNKS = [(take, torch.stack) for take in TAKEN] + [(all_tokens, join) for join in JOINED]
+
+
+@sampled(2, ("take", "join"), BY_CHUNKS + list(zip(TAKEN, JOINED[2:], strict=True)), ids=shown)
+def test_tokens_of_chunks_and_outputs_that_are_concatenated(take, join):
+    """Whatever a loop over chunks takes its tokens out of, and along whichever dimension outputs are put together."""
+
+    def form(q, k, v, g, beta, state, size, scale, norm):
+        q, k = repeated(norm(q), v.shape[2]) * scale, repeated(norm(k), v.shape[2])
+        state, out = zeros_for(k.transpose(1, 2), v.transpose(1, 2)), []
+        for each in zip(*map(take, (q, k, v, g.exp(), beta)), strict=True):
+            o, state = update(state, *each)
+            out.append(o)
+        return (torch.stack(out, 1) if join is torch.stack else join(out, v)), state
+
+    assert_fires(NAME, *block(form, 4))
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -53,7 +53,8 @@ class Loop:
     def fix(self) -> None:
         """Have the frame compiled again for another number of tokens, of any tensor that the steps take apart."""
         taken = [self.reads[n] for n in self.taken() if n in self.reads]
-        for node, dim in {(self.outputs.node, self.outputs.dim), *((read.source, read.dim) for read in taken)}:
+        made = [] if self.outputs.merged else [(self.outputs.node, self.outputs.dim)]
+        for node, dim in dict.fromkeys([*made, *((read.source, read.dim) for read in taken)]):
             int(value(node).shape[dim])
 
     def made_of_others(self) -> set[Node]:
@@ -67,7 +68,11 @@ class Loop:
     def taken(self) -> set[Node]:
         """What takes every step's tokens out of whole tensors."""
         found = {n for pairs in self.alike for n in (*pairs, *pairs.values()) if n in self.reads}
-        return found | {a for n in found for a in n.all_input_nodes if a is not self.reads[n].source}
+        for n in list(found):
+            source = self.reads[n].source
+            while (n := n.all_input_nodes[0]) is not source:
+                found.add(n)
+        return found
 
     def everywhere(self, node: Node) -> list[Node]:
         """`node`, of the last step, in every step; in all but the first where that lacks it, as a decay of no state."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import SPLITS
+from megacpp_compile.fx.edit import same_shape, same_size, value
+from megacpp_compile.fx.views import RESHAPES, SPLITS
 from megacpp_compile.matchers.ssd.atoms import number
+from megacpp_compile.matchers.ssd.tensor_ops import argument
 
 aten = torch.ops.aten
 
@@ -31,13 +32,14 @@ class Read:
 @dataclasses.dataclass(frozen=True)
 class Collected:
     """`node` is made of one of `parts` for every position of its dimension `dim`; between: nodes on the way, which
-    nothing else reads."""
+    nothing else reads; merged: positions are the outer part of that dimension, whose inner part each of `parts` has."""
 
     node: Node
     parts: tuple[Node, ...]
     dim: int
     kept: bool
     between: frozenset[Node] = frozenset()
+    merged: bool = False
 
 
 def positions(size: Any) -> int | None:
@@ -104,36 +106,103 @@ def part_of_several(node: Node) -> int | None:
     return whole // own
 
 
+def _of_whole(read: Read) -> Read:
+    """`read`, of parts of a tensor that a loop over these takes, as one of that tensor."""
+    while (cut := _cut(read.source, read.dim)) is not None:
+        source, start, count = cut
+        read = Read(source, read.dim, start + read.at, count, read.kept)
+    return read
+
+
+def _cut(node: Node, dim: int) -> tuple[Node, int, int] | None:
+    """(source, first position, how many the source has) of `node`, several positions in a row of dimension `dim`."""
+    if (row := read_of(node)) is not None:
+        return _cut_to_rows(row, node) if row.dim == dim and not row.kept else None
+    if node.target is aten.slice.Tensor:
+        source, of = node.args[0], argument(node, 1, "dim", 0)
+        start, step = argument(node, 2, "start", 0), argument(node, 4, "step", 1)
+    elif node.target is operator.getitem and node.args[0].target in SPLITS:  # type: ignore[union-attr]
+        several, index = node.args
+        source, of, step = several.args[0], argument(several, 2, "dim", 0), 1  # type: ignore[union-attr, arg-type]
+        sizes = [positions(p.shape[of]) for p in value(several)[:index]]  # type: ignore[arg-type, index, misc]
+        start = None if None in sizes else sum(sizes)  # type: ignore[arg-type]
+    else:
+        return None
+    if of % _rank(node) != dim or step != 1 or not isinstance(start, int | None):  # type: ignore[operator]
+        return None
+    count = positions(value(source).shape[dim])  # type: ignore[arg-type]
+    start = start or 0
+    return None if count is None else (source, start + count * (start < 0), count)  # type: ignore[return-value]
+
+
+def _cut_to_rows(row: Read, node: Node) -> tuple[Node, int, int] | None:
+    """As `_cut`, where `node` is a row of a view that makes two dimensions of one."""
+    view, dim = row.source, row.dim
+    if view.target not in RESHAPES:
+        return None
+    source, inner = view.args[0], positions(value(node).shape[dim])
+    whole, parted = list(value(source).shape), list(value(view).shape)
+    rest = [*parted[:dim], *parted[dim + 2 :]]
+    if inner is None or len(whole) != len(rest) + 1 or not all(map(same_size, [*whole[:dim], *whole[dim + 1 :]], rest)):
+        return None
+    return source, row.at * inner, row.count * inner  # type: ignore[return-value]
+
+
 def reads_by_count(nodes: Iterable[Node], begin: int = 0) -> dict[int, dict[Node, Read]]:
-    """All reads of tensors every position of which is read, from `begin` on, by how many positions there are."""
+    """All reads of tensors every position of which is read, from `begin` on, by how many positions there are: of whole
+    tensors rather than of parts."""
+    direct = {node: read for node in nodes if (read := read_of(node)) is not None}
+    whole = _complete({node: _of_whole(read) for node, read in direct.items()}, begin)
+    taken = {node for reads in whole.values() for node in reads}
+    parts = _complete({node: read for node, read in direct.items() if node not in taken}, begin)
+    return {count: whole.get(count, {}) | parts.get(count, {}) for count in whole | parts}
+
+
+def _complete(reads: Mapping[Node, Read], begin: int) -> dict[int, dict[Node, Read]]:
     groups: dict[tuple[Node, int, int], dict[Node, Read]] = {}
-    for node in nodes:
-        if (read := read_of(node)) is not None:
-            groups.setdefault((read.source, read.dim, read.count), {})[node] = read
+    for node, read in reads.items():
+        groups.setdefault((read.source, read.dim, read.count), {})[node] = read
     found: dict[int, dict[Node, Read]] = {}
-    for (*_, count), reads in groups.items():
-        if {r.at for r in reads.values()} == set(range(begin, count)):
-            found.setdefault(count, {}).update(reads)
+    for (*_, count), group in groups.items():
+        if {r.at for r in group.values()} == set(range(begin, count)):
+            found.setdefault(count, {}).update(group)
     return found
 
 
 def collected(nodes: Iterable[Node], count: int) -> list[Collected]:
-    """What is put together of `count` parts, in order: stacks, concatenations, and writes into each position of one
-    tensor."""
+    """What is put together of `count` parts, in order: stacks, concatenations, also of what is put together of some of
+    them, and writes into each position of one tensor."""
     found = []
     for node in nodes:
         if node.target in (aten.stack.default, aten.cat.default):
-            parts = node.args[0]
-            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-            if len(parts) == count and all(isinstance(p, Node) for p in parts):  # type: ignore[arg-type]
-                kept = node.target is aten.cat.default
-                dim %= _rank(node)  # type: ignore[operator, assignment]
-                one = (_rank(p) > dim and same_size(value(p).shape[dim], 1) for p in parts)  # type: ignore[union-attr, arg-type, index, operator]
-                if not kept or all(one):  # an empty tensor of fewer dimensions may be concatenated with any
-                    found.append(Collected(node, tuple(parts), dim, kept))  # type: ignore[arg-type]
+            joined = _joined(node, count)
+            found += [joined] if joined is not None else []
         elif _writes_into(node) and not any(map(_writes_into, node.users)):
             found += _writes(node, count)
     return found
+
+
+def _joined(node: Node, count: int) -> Collected | None:
+    parts: tuple[Node, ...] = tuple(node.args[0])  # type: ignore[arg-type]
+    dim = argument(node, 1, "dim", 0) % _rank(node)
+    # An empty tensor of fewer dimensions may be concatenated with any.
+    if not all(isinstance(p, Node) and _rank(p) > dim - (node.target is aten.stack.default) for p in parts):
+        return None
+    if node.target is aten.stack.default:
+        return Collected(node, parts, dim, kept=False) if len(parts) == count else None
+    sizes = [value(p).shape[dim] for p in parts]
+    if len(parts) == count:
+        kept = all(same_size(size, 1) for size in sizes)
+        alike = kept or all(map(same_shape, parts[1:], parts[:-1]))
+        return Collected(node, parts, dim, kept, merged=not kept) if alike else None
+    each = zip(parts, map(positions, sizes), strict=True)
+    inner = [c for p, n in each for c in collected([p], n or 0) if c.dim == dim]
+    if len(inner) != len(parts) or any(c.merged or len(c.node.users) > 1 for c in inner):
+        return None
+    every = tuple(p for c in inner for p in c.parts)
+    if len(every) != count or len({c.kept for c in inner}) > 1:
+        return None
+    return Collected(node, every, dim, inner[0].kept, frozenset().union(*({c.node, *c.between} for c in inner)))
 
 
 def _writes_into(node: Node) -> bool:

@@ -89,7 +89,10 @@ class Operands:
         """The dimensions of all outputs put together; tokens first where each step makes more of its own."""
         if self.loop.read is not None:
             return (self.t, *self.found.output.dims)
-        return self._with_tokens(self.found.output.dims, self.loop.outputs.dim, self.loop.outputs.kept)
+        dims, made = self.found.output.dims, self.loop.outputs
+        if made.merged:
+            return (*dims[: made.dim], (*self.t, *dims[made.dim]), *dims[made.dim + 1 :])
+        return self._with_tokens(dims, made.dim, made.kept)
 
     def groups(self) -> tuple[Any, ...]:
         """The atoms of the heads that queries and keys differ in, if those lead: one head for each; else all."""
