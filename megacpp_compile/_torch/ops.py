@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import _scaled_mm as scaled_mm
     from torch._C import _set_grad_enabled as set_grad_enabled
     from torch._C._nn import linear as nn_linear
-    from torch._ops import HigherOrderOperator, OpOverload
+    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
     from torch.ops import _c10d_functional as collectives  # type: ignore[import-not-found]  # no module, but as one
 else:
     __getattr__ = theme(__name__)

@@ -53,6 +53,8 @@ _ROWS = (
     # --- ops
     Symbol("ops.OpOverload", "torch._ops.OpOverload", "telling operators", "the class of a known operator serves",
            instead=lambda: type(torch.ops.aten.clone.default)),
+    Symbol("ops.OpOverloadPacket", "torch._ops.OpOverloadPacket", "naming an op whose overload is not chosen",
+           "the class of a known one serves", instead=lambda: type(torch.ops.aten.clone)),
     Symbol("ops.HigherOrderOperator", "torch._ops.HigherOrderOperator", "telling calls that hold a graph",
            "no call is taken for one, and a small frame around one is left to Inductor", instead=lambda: _NoInstance),
     Symbol("ops.scaled_mm", "torch._scaled_mm", "GEMMs in float8", ALONE),

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 
 from megacpp_compile._torch import present
 from megacpp_compile._torch.dispatch import TorchDispatchMode, disable_current_modes, set_runs_compiled
-from megacpp_compile._torch.ops import OpOverload
+from megacpp_compile._torch.ops import OpOverload, OpOverloadPacket
 from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.config import globs
 from megacpp_compile.config._deprecated import star_across_segments
@@ -38,8 +38,8 @@ from megacpp_compile.precision.module_tracker import ModuleTracker
 logger = logging.getLogger(__name__)
 
 # Ops that read payloads and return wide results, as they should; globs over qualified names of ops.
-ALLOWED = ("aten::_scaled_mm*", "aten::_scaled_grouped_mm*", "megacpp::*", "transformer_engine::*", "tex_ts::*",
-           "fbgemm::f8*", "mslk::f8*")  # fmt: skip
+ALLOWED = ("aten::_scaled_mm*", "aten::_scaled_grouped_mm*", "torch._scaled_mm*", "torch._scaled_grouped_mm*",
+           "megacpp::*", "transformer_engine::*", "tex_ts::*", "fbgemm::f8*", "mslk::f8*")  # fmt: skip
 # Before it had this, torch compiled anew under any mode; there a compiled model runs in eager under a `Sentinel`.
 RUNS_COMPILED = present(set_runs_compiled)
 # They take shape and device from an operand, and none of its values.
@@ -82,10 +82,9 @@ class Widening:
 
 
 def _name(target: Any) -> str:
-    if callable(overloads := getattr(target, "overloads", None)):  # a packet, as Dynamo's graph has a custom op
-        target = getattr(target, overloads()[0])
-    if isinstance(target, OpOverload):
-        return f"{target.namespace}::{target._opname}"
+    """An op's qualified name, whether or not the overload is chosen, as it is not where Dynamo saw a call."""
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        return str(getattr(target, "overloadpacket", target)).replace(".", "::", 1)
     module = getattr(target, "__module__", None) or ""
     return str(target) if isinstance(target, str) else f"{module}.{getattr(target, '__name__', target)}".lstrip(".")
 

@@ -102,7 +102,7 @@ class Precision:
         shape: "out x in" of a linear, else "".
         source: as in `Site`.
         requested: recipe the plan asks for; "bf16" is to be left as it is.
-        effective: the recipe, or the dtype it computes in; "fp8 weight" and "fp8 rows" where these came as fp8; "as
+        effective: the recipe, or the dtype it computes in; "fp8 weight" or "fp8 rows" where these came as fp8; "as
             written" where Inductor compiled the frame alone.
         rule: what asked: a pattern of the plan, or "role attention".
         reason: why the plan's recipe is not in effect, "" where it is.

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megacpp_compile import PrecisionPlan, analysis, explain
+from megacpp_compile import PrecisionPlan, analysis, explain, sparse_mla
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.passes import linear
@@ -70,6 +70,26 @@ def of_lists():
     """(experts in a list, their tokens)"""
     x = torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16)
     return experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16), (x,)
+
+
+class SparseRows(nn.Module):
+    """Attention over rows in fp8, which a kernel may multiply so."""
+
+    def __init__(self, fp8_gemms):
+        super().__init__()
+        self.fp8_gemms = fp8_gemms
+
+    def forward(self, q, kv, indices, scale):
+        return sparse_mla(q, kv, indices, causal=False, kv_scale=scale, fp8_gemms=self.fp8_gemms)[0]
+
+
+@pytest.mark.parametrize("fp8_gemms", [False, True])
+def test_rows_in_fp8_are_no_widening(fp8_gemms):
+    q, kv = torch.randn(1, 40, 2, 576, dtype=torch.bfloat16), torch.randn(1, 16, 1, 576).to(torch.float8_e4m3fn)
+    args = q, kv, torch.zeros(1, 40, 1, 4, dtype=torch.int32), torch.ones(1, 16, 1, 1)
+    with torch.no_grad():
+        (row,) = rows(SparseRows(fp8_gemms), args, strict=True).values()
+    assert row["effective"] == "fp8 rows" and ("fp8_gemms" in row["reason"]) == fp8_gemms
 
 
 def test_every_linear_and_attention_has_a_row(float8):

@@ -26,6 +26,7 @@ from megacpp_compile.fx.provenance import module_classes, module_fqn, source_lin
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.matchers.linear import match_linear
+from megacpp_compile.matchers.ssd.tensor_ops import argument
 from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.nn.fp8_wrappers import FP8
 from megacpp_compile.passes._driver import Outcome
@@ -102,8 +103,8 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
                 row.effective, row.reason = "fp8_current", site.note
         elif _op_name(node) == _FP8_WEIGHT:
             row.effective, row.reason = "fp8 weight", "the weight is fp8 already"
-        elif ask.kind == "attention" and _reads_fp8(node):
-            row.effective, row.reason = "fp8 rows", "its rows are fp8 already"
+        elif ask.kind == "attention" and any(_is_fp8(a) for a in node.all_input_nodes):
+            row.effective, row.reason = "fp8 rows", _of_rows(node)
         elif row.requested != "bf16":
             row.reason = refused.get(node.name) or row.reason or _why(ask, outcome, config)
         done.append(row)
@@ -129,13 +130,20 @@ def unseen(graph: fx.Graph, plan: PrecisionPlan | None, reason: str) -> list[dic
     return [dataclasses.asdict(row) for row in rows]
 
 
+def _is_fp8(node: Node) -> bool:
+    held = value(node)
+    return isinstance(held, torch.Tensor) and held.dtype in FP8
+
+
+def _of_rows(node: Node) -> str:
+    if _op_name(node) == "megacpp.sparse_mla" and argument(node, 8, "fp8_gemms", False):
+        return "its rows are fp8 already, and fp8_gemms lets a kernel multiply them so"
+    return "its rows are fp8 already; what is multiplied with them is as wide as it was"
+
+
 def _op_name(node: Node) -> str:
     """The operation without its overload, "aten.bmm"."""
     return str(getattr(node.target, "overloadpacket", node.target))
-
-
-def _reads_fp8(node: Node) -> bool:
-    return any(isinstance(held := value(a), torch.Tensor) and held.dtype in FP8 for a in node.all_input_nodes)
 
 
 def _multiplies_stacked(node: Node, weights: Set[Node]) -> bool:
