@@ -107,6 +107,52 @@ def test_what_is_not_taken_computes_as_before_and_says_why(body, reason):
     assert miss[0] == "loop-over-data" and reason in miss[1]
 
 
+class Dense(torch.nn.Module):
+    """No experts; a branch on data changes a buffer, or a number of Python's."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.linear = 0, torch.nn.Linear(DIM, DIM)
+        self.register_buffer("table", torch.ones(DIM))
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+
+class FillsATable(Dense):
+    def forward(self, x, mask):
+        if self.table[0] == 0:
+            self.table = torch.rand(DIM)
+        return self.linear(x) * self.table
+
+
+class BeginsAtAStep(Dense):
+    def forward(self, x, mask):
+        if (self.step == 0).any():
+            self.table = self.table + 1
+        return self.linear(x) * self.table
+
+
+class CountsPaddedCalls(Dense):
+    def forward(self, x, mask):
+        if (mask == 0).any():
+            self.calls = 1
+        return self.linear(x)
+
+
+class DoublesWhatIsLong(Dense):
+    def forward(self, x, mask):
+        if (mask == 0).cumsum(0).max() > 1:
+            self.table = self.table * 2
+        return self.linear(x) * self.table
+
+
+@pytest.mark.parametrize(
+    "kind", [FillsATable, BeginsAtAStep, CountsPaddedCalls, DoublesWhatIsLong], ids=lambda kind: kind.__name__
+)
+def test_another_branch_on_data_is_no_loop_over_experts(kind):
+    report = megacpp_compile.explain(kind(), tokens(), torch.ones(5, dtype=torch.long))
+    assert not report.misses and "in forward: `if " in report.frames[0].graph_break
+
+
 class ThreeLayers(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -5,6 +5,7 @@ What it says is for matchers to show.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ _LISTS = ("nonzero", "where", "argwhere")
 _KEEPS = ("getitem", "select", "squeeze", "flatten", "view", "reshape", "ravel", "detach", "cpu", "to", "long", "int",
           "contiguous", "clone", "t")  # fmt: skip
 _SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere", "scatter", "scatter_add")
+_CHOOSES = ("topk", "argmax", "sort", "argsort", "one_hot", "bincount", "histc", "unique")
+_ADDS = ("index_add", "scatter_add", "scatter_reduce", "index_put", "setitem")
 _DISTINCT = {"sorted": True, "return_counts": True}
 _NONE = ("eq", "le", "lt", "logical_not", "not_", "__not__")
 _WRITES = ("scatter_", "scatter_add_")  # to a tensor whose later readers name it as it was made
@@ -61,10 +64,31 @@ def about_tokens(node: Node) -> bool:
         node = pending.pop(0)
         if node not in seen and node.op in ("call_function", "call_method"):
             seen.add(node)
-            if _name(node) in _SELECTS or any(_name(u) in _WRITES and u.args[0] is node for u in node.users):
+            if _name(node) in _SELECTS and (_name(node) != "eq" or _of_choices(node)):
+                return True
+            if any(_name(u) in _WRITES and u.args[0] is node for u in node.users):
                 return True
             pending.extend(node.all_input_nodes)
     return False
+
+
+def _of_choices(eq: Node) -> bool:
+    """Whether `eq` compares several integers at once: one, or a number with a fraction, is no list of choices."""
+    fakes = [a.meta.get("example_value") for a in eq.all_input_nodes]
+    tensors = [f for f in fakes if isinstance(f, torch.Tensor)]
+    return any(f.dim() > 0 and not (f.is_floating_point() or f.is_complex()) for f in tensors)
+
+
+def of_experts(conditions: Iterable[Node], made: Iterable[Node]) -> bool:
+    """Whether experts are seen in a branch by `conditions` in which the nodes `made` are: something was chosen for it,
+    or rows are added up."""
+    seen, pending = set[Node](), list(conditions)
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending.extend(node.all_input_nodes)
+    return any(_name(node) in _CHOOSES for node in seen) or any(_name(node).rstrip("_") in _ADDS for node in made)
 
 
 def some_when(node: Node, number: tuple[Node, Any] | None) -> bool:

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch import variables
+from megacpp_compile.frontend.expert_loops import origins
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
 from megacpp_compile.frontend.expert_loops.rowless import same_shapes, same_without_rows
 from megacpp_compile.fx import assumptions
@@ -138,6 +139,10 @@ class OpenRegion:
             return False
         variables.emit(self.translator, assumptions.rowless, after, shown, self.number)
         return True
+
+    def seen_in_experts(self) -> bool:
+        """Whether it is of a loop over experts, rather than of another branch on data."""
+        return self.begins is not None or origins.of_experts(self.at.all_input_nodes, self._made())
 
     def undo(self) -> dict[str, Any]:
         """Put back what there was before the first way of two; returns what that left behind."""

@@ -57,7 +57,8 @@ class Loops:
     def _refuse(self, region: OpenRegion, why: Refused) -> NoReturn:
         """Have the frame translated anew, with a loop over a list as it is written, and all others of the same code;
         with everything so for a branch, which may go by numbers that were read for other branches too."""
-        self.refused.append((str(why), self._open[-1].translator.frame_summary()))
+        if region.seen_in_experts():
+            self.refused.append((str(why), self._open[-1].translator.frame_summary()))
         if region.begins is None or region.begins in self._left:
             self.give_up()
         self._left.add(region.begins)
