@@ -9,6 +9,7 @@ Source: https://arxiv.org/abs/1910.07467, eq. 4.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any
 
@@ -22,6 +23,7 @@ from megacpp_compile.matchers.numbers import is_number, number_of
 aten = torch.ops.aten
 _MUL = {aten.mul.Tensor, aten.mul.Scalar}
 _DIV = {aten.div.Tensor, aten.div.Scalar}
+_UNIT_LENGTH = ("no-mean", "it norms to a length of 1: the root is of the sum of squares, not of their mean")
 
 
 @dataclasses.dataclass
@@ -56,7 +58,28 @@ def match_rms_norm(node: Node) -> RmsNorm | NoNorm | None:
     try:
         return _match(node)
     except _Refuse as refuse:
-        return refuse.why
+        return NoNorm(refuse.why.node, *_UNIT_LENGTH) if _is_l2(refuse.why, node) else refuse.why
+
+
+def _is_l2(why: NoNorm, top: Node) -> bool:
+    """Whether `top` norms to a length of 1, and no number makes of that a mean square of 1."""
+    if why.tag not in ("eps-place", "no-mean"):
+        return False
+    total = uncast(why.node if why.tag == "no-mean" else why.node.args[0])
+    if total.target in (aten.sqrt.default, aten.rsqrt.default, aten.pow.Tensor_Scalar):
+        total = _peel(total.args[0], set())
+        total = _peel(total.args[0], set()) if total.target is aten.add.Tensor else total
+    if not isinstance(total, Node) or total.target not in (aten.sum.dim_IntList, aten.linalg_vector_norm.default):
+        return False
+    over, under = list[Any](), list[Any]()
+    _flatten(uncast(top), over, under, set())
+    scale = math.prod(map(float, filter(_is_written, over))) / math.prod(map(float, filter(_is_written, under)))
+    width = value(top).shape[-1]
+    return not isinstance(width, int) or abs(scale / width**0.5 - 1) > 1e-3
+
+
+def _is_written(factor: Any) -> bool:
+    return isinstance(factor, (int, float)) and factor != 0
 
 
 def _match(node: Node) -> RmsNorm | None:

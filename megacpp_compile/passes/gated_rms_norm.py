@@ -36,8 +36,8 @@ after = ("down_norm_up",)
 
 _TOPS = {aten.mul.Tensor, aten.div.Tensor, aten.rms_norm.default, aten.layer_norm.default}
 _REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.rms_norm.default}
-# Tags about a multiplication around a norm; `find` comes to the norm itself on its own.
-_AROUND = {"gain-shape", "divided", "two-norms", "rounding", "precision"}
+# Tags about a multiplication around a norm, to which `find` comes on its own, and about what is no RMSNorm at all.
+_AROUND = {"gain-shape", "divided", "two-norms", "rounding", "precision", "no-mean"}
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:

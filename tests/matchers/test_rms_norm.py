@@ -62,6 +62,8 @@ def test_numbers_are_scale_and_gains_may_be_many():
     ("divisor", lambda x, w, other: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / (DIM - 1) + EPS)),
     ("no-square", lambda x, w, other: x * torch.rsqrt((x * other).mean(-1, keepdim=True) + EPS)),
     ("no-mean", lambda x, w, other: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS)),
+    ("no-mean", lambda x, w, other: F.normalize(x, dim=-1) * w),
+    ("no-mean", lambda x, w, other: 10.0 * x / (x.pow(2).sum(-1, keepdim=True).sqrt() + EPS)),
     ("divided", lambda x, w, other: x * torch.rsqrt(mean(x) + EPS) / w),
     ("gain-shape", lambda x, w, other: x * torch.rsqrt(mean(x) + EPS) * other),
     ("layer-norm", lambda x, w, other: F.layer_norm(x, (DIM,), w)),

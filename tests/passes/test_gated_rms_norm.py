@@ -305,6 +305,24 @@ def test_refuses(case):
     assert_refused(NAME, tag, *build(body))
 
 
+UNIT_LENGTHS = {
+    "clamped": lambda x: F.normalize(x, dim=-1),
+    "over_positions": lambda x: F.normalize(x, dim=1),
+    "padded": lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS),
+    "eps_outside": lambda x: x / (x.norm(dim=-1, keepdim=True) + EPS) * 10.0,
+}
+
+
+@pytest.mark.parametrize("norm", UNIT_LENGTHS)
+@pytest.mark.parametrize("body", [lambda m, y, z: m.normed(gated(y, z)), lambda m, y, z: m.normed(y) * F.silu(z)])
+def test_a_norm_to_unit_length_is_none_of_its_business(norm, body):
+    """nGPT's, of a gated MLP."""
+    module, args = build(body)
+    module.normed = UNIT_LENGTHS[norm]
+    frames = check_graph(module, args)
+    assert not frames.misses and not frames.fired
+
+
 def test_refuses_lower_precision_than_operands_and_result():
     frames = check_graph(*build(lambda m, y, z: (unit(y).bfloat16() * F.silu(z)).float() * m.weight), tolerance=4e-2)
     assert "precision" in frames.tags(NAME) and not frames.counts[NAME]
