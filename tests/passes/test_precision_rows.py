@@ -129,7 +129,7 @@ def test_rows_that_are_fp8_already_are_said_to_be(float8, fp8_gemms):
     args = q, kv, torch.rand(1, 9, 1, 1), torch.tensor([0, 3, -1]).expand(1, 3, 1, 3).int()
     for plan in (PLAN, PrecisionPlan(roles={"attention_core": "fp8_current"})):
         (row,) = rows(Listed(), args, plan).values()
-        assert (row["effective"], row["reason"]) == ("fp8 rows", "its rows are fp8 already")
+        assert row["effective"] == "fp8 rows" and row["reason"].startswith("its rows are fp8 already")
 
 
 def test_where_there_is_no_float8():
