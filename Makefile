@@ -29,6 +29,7 @@ XLA_READY := $(XLA_VENV)/.installed
 # Triton reads TRITON_INTERPRET when it is imported, so what runs kernels on CPU needs a process of its own. Of files that
 # hold other tests, too, it runs those of kernels.
 KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuzz.py \
+	tests/lowerings/test_special_values.py \
 	tests/lowerings/test_columns.py tests/lowerings/test_ssd_scan_kernels.py \
 	tests/lowerings/test_sparse_mla.py::TestKernels \
 	tests/lowerings/test_mla_decode.py::TestKernels tests/lowerings/test_moe_float8.py::TestKernels \

@@ -1,0 +1,140 @@
+"""Attention, over all keys and over rows that are named, and rotations, in `special_values.ENTRIES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megacpp_compile.lowerings.mla_decode.reference import unpacked
+
+from .special_values import ENTRIES, Args, Entry, filled, of_case, replaced
+
+# --- latent attention
+
+
+def sparse_mla(q, kv, indices, kv_scale, scale, d_v, causal=True, offset=0):
+    """The rows gathered that a query names, in one softmax."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    outs, sums = ([x] if 0 in q.shape[:2] else [x[:, :0]] for x in (q[..., :d_v], q[..., 0].to(wide)))
+    for t in range(q.shape[1] if len(q) else 0):
+        rows, lses = [], []
+        for b in range(q.shape[0]):
+            named = [n for n in indices[b, t, 0].tolist() if 0 <= n < kv.shape[1] and not (causal and n > t + offset)]
+            own = kv[b, named, 0].to(wide)
+            scores = q[b, t].to(wide) @ own.T * scale
+            rows.append((scores.softmax(-1) @ own[:, :d_v]).to(q.dtype))
+            lses.append(scores.logsumexp(-1))
+        outs.append(torch.stack(rows)[:, None])
+        sums.append(torch.stack(lses)[:, None])
+    return [torch.cat(outs, 1), torch.cat(sums, 1)]
+
+
+def unnamed(args: Args, bad: float) -> Args:
+    """Rows that no query names, the first of all among them, which -1 might be taken for."""
+    indices = args[2].clone()
+    indices[(indices == 0) | (indices == 4)] = 1
+    indices[..., -1] = -1
+    return replaced(args, _1=filled(args[1], (slice(None), [0, 4]), bad), _2=indices)
+
+
+ENTRIES["sparse_mla"] = Entry(
+    sparse_mla, (0, 1), "plain", left_out={"rows not named": unnamed},
+    empty=of_case("sparse_mla", "no_token", "no_sequence", "no_row_is_valid"), token={0: 1, 1: 1}, rows=(1, 1),
+)  # fmt: skip
+
+
+def mla_decode(q, rows, lengths, row_scale, codebook, scale, d_v):
+    wide = torch.promote_types(q.dtype, torch.float32)
+    outs = []
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            seen = min(int(lengths[b]) - q.shape[1] + t + 1, rows.shape[1])
+            own = rows[b, : max(seen, 0)]
+            if codebook is not None:
+                values = codebook[unpacked(own, d_v)]
+                factors = row_scale[b, : len(own)].repeat_interleave(torch.tensor([d_v, q.shape[-1] - d_v]).to(q.device), 1)
+                own = values * factors
+            elif row_scale is not None:
+                own = own.to(wide) * row_scale[b, : len(own)]
+            own = own.to(wide)
+            outs.append(((q[b, t].to(wide) @ own.T * scale).softmax(-1) @ own[:, :d_v]).to(q.dtype))
+    return [torch.stack(outs).unflatten(0, q.shape[:2]) if outs else q[..., :d_v]]
+
+
+def beyond(args: Args, bad: float) -> Args:
+    rows, scale = args[1], args[3]
+    behind = torch.arange(rows.shape[1], device=rows.device) >= args[2][:, None]
+    if scale is None:
+        return replaced(args, _1=filled(rows, behind, bad))
+    return replaced(args, _3=filled(scale, behind, bad))
+
+
+for label in ("three_tokens", "fp8", "codes"):
+    ENTRIES[f"mla_decode {label}"] = Entry(
+        mla_decode, (), label, left_out={"rows beyond": beyond}, promised=frozenset({"rows beyond"}),
+        empty=of_case("mla_decode", "no_token", "no_sequence", "no_row"), rows=(1,),
+    )  # fmt: skip
+
+# --- rotations
+
+
+def rotated(t, cos, sin, nope, into, out, first, dtype):
+    wide = torch.promote_types(torch.promote_types(t.dtype, cos.dtype), torch.float32)
+    r = t.shape[-1] - nope
+    rope, others = (t[..., :r], t[..., r:]) if first else (t[..., nope:], t[..., :nope])
+    rope, cos, sin = (x.to(wide) for x in (rope, cos, sin))
+    a, b = (rope[..., ::2], rope[..., 1::2]) if into else rope.chunk(2, -1)
+    pairs = a * cos - b * sin, b * cos + a * sin
+    rope = torch.stack(pairs, -1).flatten(-2) if out else torch.cat(pairs, -1)
+    return torch.cat((rope.to(dtype), others.to(dtype)) if first else (others.to(dtype), rope.to(dtype)), -1)
+
+
+def by_position(table, cu_seqlens, tokens):
+    """Rows of a table by the tokens' places in their own sequences; what is behind the last counts on from its end."""
+    if cu_seqlens is None:
+        return table
+    places = []
+    for start, end in zip(ends := cu_seqlens.tolist(), [*ends[1:], tokens], strict=True):
+        places += range(end - start)
+    return table[[min(place, len(table) - 1) for place in places]]
+
+
+def mla_rope_q(q, cos, sin, nope, into, out, first, inverse, dtype, cu=None):
+    cos, sin = (by_position(t, cu, len(q)) for t in (cos, sin))
+    return [rotated(q, cos, sin, nope, into, out, first, dtype)]
+
+
+def rope_qk(q, k, cos, sin, nope, into, out, first, inverse, dtype, cu=None):
+    cos, sin = (by_position(t, cu, len(q)) for t in (cos, sin))
+    return [rotated(t, cos, sin, nope, into, out, first, dtype) for t in (q, k)]
+
+
+def mla_rope_kv(kv, k_rope, cos, sin, nope, into, out, first, dtype, cu=None):
+    cos, sin = (by_position(t, cu, len(kv)) for t in (cos, sin))
+    rope = rotated(k_rope, cos, sin, 0, into, out, False, dtype).expand(*kv.shape[:-1], k_rope.shape[-1])
+    parts = kv[..., :nope].to(dtype), rope
+    return [torch.cat(parts[::-1] if first else parts, -1), kv[..., nope:]]
+
+
+def tokens_behind(operands: int) -> Callable[[Args, float], Args]:
+    """Tokens behind the last sequence."""
+
+    def fill(args: Args, bad: float) -> Args:
+        end = int(args[-1][-1])
+        return replaced(args, **{f"_{i}": filled(args[i], slice(end, None), bad) for i in range(operands)})
+
+    return fill
+
+
+BEHIND = "packed_tokens_behind_heads_1"
+for name, plain, operands in (("mla_rope_q", mla_rope_q, 1), ("rope_qk", rope_qk, 2), ("mla_rope_kv", mla_rope_kv, 2)):
+    ENTRIES[f"{name} packed"] = Entry(
+        plain, tuple(range(operands)), BEHIND, left_out={"tokens behind": tokens_behind(operands)},
+        empty=of_case(name, "packed_empty_heads_1"), token=dict.fromkeys(range(operands), 0),
+        rows=(0, 0)[: 1 if name == "mla_rope_q" else 2],
+    )  # fmt: skip
+    ENTRIES[name] = Entry(
+        plain, tuple(range(operands)), "bshd_deepseek", empty=of_case(name, "no_batch"),
+        token=dict.fromkeys(range(operands), 1), rows=(1, 1)[: 1 if name == "mla_rope_q" else 2],
+    )  # fmt: skip
