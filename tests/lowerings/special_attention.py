@@ -5,10 +5,62 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from megacpp_compile.lowerings.mla_decode.reference import unpacked
 
 from .special_values import ENTRIES, Args, Entry, filled, of_case, replaced
+
+
+def attention(q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill):
+    shared = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
+    scores = q @ k.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, fill)
+    if documents is not None:
+        scores = scores.masked_fill((documents[:, :, None] != documents[:, None])[:, None], -torch.inf)
+    gap = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device)[:, None]
+    if right is not None:
+        scores = scores.masked_fill(gap > right, -torch.inf)
+    if left is not None:
+        scores = scores.masked_fill(gap < -left, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return [weights[..., : k.shape[2]] @ v]
+
+
+def no_key_for_a_row(args: Args, _: float) -> Args:
+    """A query sees no key."""
+    return replaced(args, _3=filled(args[3].expand(*args[0].shape[:3], args[1].shape[2]), (0, slice(None), 1), False))
+
+
+def hidden_keys(args: Args, value: float) -> Args:
+    """The last two keys of the first sequence are padding, which no query sees."""
+    mask = filled(args[3].expand(*args[0].shape[:3], args[1].shape[2]), (0, ..., slice(-2, None)), False)
+    where = (0, slice(None), slice(-2, None))
+    return replaced(args, _1=filled(args[1], where, value), _2=filled(args[2], where, value), _3=mask)
+
+
+ENTRIES["attention"] = Entry(
+    attention, (0, 1, 2, 4, 5), "all_at_once",
+    left_out={"no key for a row": no_key_for_a_row, "hidden keys": hidden_keys},
+    empty={"no sequence": of_case("attention", "no_sequence")["no_sequence"]},
+    token={0: 2, 1: 2, 2: 2}, rows=(2,),
+)  # fmt: skip
+
+
+for label in ("documents", "sinks_and_window", "rows_without_a_key"):
+    ENTRIES[f"attention {label}"] = Entry(
+        attention, (0, 1, 2, 5), label, token={0: 2, 1: 2, 2: 2}, rows=(2,),
+        prepare=lambda args: replaced(args, _11=args[11] if args[11] == -torch.inf else torch.finfo(args[0].dtype).min),
+        left_out={"hidden keys": hidden_keys} if label.startswith("rows") else {},
+    )  # fmt: skip
 
 # --- latent attention
 

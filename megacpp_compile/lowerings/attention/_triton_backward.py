@@ -22,7 +22,8 @@ from megacpp_compile.lowerings.attention._triton_kernels import (
 def _weights(products, i, j, known, above, tokens, keys, left, right, scale, softcap, mask, bias, m_t, m_s, b_t, b_s,
              fill, documents, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
              RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
-    """(probabilities, what a score's gradient is multiplied by before its products'); `known` is lse in base 2."""
+    """(probabilities, what a score's gradient is multiplied by before its products', the scores, -inf where hidden);
+    `known` is lse in base 2."""
     capped = capped_scores(products, scale, softcap, SOFTCAP)
     scores = hidden_scores(capped, i, j, tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s, fill, documents,
                            MASK, BIAS, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
@@ -35,13 +36,17 @@ def _weights(products, i, j, known, above, tokens, keys, left, right, scale, sof
     slope = capped
     if SOFTCAP:
         slope = 1 - (capped / softcap) * (capped / softcap)
-    return p, slope
+    return p, slope, scores
 
 
 @triton.jit
-def _score_gradient(p, dp, delta, slope, i, j, tokens, keys, mask, m_t, m_s, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
-    """(gradients of the scores, of the products but for their scale)."""
+def _score_gradient(p, dp, delta, slope, scores, i, j, tokens, keys, mask, m_t, m_s, MASK: tl.constexpr,
+                    SOFTCAP: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
+    """(gradients of the scores, of the products but for their scale). A hidden score has none, be that of its query no
+    number."""
     ds = p * (dp - delta)
+    if EDGE:
+        ds = tl.where(scores == float("-inf"), 0.0, ds)
     if MASK:
         ds = tl.where(beside(mask, i, j, tokens, keys, m_t, m_s, MASK) != 0, ds, 0.0)
     if SOFTCAP:
@@ -63,13 +68,13 @@ def _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, a
     if R:
         k_r = tile(k, j, A + tl.arange(0, R), k_s, keys, D, EDGE, A + R > D)
         products = dot(q_r, tl.trans(k_r), products, PRECISION, INTERPRETED)
-    p, slope = _weights(products, i[:, None], j[None, :], known[:, None], above[:, None], tokens, keys, left, right,
-                        scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, documents, MASK, BIAS, SOFTCAP, LEFT,
-                        RIGHT, DOCUMENTS, EDGE)  # fmt: skip
+    p, slope, scores = _weights(products, i[:, None], j[None, :], known[:, None], above[:, None], tokens, keys, left,
+                                right, scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, documents, MASK, BIAS,
+                                SOFTCAP, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     values = tile(v, j, tl.arange(0, EP), v_s, keys, E, EDGE, EP > E)
     dp = dot(do, tl.trans(values), tl.zeros([BM, BN], tl.float32), PRECISION, INTERPRETED)
-    _, ds = _score_gradient(p, dp, delta[:, None], slope, i[:, None], j[None, :], tokens, keys, mask, m_t, m_s, MASK,
-                            SOFTCAP)  # fmt: skip
+    _, ds = _score_gradient(p, dp, delta[:, None], slope, scores, i[:, None], j[None, :], tokens, keys, mask, m_t, m_s,
+                            MASK, SOFTCAP, EDGE)  # fmt: skip
     ds = ds.to(k_a.dtype)
     dq_a = dot(ds, k_a, dq_a, PRECISION, INTERPRETED)
     if R:
@@ -159,14 +164,14 @@ def _keys_grad_block(dk_a, dk_r, dv, k_a, k_r, values, q, grad, mask, bias, lse,
     above = sums
     if MASK or BIAS:
         above = tl.load(top + i, mask=i < tokens, other=0.0)
-    p, slope = _weights(products, i[None, :], j[:, None], known[None, :], above[None, :], tokens, keys, left, right,
-                        scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, documents, MASK, BIAS, SOFTCAP, LEFT,
-                        RIGHT, DOCUMENTS, EDGE)  # fmt: skip
+    p, slope, scores = _weights(products, i[None, :], j[:, None], known[None, :], above[None, :], tokens, keys, left,
+                                right, scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, documents, MASK, BIAS,
+                                SOFTCAP, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     do = tile(grad, i, tl.arange(0, EP), g_t, tokens, E, EDGE, EP > E)
     dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED)
     dp = dot(values, tl.trans(do), tl.zeros([BN, BM], tl.float32), PRECISION, INTERPRETED)
-    _, ds = _score_gradient(p, dp, sums[None, :], slope, i[None, :], j[:, None], tokens, keys, mask, m_t, m_s, MASK,
-                            SOFTCAP)  # fmt: skip
+    _, ds = _score_gradient(p, dp, sums[None, :], slope, scores, i[None, :], j[:, None], tokens, keys, mask, m_t, m_s,
+                            MASK, SOFTCAP, EDGE)  # fmt: skip
     ds = ds.to(q_a.dtype)
     dk_a = dot(ds, q_a, dk_a, PRECISION, INTERPRETED)
     if R:
@@ -302,14 +307,14 @@ def attention_bias_grad(grad, q, k, v, mask, bias, lse, top, delta, dbias, batch
                 above = tl.load(top + row, mask=i < tokens, other=0.0)
                 ids = documents + b * d_b
                 mask_of, bias_of = mask + b * m_b + h * m_h, bias + b * b_b + h * b_h
-                p, slope = _weights(products, i[:, None], j[None, :], known[:, None], above[:, None], tokens, keys,
-                                    left, right, scale, softcap, mask_of, bias_of, m_t, m_s, b_t, b_s, fill, ids, MASK,
-                                    2, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True)  # fmt: skip
+                p, slope, scores = _weights(products, i[:, None], j[None, :], known[:, None], above[:, None], tokens,
+                                            keys, left, right, scale, softcap, mask_of, bias_of, m_t, m_s, b_t, b_s,
+                                            fill, ids, MASK, 2, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True)  # fmt: skip
                 do = tile(grad + b * g_b + h * g_h, i, tl.arange(0, EP), g_t, tokens, E, True, EP > E)
                 values = tile(v_of, j, tl.arange(0, EP), v_s, keys, E, True, EP > E)
                 dp = dot(do, tl.trans(values), tl.zeros([BM, BN], tl.float32), PRECISION, INTERPRETED)
-                ds, _ = _score_gradient(p, dp, sums[:, None], slope, i[:, None], j[None, :], tokens, keys, mask_of,
-                                        m_t, m_s, MASK, SOFTCAP)  # fmt: skip
+                ds, _ = _score_gradient(p, dp, sums[:, None], slope, scores, i[:, None], j[None, :], tokens, keys,
+                                        mask_of, m_t, m_s, MASK, SOFTCAP, True)  # fmt: skip
                 total += ds
     at = tl.program_id(2).to(tl.int64) * tokens * keys + i[:, None].to(tl.int64) * keys + j[None, :]
     tl.store(dbias + at, as_stored(total, dbias), mask=(i < tokens)[:, None] & (j < keys)[None, :])

@@ -12,10 +12,12 @@ from megacpp_compile.lowerings.attention._layout import laid_out
 
 
 class _Scores(NamedTuple):
-    """Scores [b, h, t, s]; capped: those that the bias is added to."""
+    """Scores [b, h, t, s]; capped: those that the bias is added to; near: which of them are those of keys that a query
+    sees by distance and document, None for all."""
 
     scores: Tensor
     capped: Tensor
+    near: Tensor | None
 
 
 def seen(t: int, s: int, left: int | None, right: int | None, device: torch.device) -> Tensor | None:
@@ -46,7 +48,7 @@ def _scores(
     if documents is not None:
         same = (documents[:, :, None] == documents[:, None])[:, None]
         near = same if near is None else near & same
-    return _Scores(scores if near is None else scores.masked_fill(~near, float("-inf")), capped)
+    return _Scores(scores if near is None else scores.masked_fill(~near, float("-inf")), capped, near)
 
 
 def attention(
@@ -64,7 +66,7 @@ def attention(
     fill: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given, like, (q, k, v) = v.dtype, q, wide(q, k, v)
-    scores, _ = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill)
+    scores, *_ = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill)
     top = scores.amax(-1)
     if sinks is not None:
         top = torch.maximum(top, sinks[:, None].to(top.dtype))
@@ -98,7 +100,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     given, groups, like = q.dtype, k.shape[1], (q, k, v)
     grad, out, q, k, v = wide(grad, out, q, k, v)
-    scores, capped = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill)
+    scores, capped, near = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill)
     if mask is not None or bias is not None:
         scores = scores - top.unsqueeze(-1)
     weights = (scores - lse.unsqueeze(-1)).exp()
@@ -106,8 +108,9 @@ def attention_backward(
     grad = _grouped(grad, groups)
     dv = (_grouped(weights, groups).mT @ grad).sum(2)
     dscores = weights * ((grad @ v.unsqueeze(2).mT).flatten(1, 2) - delta.unsqueeze(-1))
-    if mask is not None:
-        dscores = torch.where(mask, dscores, 0)
+    for visible in (mask, near):  # a key that is hidden has no gradient, be that of its query no number
+        if visible is not None:
+            dscores = torch.where(visible, dscores, 0)
     dbias, dsinks = (q.new_empty(0, dtype=given) for _ in range(2))
     if bias_grad and bias is not None:
         dbias = dscores.sum_to_size(bias.shape).to(bias.dtype)
