@@ -127,7 +127,7 @@ def test_results_lie_as_operands_do(rand, tokens_first):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_s_kernel_serves_what_it_can(rand, causal, dtype):
-    q, k, v, grad = (rand(B, H, 8, 16, dtype=dtype) for _ in range(4))
+    q, k, v, grad = (rand(B, H, 16, 16, dtype=dtype) for _ in range(4))
     args = q, k, v, None, None, None, None, 0.3, 0.0, None, 0 if causal else None, INF
     assert cpu_sdpa.supports("attention", args) is None
     out, lse, top = cpu_sdpa.attention(*args)
@@ -172,7 +172,7 @@ def test_channels_that_torch_would_pad_are_left_to_others(rand):
 
 @pytest.mark.parametrize(("form", "word"), [
     ({"left": 1}, "window"), ({"sinks": True}, "sinks"), ({"softcap": 1.0}, "softcap"), ({"mask": True}, "mask"),
-    ({"bias": (1, H, T, S)}, "bias"), ({"right": 2}, "same tokens"),
+    ({"bias": (1, H, T, S)}, "bias"), ({"right": 2}, "same tokens"), ({}, f"{S} keys"),
 ])  # fmt: skip
 def test_what_torch_s_kernel_refuses_is_said(rand, form, word):
     assert word in cpu_sdpa.supports("attention", arguments(rand, groups=H, **form))

@@ -16,12 +16,18 @@ __all__ = ["attention", "attention_backward", "supports"]
 
 aten = torch.ops.aten
 
+# A query that is no number has a zero for a result where its keys do not fill the widest vector of a CPU, 16 numbers of
+# float32 (torch 2.13).
+FEWEST_KEYS = 16
+
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     if reason := objection(name, args):
         return reason
     (q, k, v), right = (args[1:4], args[14]) if name == "attention_backward" else (args[:3], args[10])
+    if isinstance(k.shape[2], int) and k.shape[2] < FEWEST_KEYS:
+        return f"{k.shape[2]} keys: torch's kernel loses queries that are no numbers among fewer than {FEWEST_KEYS}"
     kernel = chosen(q, k, v, right is not None)
     return None if kernel == "flash" else f"torch would take its kernel {kernel!r}"
 
