@@ -252,4 +252,5 @@ ENTRIES["compressed_linear"] = Entry(
 from . import (  # noqa: E402  their entries enter themselves above
     special_attention,  # noqa: F401
     special_experts,  # noqa: F401
+    special_float8,  # noqa: F401
 )

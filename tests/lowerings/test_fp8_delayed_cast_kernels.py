@@ -38,6 +38,15 @@ def test_is_the_formula(rand, monkeypatch, shape, past):
     assert (payload.float() - want.float()).norm() <= 1e-2 * want.float().norm()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_has_no_part_in_the_first_scale(rand, monkeypatch, bad):
+    x = rand(16, 16, dtype=torch.float32).to(DEVICE)
+    x[3, 5] = bad
+    *_, scale, _ = cast(monkeypatch, x, 0.0, False)
+    *_, want, _ = reference.fp8_quantize_delayed(x, torch.zeros(1, device=x.device), "e4m3", False)
+    assert want.isfinite() and scale.item() == pytest.approx(want.item(), rel=1e-6) and want.item() != 1
+
+
 def test_rows_alone(rand, monkeypatch):
     """Of a tensor that lies in a wider one, too."""
     x = rand(48, 96, dtype=torch.float32).to(DEVICE)[:, :80]

@@ -270,3 +270,9 @@ def coarser(got: Any, eager: Any, exact: Any, dtype: torch.dtype, unlike: Any) -
         if i not in unlike and mine > TIMES_EAGER * theirs + UNITS * torch.finfo(dtype).eps:
             wrong.append(f"{i}: off by {mine:.1e}, eager by {theirs:.1e}")
     return wrong
+
+
+def test_every_op_has_an_entry():
+    """A new op has to be entered."""
+    names = {name.removesuffix("_backward") for _, name in semantic_ops().values()}
+    assert names == {label.split(" ")[0] for label in ENTRIES}

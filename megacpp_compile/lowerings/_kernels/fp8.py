@@ -32,22 +32,33 @@ def fp8_gemm(
 
 def round_to_fp8(x: Tensor, dtype: torch.dtype, whole: bool = False) -> tuple[Tensor, Tensor]:
     """(payload, scale) of `x` by current scaling: the largest magnitude of a row (of all, with `whole`) becomes the
-    dtype's largest number. Scale is x's dtype, [..., 1] or of no dimension; 1 where all is zero."""
+    dtype's largest number. Scale is x's dtype, [..., 1] or of no dimension; 1 where all is zero. With `whole` infinite
+    numbers become NaN and count for no scale, as do those that are none: what they stand in is seen to overflow, and
+    rows beside it keep theirs."""
     scale = scale_of(x, dtype, whole)
-    return rounded_by(x, scale, dtype), scale
+    return rounded_by(torch.where(_finite(x), x, torch.nan) if whole else x, scale, dtype), scale
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, whole: bool = False) -> Tensor:
     """The scale of `round_to_fp8`; never subnormal, even if all of x is."""
     if x.numel() == 0:
         return x.new_ones(() if whole else (*x.shape[:-1], 1))
-    return scale_from(largest_of(x) if whole else x.abs().amax(-1, keepdim=True), dtype)
+    return scale_from(largest_finite(x) if whole else x.abs().amax(-1, keepdim=True), dtype)
 
 
 def largest_of(x: Tensor) -> Tensor:
     """The largest magnitude of `x` [], 0 where it is empty."""
     # Every dimension by name: an `amax` of none leaves its operand as it is on XLA (torch_xla 2.9).
     return x.abs().amax(tuple(range(x.dim()))) if x.numel() else x.new_zeros(())
+
+
+def largest_finite(x: Tensor) -> Tensor:
+    """`largest_of` the numbers of `x` that are finite."""
+    return largest_of(torch.where(_finite(x), x, 0))
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.abs() < torch.inf
 
 
 def scale_from(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,10 +87,11 @@ MARGIN, SAMPLE, ROOM = 16.0, 32, 2.0
 
 def delayed_scale(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of float32 `x` [..., k] that `largest` [] gives, the largest magnitude of its past; where that is 0, as
-    it is before there is one, the scale that a sample of x gives."""
+    it is before there is one, the scale that the finite numbers of a sample of x give."""
     rows = x.flatten(0, -2)
     sample = _sampled(_sampled(rows, 0), 1) if rows.numel() else rows.new_zeros(1, 1)
-    return scale_from(torch.where(largest > 0, ROOM * largest, MARGIN * sample.abs().amax((0, 1))), dtype)
+    sample = torch.where(_finite(sample), sample, 0).abs().amax((0, 1))
+    return scale_from(torch.where(largest > 0, ROOM * largest, MARGIN * sample), dtype)
 
 
 def _sampled(x: Tensor, dim: int) -> Tensor:

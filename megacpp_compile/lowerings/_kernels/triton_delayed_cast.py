@@ -30,7 +30,8 @@ def _scale_of_past(x, largest, rows, channels, stride, MARGIN: tl.constexpr, SAM
         c = tl.arange(0, SAMPLE)[None, :] * tl.maximum(channels // SAMPLE, 1)
         inside = (r < rows) & (c < channels)
         sample = tl.load(x + r.to(tl.int64) * stride + c, mask=inside, other=0).to(tl.float32)
-        known = tl.max(tl.max(tl.abs(sample), 1), 0) * MARGIN
+        size = tl.abs(sample)
+        known = tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0) * MARGIN
     return scale_from(known)
 
 

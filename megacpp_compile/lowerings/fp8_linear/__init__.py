@@ -33,7 +33,8 @@ that number. k, each n_i and the rows of x are multiples of 16, as the tensor co
 Saved for backward: x8 or x_turned, the two scales, and the weights, whose payload is recomputed, or w_turned; x itself
 is not.
 Sources: FP8 formats, https://arxiv.org/abs/2209.05433; current and delayed scaling as in Transformer Engine's
-Float8CurrentScaling and DelayedScaling, but that a number beyond what the past held, where it is infinite, becomes NaN.
+Float8CurrentScaling and DelayedScaling, but that by either an infinite number becomes NaN, and that scales come from
+what is finite, so that rows beside an infinite one, or one of NaN, are what they would be without it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from megacpp_compile.lowerings._kernels.fp8 import (
     ROOM,
     delayed_scale,
     fp8_gemm,
+    largest_finite,
     largest_of,
     rounded_by,
     rounded_by_past,
@@ -65,7 +66,7 @@ def fp8_quantize_turned(
 
 def _past_of(x: Tensor) -> Tensor:
     """A past [1] by which delayed scaling has the scale of the values that x has now."""
-    return largest_of(x).to(torch.float32).view(1) / ROOM
+    return largest_finite(x).to(torch.float32).view(1) / ROOM
 
 
 def cast(x: Tensor, largest: Tensor, turned: bool, straight: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -135,8 +136,7 @@ def _gradient(grad: Tensor, format: str, largest: Tensor | None) -> tuple[Tensor
         return cast(grad, _past_of(grad) if largest is None else largest, True, True)
     wide, dtype = grad.to(torch.float32), DTYPES[format]
     scale = scale_of(wide, dtype, whole=True) if largest is None else delayed_scale(wide, largest[0], dtype)
-    rounded = rounded_by if largest is None else rounded_by_past
-    payload, columns = (rounded(t, scale, dtype).contiguous() for t in (wide, wide.t()))
+    payload, columns = (rounded_by_past(t, scale, dtype).contiguous() for t in (wide, wide.t()))
     return payload, columns, scale, largest_of(wide)
 
 

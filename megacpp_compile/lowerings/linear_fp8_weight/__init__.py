@@ -10,7 +10,7 @@ x is rounded to e4m3 by current scaling, at the weight's granularity: by its lar
 scale, by each row's for scales by row, by that of every 128 channels of a row for scales by block. GEMMs are summed in
 float32 (float64 for float64) and rounded once. Backward gives x's gradient: the output's gradient, times the scales of
 the weight's rows, is rounded to e4m3 by its largest magnitude and multiplied with the payload. The weight is frozen
-and has no gradient.
+and has no gradient. One scale for all of x, or of a gradient, comes from what is finite of it; the rest becomes NaN.
 Raises OperandError for other shapes and dtypes. Saved for backward: payload and scale.
 Sources: FP8 formats, https://arxiv.org/abs/2209.05433 (with gradients in e5m2; under current scaling e4m3 is more
 precise); blocks, and gradients in e4m3, https://arxiv.org/abs/2412.19437, section 3.3.
