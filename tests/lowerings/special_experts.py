@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,7 +82,16 @@ ENTRIES["moe"] = Entry(
         ),
     },
     token={0: 0, 2: 0},
+    # A gate scales what an expert's output is multiplied by: without it that is beyond the range of float16.
+    large=lambda args: replaced(
+        args, _2=args[2] * 2**-9, _5=[w * 2**7 for w in args[5]], _13=args[13] * 2**7
+    ),
 )  # fmt: skip
+
+
+ENTRIES["moe float8"] = dataclasses.replace(
+    ENTRIES["moe"], prepare=lambda args: replaced(args, _10="fp8_current"), tolerance=0.12, empty={}
+)
 
 
 def sorted_experts(x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden=True, precision="", *biases):

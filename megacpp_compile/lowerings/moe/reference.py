@@ -259,10 +259,10 @@ def backward_of_rows(
     if _fused(grouped, "fuses_backward", activation, layout):
         d_hidden, a, d_gate = grouped.gradients(grad, w_down, hidden, gate_of, offsets, token, activation)  # type: ignore[attr-defined]
     else:
-        d_act = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, without the gate
+        d_act = _before_gates(grad, w_down, offsets, token, grouped)
         # Of wide biases the gradients are summed as exactly as biases were added.
         wide = next((b.dtype for b in (b_gate, b_up) if b is not None and b.dtype != x.dtype), x.dtype)
-        d_hidden, a, d_gate = _gradients(d_act, hidden, gate_of, offsets, activation, layout, wide)
+        d_hidden, a, d_gate = _gradients(d_act, hidden, gate_of, offsets, activation, layout, x.dtype, wide)
 
     added_grad = unrounded.to(x.dtype if b_down is None else b_down.dtype)
     d_biases, added = _bias_gradients(added_grad, d_hidden, gate_of, offsets, token, (b_gate, b_up), b_down, grouped)
@@ -301,6 +301,20 @@ def _bias_gradients(
     return found, added
 
 
+def _before_gates(
+    grad: Tensor, w_down: list[Tensor], offsets: Tensor, token: Tensor | None, grouped: Grouped
+) -> Tensor:
+    """The gradient of the activated hidden, by row, without the gate. In float16 it may leave the range where eager's,
+    with the gate, does not: powers of two bring the rows to about 1 before they are multiplied, and give the result
+    its size again in float32."""
+    if grad.dtype != torch.float16:
+        return grouped.rows([grad], w_down, offsets, True, token)
+    largest = grad.abs().amax(-1, keepdim=True).float()
+    power = torch.where(largest > 0, largest, 1).log2().floor().exp2()
+    d_act = grouped.rows([(grad / power).to(grad.dtype)], w_down, offsets, True, token)
+    return d_act * (power if token is None else power[token])
+
+
 def _gradients(
     d_act: Tensor,
     hidden: Sequence[Tensor],
@@ -308,10 +322,11 @@ def _gradients(
     offsets: Tensor,
     activation: str,
     layout: str,
+    narrow: torch.dtype,
     wide: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradients of the hidden in dtype `wide`, side by side; the activated hidden times its gate weight; gradients of
-    the gate weights), by row. d_act: the gradient of the activated hidden, without the gate weight."""
+    """(gradients of the hidden in dtype `wide`, side by side; the activated hidden times its gate weight, in `narrow`;
+    gradients of the gate weights), by row. d_act: the gradient of the activated hidden, without the gate weight."""
     dtype = gate_of.dtype
     here = (torch.arange(d_act.shape[0], device=d_act.device) < offsets[-1])[:, None]
     d_a = torch.where(here, d_act.to(dtype), 0)
@@ -327,7 +342,7 @@ def _gradients(
         parts[1] = parts[1] * up_slope
     if layout == "interleaved":
         d_hidden = torch.stack([p.to(wide) for p in parts], -1).flatten(-2)
-        return d_hidden, (a * gate_of[:, None]).to(d_act.dtype), d_gate
+        return d_hidden, (a * gate_of[:, None]).to(narrow), d_gate
     if layout == "up_gate":
         parts.reverse()
-    return torch.cat([p.to(wide) for p in parts], -1), (a * gate_of[:, None]).to(d_act.dtype), d_gate
+    return torch.cat([p.to(wide) for p in parts], -1), (a * gate_of[:, None]).to(narrow), d_gate
