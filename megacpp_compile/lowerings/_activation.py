@@ -89,6 +89,12 @@ def _relu2(h: Tensor, _: float) -> tuple[Tensor, Tensor]:
 FUNCTIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu, "relu2": _relu2}
 
 
+def passed_on(gradient: Tensor, slope: Tensor | None, selects: bool = True) -> Tensor:
+    """`gradient`, which is a product with `slope` (None for 1), that is 0 where the slope is, of an activation that
+    `selects`."""
+    return torch.where(slope == 0, 0, gradient) if selects and slope is not None else gradient
+
+
 @dataclasses.dataclass(frozen=True)
 class Activation:
     """`result(f(gate(h))) * (up(h) + offset)`.
@@ -143,13 +149,19 @@ class Activation:
         """Whether a bound is a tanh, or on one factor of silu: kernels have neither."""
         return bool(self.linear) or any(bound.kind == "tanh" for bound in (self.gate, self.result, self.up))
 
+    @property
+    def selects(self) -> bool:
+        """Whether it passes on some gradients and no others, as ReLU does and what is between two ends: others are 0,
+        be they no numbers."""
+        return self.name in ("relu", "relu2") or any(b and b.kind != "tanh" for b in (self.gate, self.result, self.up))
+
     def of_gate(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """(the factor that `h`, the gate or the only GEMM's result, makes; its derivative)"""
         h, before = self.gate.of(h)
         f, slope = self._of_factors(h) if self.linear else FUNCTIONS[self.name](h, self.alpha)
         f, behind = self.result.of(f)
         for other in (before, behind):
-            slope = slope if other is None else slope * other
+            slope = slope if other is None else passed_on(slope * other, other)
         return f, slope
 
     def _of_factors(self, h: Tensor) -> tuple[Tensor, Tensor]:

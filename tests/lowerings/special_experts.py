@@ -94,6 +94,12 @@ ENTRIES["moe float8"] = dataclasses.replace(
 )
 
 
+for label in ("as_gpt_oss", "bias_of_down", "biases_single", "clamped_swish_stacked", "gelu"):
+    ENTRIES[f"moe {label}"] = dataclasses.replace(
+        ENTRIES["moe"], case=label, large=None, empty={}, prepare=lambda args: (*args, *("", None, None, None)[len(args) - 10 :])
+    )
+
+
 def sorted_experts(x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden=True, precision="", *biases):
     ends = offsets.tolist()
     rows = torch.arange(x.shape[0], device=x.device)
@@ -119,6 +125,9 @@ ENTRIES["moe_sorted"] = Entry(
     promised=frozenset({"padding"}), empty=of_case("moe_sorted", "no_token", "biases_of_no_token", "to_one"),
     token={0: 0},
 )  # fmt: skip
+
+for label in ("bias_of_down", "as_gpt_oss"):
+    ENTRIES[f"moe_sorted {label}"] = dataclasses.replace(ENTRIES["moe_sorted"], case=label, empty={})
 
 # --- loss
 

@@ -19,7 +19,7 @@ from megacpp_compile.lowerings._kernels.gluon_grouped import (
 )
 from megacpp_compile.lowerings._kernels.gluon_results import give, halves, upper_and_lower
 from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, tma_load
-from megacpp_compile.lowerings._kernels.triton_activations import factors
+from megacpp_compile.lowerings._kernels.triton_activations import factors, passed_on
 
 
 @gluon.jit
@@ -60,8 +60,10 @@ def _piece_of_gradients(d_a, h_s, a_s, h_full, gate, up, d_gate, d_up, out, scal
     dot = gl.sum(d_a * a, 1)
     a_s.store((a * scale).to(a_s.dtype))
     d_a *= scale
-    up_s.store((d_a * f * factors(of_gate, of_up, NAME, CURVE, False)[3]).to(up_s.dtype))
-    gate_s.store((d_a * factors(of_gate, of_up, NAME, CURVE, False)[1] * factor).to(gate_s.dtype))
+    slope = factors(of_gate, of_up, NAME, CURVE, False)[3]
+    up_s.store(passed_on(d_a * f * slope, slope, NAME, CURVE).to(up_s.dtype))
+    slope = factors(of_gate, of_up, NAME, CURVE, False)[1]
+    gate_s.store(passed_on(d_a * slope * factor, slope, NAME, CURVE).to(gate_s.dtype))
     barrier()
     to_gate, to_up, to_out = gate_s.load(L), up_s.load(L), a_s.load(L)
     # Before anything goes to memory: a fence waits for that, too.

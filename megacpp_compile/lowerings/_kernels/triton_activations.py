@@ -22,17 +22,18 @@ def with_slope(gate, NAME: tl.constexpr, EXACT: tl.constexpr = True):
         inner = 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
         return gate * s, s + 2 * gate * s * (1 - s) * inner
     elif NAME == "relu":
-        return tl.maximum(gate, 0), tl.where(gate > 0, 1.0, 0.0).to(gate.dtype)
+        return tl.where(gate <= 0, 0.0, gate), tl.where(gate > 0, 1.0, 0.0).to(gate.dtype)
     else:
         tl.static_assert(NAME == "relu2")
-        positive = tl.maximum(gate, 0)
+        positive = tl.where(gate <= 0, 0.0, gate)  # a maximum with 0 would take NaN for 0
         return positive * positive, 2 * positive
 
 
 @triton.jit
 def _bounded(h, LOW: tl.constexpr, HIGH: tl.constexpr, AT_AN_END: tl.constexpr):
-    """(h between LOW and HIGH, its derivative). NaN stays NaN."""
-    slope = tl.where(h == h, 1.0, 1.0)  # `full` would want a layout in Gluon
+    """(h between LOW and HIGH, its derivative). NaN stays NaN, and is not between them."""
+    BETWEEN: tl.constexpr = LOW is not None or HIGH is not None
+    slope = tl.where(h == h, 1.0, 0.0 if BETWEEN else 1.0)  # `full` would want a layout in Gluon
     if HIGH is not None:
         slope = tl.where(h > HIGH, 0.0, slope if AT_AN_END == 1 else tl.where(h == HIGH, AT_AN_END, slope))
         h = tl.where(h > HIGH, HIGH, h)
@@ -63,7 +64,16 @@ def _bounded_factors(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr, EXACT: t
         f, slope = with_slope(gate, NAME, EXACT)
     f, behind = _bounded(f, CURVE[5], CURVE[6], CURVE[7])
     up, up_slope = _bounded(up, CURVE[8], CURVE[9], CURVE[10])
-    return f, slope * before * behind, up + CURVE[1], up_slope
+    slope = tl.where((before == 0) | (behind == 0), 0.0, slope * before * behind)
+    return f, slope, up + CURVE[1], up_slope
+
+
+@triton.jit
+def passed_on(gradient, slope, NAME: tl.constexpr, CURVE: tl.constexpr):
+    """See `_activation.passed_on`."""
+    if CURVE is not None or NAME == "relu" or NAME == "relu2":
+        gradient = tl.where(slope == 0, 0.0, gradient)
+    return gradient
 
 
 @triton.jit

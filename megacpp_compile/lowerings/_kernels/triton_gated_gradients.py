@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp_compile.lowerings._activation import Activation
-from megacpp_compile.lowerings._kernels.triton_activations import factors
+from megacpp_compile.lowerings._kernels.triton_activations import factors, passed_on
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_grouped import (
     add_gemm,
@@ -37,8 +37,8 @@ def _gradients_of(d_a, m, n, h_gate, h_up, scale, d_hidden, out, hs, stop, until
     tl.store(out + row * N + n[None, :], as_stored(a * scale, out), mask=inside)
     d_a *= scale
     d = d_hidden + row * (2 * N) + n[None, :]
-    tl.store(d, as_stored(d_a * slope * up, d_hidden), mask=inside)
-    tl.store(d + N, as_stored(d_a * f * up_slope, d_hidden), mask=inside)
+    tl.store(d, as_stored(passed_on(d_a * slope * up, slope, NAME, CURVE), d_hidden), mask=inside)
+    tl.store(d + N, as_stored(passed_on(d_a * f * up_slope, up_slope, NAME, CURVE), d_hidden), mask=inside)
     return dot
 
 

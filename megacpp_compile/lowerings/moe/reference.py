@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._activation import Activation
+from megacpp_compile.lowerings._activation import Activation, passed_on
 from megacpp_compile.lowerings._kernels.grouped import dtype_of  # registers the GEMMs, too
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
 from megacpp_compile.lowerings.moe import float8
@@ -338,8 +338,9 @@ def _gradients(
     d_gate = (d_a * a).sum(-1)
     d_a = d_a * gate_of[:, None]
     parts = [d_a * slope] if factor is None else [d_a * slope * factor, d_a * f]
+    parts[0] = passed_on(parts[0], slope, curve.selects)
     if up_slope is not None:
-        parts[1] = parts[1] * up_slope
+        parts[1] = passed_on(parts[1] * up_slope, up_slope, curve.selects)
     if layout == "interleaved":
         d_hidden = torch.stack([p.to(wide) for p in parts], -1).flatten(-2)
         return d_hidden, (a * gate_of[:, None]).to(narrow), d_gate
