@@ -215,6 +215,11 @@ LISTS = by_name(
         lambda m, x, g, e, t, k: m.experts[e](x.index_select(0, t)) * g[t, k, None],
         found=lambda marks: torch.nonzero(marks, as_tuple=True), onto=lambda x: x.new_zeros(x.shape),
         add=lambda y, rows, out: y.index_put((rows,), out, accumulate=True)),
+    # without a gradient to the tokens: of all of them, of an expert's, and of those seen with another dimension
+    "detached_tokens": loop(lambda m, x, g, e, t, k: m.experts[e](x.detach()[t]) * g[t, k, None]),
+    "detached_rows": loop(lambda m, x, g, e, t, k: m.experts[e](x[t].detach()) * g[t, k, None]),
+    "detached_views_of_rows": loop(
+        lambda m, x, g, e, t, k: m.experts[e](x[None, t].reshape(-1, x.shape[-1]).detach()) * g[t, k, None]),
     "experts_backwards": loop(
         weighted, experts=lambda n: range(n)[::-1], add=lambda y, rows, out: y.index_add(0, rows, out)),
 }  # fmt: skip

@@ -122,12 +122,12 @@ def mask_of_the_largest(m, x, indices, gates):
     return y
 
 
-def slots_in_their_places(m, x, indices, gates, repeated=lambda x, n: x.repeat_interleave(n, dim=0)):
+def slots_in_their_places(m, x, indices, gates, repeated=lambda x, n: x.repeat_interleave(n, dim=0), read=lambda rows: rows):
     """As DeepSeek's own modelling files train."""
     slots, rows = indices.view(-1), repeated(x, indices.shape[-1])
     y = torch.empty_like(rows)
     for e, expert in enumerate(m.experts):
-        y[slots == e] = expert(rows[slots == e])
+        y[slots == e] = expert(read(rows[slots == e]))
     return (y.view(*gates.shape, -1) * gates.unsqueeze(-1)).sum(dim=1)
 
 
@@ -150,6 +150,7 @@ LISTS = by_name(
         found=lambda hit: (hit.any(dim=-1), hit), add="+="),
     # Tokens repeated as a whole, not each of them: experts are those of single rows, and the sum is added up behind.
     "slots_in_other_places": lambda m, x, i, g: slots_in_their_places(m, x, i, g, lambda x, n: x.repeat(n, 1)),
+    "detached_slots": lambda m, x, i, g: slots_in_their_places(m, x, i, g, read=Tensor.detach),
     "scatter_reduce": scattered(reduce="sum"),
 }  # fmt: skip
 
@@ -185,9 +186,9 @@ def einsum_of_chosen_with_biases(m, x, indices, gates):
     return torch.einsum("bec,be->bc", out, gates)
 
 
-def bmm_of_all(m, x, indices, gates):
+def bmm_of_all(m, x, indices, gates, read=lambda rows: rows):
     """Dense GEMMs as transformers has them for inference."""
-    rows = x.repeat(EXPERTS, 1).view(EXPERTS, -1, DIM)
+    rows = read(x.repeat(EXPERTS, 1).view(EXPERTS, -1, DIM))
     out = torch.bmm(swiglu(torch.bmm(rows, m.gate_up.transpose(1, 2))), m.down.transpose(1, 2))
     return (out * matrix(indices, gates).transpose(0, 1).view(EXPERTS, -1, 1)).sum(dim=0)
 
@@ -215,11 +216,11 @@ def bmm_of_slots(m, x, indices, gates):
     return (out.view(-1, CHOICES, DIM) * gates.unsqueeze(-1)).sum(1)
 
 
-def scaled_rows_of_all(m, x, indices, gates, biased=lambda into: into):
+def scaled_rows_of_all(m, x, indices, gates, biased=lambda into: into, read=lambda rows: rows, scaled=lambda rows: rows):
     """As transformers' Llama 4: every expert reads every token, times its score, which is 0 but for the chosen."""
     scores = torch.full_like(m.router(x), float("-inf")).scatter_(1, indices, gates).sigmoid()
-    rows = (x.repeat(EXPERTS, 1) * scores.transpose(0, 1).reshape(-1, 1)).view(EXPERTS, -1, DIM)
-    out = torch.bmm(swiglu(biased(torch.bmm(rows, m.gate_up.mT))), m.down.mT).view(-1, DIM)
+    rows = (read(x.repeat(EXPERTS, 1)) * scores.transpose(0, 1).reshape(-1, 1)).view(EXPERTS, -1, DIM)
+    out = torch.bmm(swiglu(biased(torch.bmm(scaled(rows), m.gate_up.mT))), m.down.mT).view(-1, DIM)
     return out.reshape(EXPERTS, -1, DIM).sum(dim=0)
 
 
@@ -238,6 +239,9 @@ STACKED = by_name(
     einsum_of_all, bmm_of_all, matmul_of_all, einsum_of_chosen, matmul_of_chosen, bmm_of_slots, scaled_rows_of_all,
     scaled_rows_of_chosen, bmm_with_biases, einsum_with_biases, einsum_of_chosen_with_biases,
 ) | {
+    "bmm_of_detached_rows": lambda m, x, i, g: bmm_of_all(m, x, i, g, Tensor.detach),
+    "scaled_detached_rows": lambda m, x, i, g: scaled_rows_of_all(m, x, i, g, read=Tensor.detach),
+    "detached_scaled_rows": lambda m, x, i, g: scaled_rows_of_all(m, x, i, g, scaled=Tensor.detach),
     "einsum_of_three": lambda m, x, i, g: einsum_of_three(
         m, x, matrix(i, g), into="td,ehd->eth", out="eth,edh,te->td"),
 }  # fmt: skip
@@ -441,6 +445,8 @@ NEAR_MISSES = {
     "one_marked_gate_left_out": (
         "gaps", lambda m, x, i, g: sum(m.experts[e](x) * (g * (i == e)).sum(-1, keepdim=True) for e in (0, 2))),
     "stack_of_unlike": ("inputs", stack_of_unlike),
+    "some_rows_detached": ("inputs", loop(
+        lambda m, x, g, e, t, k: m.experts[e](x[t].detach() if e else x[t]) * g[t, k, None])),
     "any_of_what_may_come_twice": ("gates", any_of_what_may_come_twice),
     "marked_gates_of_others": ("gates", marked_gates_of_others),
     "written_over_the_input": ("twice", written_over_the_input),
@@ -486,6 +492,8 @@ STACKED_NEAR_MISSES = {
     "einsum_of_other_choices": ("indices", lambda m, x, i, g: einsum_of_slots(m, x, i, g, down=lambda i: i.flip(-1))),
     "biases_of_other_choices": ("indices", lambda m, x, i, g: einsum_of_slots(
         m, x, i, g, lambda into: into + m.gate_up.sum(-1)[i.flip(-1)])),
+    "sines_of_rows_of_all": ("rows", lambda m, x, i, g: bmm_of_all(m, x, i, g, torch.sin)),
+    "scaled_sines_of_rows": ("rows", lambda m, x, i, g: scaled_rows_of_all(m, x, i, g, scaled=torch.sin)),
     # of rows that a score of 0 makes zeros, a bias makes something
     "scaled_rows_with_biases": ("bias", lambda m, x, i, g: scaled_rows_of_all(
         m, x, i, g, lambda into: into + m.gate_up.sum(-1)[:, None])),

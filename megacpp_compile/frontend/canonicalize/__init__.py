@@ -10,6 +10,7 @@ from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.canonicalize.aliases import aliases
+from megacpp_compile.frontend.canonicalize.detached_rows import detached_rows
 from megacpp_compile.frontend.canonicalize.divided_sizes import divided_sizes
 from megacpp_compile.frontend.canonicalize.elementwise_equations import elementwise_equations
 from megacpp_compile.frontend.canonicalize.empty_parts import empty_parts
@@ -30,7 +31,7 @@ def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     nothing, concatenations with nothing and dead values; pad where zeros are concatenated behind; write experts'
     numbers, and sizes that are one, as numbers; let views copy where they must; rename aliases; write equations in
     full, and those that sum nothing as products; make copies into slices functional; read what is written over
-    the only entry of a dimension; size what is put in order."""
+    the only entry of a dimension; detach tensors before their rows are picked; size what is put in order."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -51,3 +52,4 @@ def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     put_back(graph, fake_mode)
     drop_dead(graph)
     drop_counts_of_masks(graph)
+    detached_rows(graph)  # last: what is dead reads nothing

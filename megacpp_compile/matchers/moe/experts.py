@@ -17,7 +17,7 @@ from megacpp_compile.lowerings._activation import Activation, Bound
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.activation import CLAMPS, bound_of, lane_cut, match_product, merged, shifted
 from megacpp_compile.matchers.moe.gemms import Gemm, MatchGemm, Weight, strip_row_views
-from megacpp_compile.matchers.moe.no_expert import ONE_PROJECTION
+from megacpp_compile.matchers.moe.no_expert import ONE_PROJECTION, changed_rows, multiplies_stacked
 
 aten = torch.ops.aten
 _NEAR = 24  # nodes to look at
@@ -126,7 +126,8 @@ def _unmatched(inner: Node, match_gemm: MatchGemm) -> MatchFailure:
         gemms += sum(isinstance(match_gemm(n), Gemm) for n in given)
         order += [n for n in below if n not in order and _computed(n)] if len(order) < _NEAR else []
     if not gemms and not reasons and len(order) < _NEAR:
-        return MatchFailure(inner, "projections", ONE_PROJECTION)
+        first = next(filter(multiplies_stacked, order), None)
+        return MatchFailure(inner, "projections", ONE_PROJECTION) if first is None else changed_rows(first)
     if match_product(inner) is None:
         others_named = f" ({', '.join(others)})" if others else ""
         reasons["activation"] = inner, f"its activation is none that is known{others_named}"

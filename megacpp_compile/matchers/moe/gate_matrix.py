@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
+from megacpp_compile.fx.views import DETACH
 from megacpp_compile.matchers.moe.factors import factors, over, seen_as
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask
 from megacpp_compile.matchers.views import is_cast, is_outer_view
@@ -86,6 +87,9 @@ def _through_each(node: Node, number: float, turned: bool) -> Chosen | None:
         given = args[1] if target is aten.permute.default else args[1:] or (0, 1)
         swaps = [d % 2 for d in given] != [0, 1] or target is not aten.permute.default  # type: ignore[union-attr, operator]
         return _elsewhere(args[0], number, turned != swaps)  # type: ignore[arg-type]
+    if target is DETACH:
+        inner = _elsewhere(args[0], number, turned)  # type: ignore[arg-type]
+        return None if inner is None else dataclasses.replace(inner, gates=None)
     if number != 0:
         return None
     over = (0, -2) if turned else (-1, dims - 1)

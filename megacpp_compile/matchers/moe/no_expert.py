@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.edit import called, value
+from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, PERMUTATIONS, RESHAPES, is_cast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routing import Mask
 from megacpp_compile.matchers.moe.rows import picked, read_at
 
+aten = torch.ops.aten
+_STACKED = {aten.bmm.default, aten.baddbmm.default, aten.matmul.default, aten.einsum.default}
+_TURNED = RESHAPES | PERMUTATIONS | COMPOSITE_PERMUTATIONS
 _NEAR = 24  # nodes to look at
 ONE_PROJECTION = "an expert is one projection of its rows: the op computes two with an activation between them"
 
@@ -28,6 +34,25 @@ def one_projection_of_rows(out: Node, mask: Mask) -> MatchFailure | None:
     read = read_at(strip_row_views(gemm.x)) if isinstance(gemm, Gemm) else None
     alone = read is not None and picked(read[1]) == mask
     return MatchFailure(out, "projections", ONE_PROJECTION) if alone else None
+
+
+def multiplies_stacked(node: Node) -> bool:
+    """Whether `node` is a product with a weight of all experts."""
+    return node.target in _STACKED and any(_is_stack(n) for n in node.all_input_nodes)
+
+
+def _is_stack(node: Node) -> bool:
+    while node.target in _TURNED or is_cast(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op != "call_function" and value(node).dim() == 3
+
+
+def changed_rows(first: Node) -> MatchFailure:
+    """Why `first`, an expert's first projection, is none of rows: what they go through."""
+    rows = [n for n in map(strip_row_views, first.all_input_nodes) if n.op == "call_function" and not _is_stack(n)]
+    named = ", ".join(dict.fromkeys(called(n).split(".")[0] for n in rows))
+    reason = f"an expert's first projection reads what {named} makes, which is not seen to be rows of tokens"
+    return MatchFailure(first, "rows", reason)
 
 
 def changed_before(out: Node) -> str:
