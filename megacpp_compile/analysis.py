@@ -211,6 +211,7 @@ def _rewrite(
     outcome.misses += captured.given_up
     if outcome.sites:
         outcome.misses += reviewer.unverified()
+    frame.verified = reviewer.verified
     frame.precision = answered(wanted, outcome, config)
     frame.precision += unseen(captured.gm.graph, config.precision, ON_DTENSORS)
     add_called_ops(outcome, called)

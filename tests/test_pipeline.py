@@ -503,6 +503,16 @@ def on_fake_inputs(options):
     return backend
 
 
+def test_verify_says_what_it_found(eager_backend):
+    with record() as report:
+        compiled(Projections(), hidden(), options={"verify": "each"})
+        compiled(Projections(), hidden())
+    found, nothing = (frame.verified for frame in report.frames)
+    assert nothing is None and found["sites"] == len(report.sites) // 2 > 0
+    assert 0 <= found["difference"] <= found["tolerance"] == 1e-5 and found["pass_name"] in report.counts
+    assert f"{found['sites']} site, worst difference {found['difference']:.1e} of 1e-05 in " in report.summary()
+
+
 def test_verify_says_where_it_cannot_look(eager_backend, caplog):
     with record() as report:
         for seq in (6, 7):

@@ -33,6 +33,7 @@ class Reviewer:
         self.inputs = replay.concrete(example_inputs)
         self.cache: dict[Any, int | None] = {}
         self.trained = Differentiated(captured.gm.graph, captured.trained) if count_saved else ()
+        self.verified: dict[str, Any] | None = None  # as in `Frame.verified`
         self.fake = any(isinstance(x, FakeTensor) for x in example_inputs)
 
     def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
@@ -70,10 +71,19 @@ class Reviewer:
             gm, match.inputs, match.outputs, new, values, differentiable, rows, match.estimated
         )
         if error <= tolerance:
+            self._note(p, site, tensor, error, tolerance)
             return None
         if self.config.strict:
             raise VerificationError(p.name, site.fqn, site.source, tensor, error, tolerance)
         return MatchFailure(match.node, "verification", f"{tensor} differs by {error:.2e} (tolerance {tolerance:.0e})")
+
+    def _note(self, p: Pass, site: Site, tensor: str, error: float, tolerance: float) -> None:
+        """Count a site that agrees, and keep the one that is the least below its tolerance."""
+        known = self.verified or {"sites": 0, "difference": -1.0, "tolerance": 1.0}
+        if error / (tolerance or 1) > known["difference"] / (known["tolerance"] or 1):
+            worst = {"difference": error, "tolerance": tolerance, "tensor": tensor}
+            known = {**known, **worst, "pass_name": p.name, "fqn": site.fqn}
+        self.verified = {**known, "sites": known["sites"] + 1}
 
     def _count(self, match: Match, new: list[Node], site: Site) -> None:
         """Fill in the bytes of `site`, or why nobody knows them: a number in a report is worth no frame."""

@@ -162,6 +162,9 @@ class Frame:
         lost: whether it was not captured and may have held an idiom, so that the log warned of it.
         precision: under a precision plan, a `Precision` as a dict for every linear, routed expert layer and attention.
         attention: an `AttentionSite` as a dict for every attention.
+        verified: under `verify="each"`, how many "sites" were replayed beside the plain code on the first call's inputs
+            and agree, and of the one nearest to its "tolerance" the "difference", relative to the norm of the "tensor",
+            "pass_name" and "fqn"; None where none was.
         backward: op that a pass put -> the lowerings of its backwards, each once, as `Site.lowering` has them. Empty
             for inference, and where the code came from a cache.
         cuda_graph: where CUDA graphs are asked for, "captured" or "not captured: why", as Inductor decided for the code
@@ -197,6 +200,7 @@ class Frame:
     label: str = ""
     auto: dict[str, Any] | None = None
     backward: dict[str, list[str]] = field(default_factory=dict)
+    verified: dict[str, Any] | None = None
 
     @property
     def outcome(self) -> str:

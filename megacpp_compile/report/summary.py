@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from megacpp_compile.report.records import Collected, Frame
 from megacpp_compile.report.text import bytes_text, plural
@@ -38,6 +39,7 @@ def summary(report: Collected) -> str:
     frames = report.frames
     lines = [headline(report)]
     lines += section("fused", (f"{f.name}: {_fired(f)}" for f in frames if f.captured and _fired(f)))
+    lines += section("verified on the first call", (f"{f.name}: {_agrees(f.verified)}" for f in frames if f.verified))
     plain = (f"{f.name}: {f.reason or 'no idiom found'}" for f in frames if f.captured and not _fired(f))
     lines += section("captured, and nothing to fuse", plain)
     lines += not_captured(Counter(map(line_of, (frame for frame in frames if not frame.captured))))
@@ -88,6 +90,11 @@ def _section(title: str, counts: Counter[str]) -> Iterator[str]:
         yield f"  {line}" + (f" ×{count}" if count > 1 else "")
     if len(counts) > LINES:
         yield f"  and {len(counts) - LINES} more"
+
+
+def _agrees(found: Mapping[str, Any]) -> str:
+    worst = f"{found['difference']:.1e} of {found['tolerance']:.0e} in {found['tensor']} of {found['pass_name']}"
+    return f"{plural(found['sites'], 'site')}, worst difference {worst}"
 
 
 def _fired(frame: Frame) -> str:

@@ -29,8 +29,8 @@ def _section(name: str, rows: Sequence[tuple[str, ...]]) -> _Section:
 def tables(report: Collected, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
     made = (_regions(report), _fused(report), _recognised(report), _precision(report), _attention(report),
-            _eager(report), _missed(report), _frames(report), _seconds(report), _auto(report), _remat(report),
-            _peaks(report), _measured(report), _sharded(report))  # fmt: skip
+            _eager(report), _missed(report), _verified(report), _frames(report), _seconds(report), _auto(report),
+            _remat(report), _peaks(report), _measured(report), _sharded(report))  # fmt: skip
     return _text([section for section in made if section.rows], width)
 
 
@@ -126,6 +126,16 @@ def _missed(report: Collected) -> _Section:
         reason = f"{miss.reason} [{miss.tag}]"
         rows.append((miss.pass_name, times(fqn, count), _place(miss.source), miss.node or "-", reason))
     return _section("nearest misses", rows)
+
+
+def _verified(report: Collected) -> _Section:
+    rows = []
+    for frame in report.frames:
+        if found := frame.verified:
+            numbers = f"{found['difference']:.1e}", f"{found['tolerance']:.0e}"
+            place = found["fqn"] or "(the frame itself)"
+            rows.append((str(frame.index), str(found["sites"]), *numbers, found["tensor"], found["pass_name"], place))
+    return _section("verified on the first call", rows)
 
 
 def _frames(report: Collected) -> _Section:

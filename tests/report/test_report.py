@@ -252,6 +252,8 @@ def everything():
     report.frames[0].precision = [dataclasses.asdict(linear)]
     report.frames[0].recognised = [{"kind": "lightning attention", "fqn": "mixer", "source": SOURCE}]
     report.frames[0].remat, report.frames[0].peak = {"ablock": REMAT}, PEAK
+    worst = {"difference": 2e-7, "tolerance": 1e-5, "tensor": "output mul", "pass_name": "down_norm_up", "fqn": "layers.0"}
+    report.frames[0].verified = {"sites": 24, **worst}
     report.frames[0].seconds = dict.fromkeys(STAGES, 1.5)
     pinned = Pinned("q.weight", (8, 4), "data, -", "q.*", "down_norm_up")
     report.frames[0].auto = dataclasses.asdict(AutoPlan(True, "", 4, 10, 20, 30, 40, 1e-6, 1e-3, {"kept": 0}, "sm_90"))
@@ -269,7 +271,7 @@ def shown_by(report):
     return {
         "regions": report.regions[0], "fused": report.sites[0], "recognised, without a lowering": frame.recognised[0],
         "precision": Precision(**frame.precision[0]), "nearest misses": report.misses[0], "frames": frame,
-        "compile time": frame.seconds,
+        "compile time": frame.seconds, "verified on the first call": frame.verified,
         "policy auto": AutoPlan(**frame.auto), "remat": frame.remat["ablock"], "predicted memory at the peak of a step": frame.peak,
         "measured memory at the peak of a step": {**report.measured, "predicted_step": report.predicted_step},
         "sharding": Pinned(**frame.sharding["pinned"][0]),
