@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import CASTS, COPIES, EXPANSIONS, PADS, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS
 
 aten = torch.ops.aten
@@ -105,26 +105,48 @@ def leaves_graph(root: Node) -> bool:
 
 def _follow(root: Node) -> tuple[list[Reader], set[Node]]:
     """(the score products that read `root`, what it passes through on its way)."""
-    found, seen, stack = list[Reader](), {root}, [root]
+    found, seen, stack = list[Reader](), {root}, [(root, True)]
     while stack:
-        node = stack.pop()
+        node, last = stack.pop()  # last: whether channels are the last dimension still
         for user in node.users:
             if is_attention(user):
                 side = next((s for s, a in zip("qkv", user.args, strict=False) if a is node), None)
                 if side in ("q", "k"):
                     found.append(Reader(user, side))
             elif user.target in _PRODUCTS:
-                for i, a in enumerate(_operands(user)):
-                    if a is node:
-                        found.append(Reader(user, str(i)))
+                # Factors of heads, as tensor-product attention rotates them, are read by what heads are made in.
+                heads = _follow(user)[0] if last and _sums_rows(node, user) else []
+                found += heads or [Reader(user, str(i)) for i, a in enumerate(_operands(user)) if a is node]
             elif user.target in _TRANSPARENT and user not in seen and user.args and user.args[0] is node:
                 if isinstance(value(user), torch.Tensor):
                     seen.add(user)
-                    stack.append(user)
+                    stack.append((user, last and _keeps_last(node, user)))
             elif user not in seen and (_appended(node, user) or _is_rows(node, user) or _is_gain_of(user)):
                 seen.add(user)
-                stack.append(user)
+                stack.append((user, last))
     return found, seen
+
+
+def _keeps_last(node: Node, user: Node) -> bool:
+    """Whether the last dimension of `user`, a view or as many elements, is that of `node`."""
+    rank = value(node).dim()
+    if user.target is aten.permute.default:
+        return user.args[1][-1] % rank == rank - 1  # type: ignore[index, operator]
+    if user.target in PERMUTATIONS:
+        moved = user.args[1:3] if user.target is aten.transpose.int else (0, 1)
+        return all(d % rank != rank - 1 for d in moved)  # type: ignore[operator]
+    return value(user).dim() > 0 and same_size(value(user).shape[-1], value(node).shape[-1])
+
+
+def _sums_rows(node: Node, product: Node) -> bool:
+    """Whether `product` weights and sums rows of `node`, each with its channels."""
+    operands = _operands(product)
+    if product.target is aten.einsum.default:
+        given, _, made = str(product.args[0]).replace(" ", "").partition("->")
+        terms = given.split(",")
+        channels = next((t[-1:] for t, a in zip(terms, operands, strict=False) if a is node), "")
+        return len(terms) == 2 and made[-1:] == channels != "" and given.count(channels) == 1
+    return operands[-1] is node and operands[0] is not node
 
 
 def _is_gain_of(user: Node) -> bool:

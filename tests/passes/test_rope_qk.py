@@ -5,6 +5,8 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from tests.corpus.near_misses import SEQ, Heads, rotated_heads, turn
 from tests.corpus.spellings import PlainGQA, sdpa, tables
@@ -31,6 +33,45 @@ def both(rope):
 
 def heads_of(t, width=Heads.width):
     return t.unflatten(-1, (-1, width)).transpose(1, 2)
+
+
+def by_matmul(weights, rows):
+    return weights @ rows
+
+
+def by_einsum(weights, rows):
+    return torch.einsum("bthr,btrd->bthd", weights, rows)
+
+
+def by_bmm(weights, rows):
+    """As its authors have it."""
+    return torch.bmm(weights.flatten(0, 1), rows.flatten(0, 1)).div(rows.shape[2]).view(*weights.shape[:3], -1)
+
+
+class Factors(nn.Module):
+    """Tensor-product attention (arXiv:2501.06425): heads are sums of outer products, whose channels turn before. In
+    plain scores, or in an op."""
+
+    def __init__(self, product, plain):
+        super().__init__()
+        self.product, self.plain, self.ranks, ranks = product, plain, (3, 2, 2), 7
+        self.over_heads, self.over_channels = nn.Linear(40, ranks * 4), nn.Linear(40, ranks * Heads.width)
+
+    def forward(self, x, cos, sin):
+        weights, rows = self.over_heads(x).unflatten(-1, (4, -1)), self.over_channels(x).unflatten(-1, (-1, Heads.width))
+        q, k, v = rows.split(self.ranks, 2)
+        rows = turn(q, cos[:, None], sin[:, None]), turn(k, cos[:, None], sin[:, None]), v
+        q, k, v = (self.product(*both).transpose(1, 2) for both in zip(weights.split(self.ranks, -1), rows, strict=True))
+        scale = Heads.width**-0.5
+        return (q @ k.mT * scale).softmax(-1) @ v if self.plain else F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("product", [by_matmul, by_einsum, by_bmm], ids=lambda f: f.__name__)
+def test_factors_of_heads(product, plain):
+    torch.manual_seed(0)
+    x = torch.randn(2, SEQ, 40).requires_grad_()
+    assert_fires(NAME, Factors(product, plain), (x, *tables("half", SEQ, Heads.width, torch.float32)))
 
 
 def test_graph():
