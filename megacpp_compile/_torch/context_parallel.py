@@ -32,9 +32,9 @@ def in_force() -> str:
     handlers = getattr(dispatcher, "_custom_op_handlers", {})
     if _is_of_torchs(handlers.get(_ATTENTION)):
         return "torch's context parallel attention is enabled"
-    from megacpp_compile._torch import context_parallel as door  # its names are looked up there
+    from megacpp_compile._torch import context_parallel  # its names are looked up there
 
-    if _SHARDS in sys.modules and getattr(door.dispatch_mode, "name", "") == "MODULE_WRAPPER":
+    if _SHARDS in sys.modules and getattr(context_parallel.dispatch_mode, "name", "") == "MODULE_WRAPPER":
         return "torch's context parallel shards the sequences of this process"
     return ""
 

@@ -403,7 +403,7 @@ TOO_LOW = {"mask_by_values_of_keys", "one_row_of_documents", "padded_before"}
 ROUNDED = {name for name in SPELLINGS if name.startswith("normalised_")}
 
 
-@pytest.mark.sampled(2, unit=6)
+@pytest.mark.sampled(4, unit=8)
 @pytest.mark.parametrize("name", sorted({*SPELLINGS} - TOO_LOW - ROUNDED))
 def test_fires_under_autocast(name):
     assert_autocast(NAME, *SPELLINGS[name][0]())
@@ -419,7 +419,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", SPELLINGS)
 @pytest.mark.parametrize("how", ["verify", "checkpoint", "full", "selective"])
 def test_fires_verified_and_recomputed(name, how):

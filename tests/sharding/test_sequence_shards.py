@@ -241,7 +241,7 @@ def test_tensor_parallelism_without_sequence_parallelism(by_tokens, grad, two_ra
     assert len(rows) == len(said) == (grad and not by_tokens)
     for row in rows:
         assert row.fqn.startswith("0") and "2 ranks keeps 2 sums of this frame whole, 4 KiB" in row.reason
-        assert row.reason in said[0] and "RowwiseParallel(output_layouts=Shard(1))" in said[0]
+        assert row.reason in said[0] and "RowwiseParallel to Shard(1)" in said[0]
 
 
 def test_a_sequence_that_is_gathered_in_front_of_the_block(two_ranks):
