@@ -36,7 +36,7 @@ def round_to_fp8(x: Tensor, dtype: torch.dtype, whole: bool = False) -> tuple[Te
     numbers become NaN and count for no scale, as do those that are none: what they stand in is seen to overflow, and
     rows beside it keep theirs."""
     scale = scale_of(x, dtype, whole)
-    return rounded_by(torch.where(_finite(x), x, torch.nan) if whole else x, scale, dtype), scale
+    return rounded_by(torch.where(_finite(x), x, x.new_full((), torch.nan)) if whole else x, scale, dtype), scale
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, whole: bool = False) -> Tensor:
@@ -58,7 +58,7 @@ def largest_finite(x: Tensor) -> Tensor:
 
 
 def _finite(x: Tensor) -> Tensor:
-    return x.abs() < torch.inf
+    return x.abs() < x.new_full((), torch.inf)  # XLA has a number as one of float64, which TPUs lack
 
 
 def scale_from(largest: Tensor, dtype: torch.dtype) -> Tensor:
