@@ -5,39 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .cases import CASES
 from .loss_cases import IGNORED
 from .special_values import ENTRIES, Args, Entry, filled, of_case, replaced
-from .test_moe import FUNCTIONS, UPS, WRITTEN
+from .test_linear_cross_entropy import formula
+from .test_moe import loop
 
 
 def experts(x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True, precision="",
             b_gate=None, b_up=None, b_down=None):  # fmt: skip
-    """One expert after the other, of those that some token chose."""
-    name = WRITTEN.get(activation, activation)
-    f, u, wide = FUNCTIONS[name], UPS.get(name, lambda h: h), torch.promote_types(x.dtype, torch.float32)
-    w_gate, w_up, w_down = (w[0].unbind(0) if w and w[0].dim() == 3 else w for w in (w_gate, w_up, w_down))
-    y = torch.zeros(x.shape[0], w_down[0].shape[0], dtype=wide, device=x.device)
-    for e in range(len(w_down)):
-        token, choice = torch.where(indices == e)
-        if not len(token):
-            continue
-        h = F.linear(x[token], w_up[e], None if b_up is None else b_up[e])
-        if layout == "pair":
-            h = f(F.linear(x[token], w_gate[e], None if b_gate is None else b_gate[e])) * u(h)
-        elif layout == "interleaved":
-            h = f(h[:, ::2]) * u(h[:, 1::2])
-        elif layout == "single":
-            h = f(h)
-        else:
-            first, second = h.chunk(2, -1)
-            h = f(first) * u(second) if layout == "gate_up" else f(second) * u(first)
-        out = F.linear(h, w_down[e], None if b_down is None else b_down[e])
-        y = y.index_add(0, token, (out * gates[token, choice, None]).to(wide))
-    return [y.to(out_dtype)]
+    """One expert after the other, added up in float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    biases = b_gate, b_up, b_down
+    return [loop(x, indices, gates, w_gate, w_up, w_down, activation, layout, wide, True, "", *biases).to(out_dtype)]
 
 
 def nowhere(args: Args, bad: float) -> Args:
@@ -132,15 +114,8 @@ for label in ("bias_of_down", "as_gpt_oss"):
 # --- loss
 
 
-def linear_cross_entropy(x, w, b, target, weight, ignore_index, smoothing, scale, softcap, z_loss, reduction, grads):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    logits = F.linear(x, w, b).to(wide) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction="none")
-    loss = loss + z_loss * torch.logsumexp(logits, -1).square() * (target != ignore_index)
-    loss = loss if weight is None else loss * weight
-    return [loss.sum() if reduction == "sum" else loss]
+def linear_cross_entropy(*args):
+    return [formula(*args)[0]]
 
 
 def ignored_rows(args: Args, bad: float) -> Args:

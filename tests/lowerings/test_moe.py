@@ -45,7 +45,7 @@ def loop(x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype,
     name = WRITTEN.get(activation, activation)
     f, u = FUNCTIONS[name], UPS.get(name, lambda h: h)
     gate, up, down = (list(w[0]) if w and w[0].dim() == 3 else w for w in (w_gate, w_up, w_down))
-    y = torch.zeros(x.shape[0], down[0].shape[0], dtype=out_dtype)
+    y = torch.zeros(x.shape[0], down[0].shape[0], dtype=out_dtype, device=x.device)
     for e in range(len(down)):
         token, choice = torch.where(indices == e)
         h = F.linear(x[token], up[e], b_up[e])
@@ -58,7 +58,7 @@ def loop(x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype,
         else:
             first, second = h.chunk(2, -1)
             h = f(first) * u(second) if layout == "gate_up" else f(second) * u(first)
-        y = y.index_add(0, token, F.linear(h, down[e], b_down[e]) * gates[token, choice, None])
+        y = y.index_add(0, token, (F.linear(h, down[e], b_down[e]) * gates[token, choice, None]).to(out_dtype))
     return y
 
 
