@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile._torch.inductor import has_triton_package
+from megacpp_compile.fx.edit import all_nodes
 from megacpp_compile.report import log
 from megacpp_compile.targets import CUDA, Target
 
@@ -63,8 +64,7 @@ def _ours_to_set(target: Target) -> bool:
 
 def _has_kernels(gm: GraphModule) -> bool:
     """Whether there are Triton kernels in a graph that none of ours is in yet."""
-    graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
-    return any("triton_kernel_wrapper" in str(node.target) for graph in graphs for node in graph.nodes)
+    return any("triton_kernel_wrapper" in str(node.target) for node in all_nodes(gm))
 
 
 class _Submit:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.selective_checkpoint import decide
-from megacpp_compile.fx.edit import attribute_of
+from megacpp_compile.fx.edit import all_nodes, attribute_of
 
 _HOP = torch.ops.higher_order.tag_activation_checkpoint
 _CALLS = ("call_function", "call_method", "call_module")
@@ -50,8 +50,7 @@ def inline_checkpoints(gm: GraphModule, mode: FakeTensorMode) -> GraphModule:
 
 def has_regions(gm: GraphModule) -> bool:
     """Whether there is a checkpoint region in `gm`, inlined or not."""
-    graphs = (m.graph for m in gm.modules() if isinstance(m, GraphModule))
-    return any(n.target is _HOP or "ac_graph_id" in n.meta for graph in graphs for n in graph.nodes)
+    return any(n.target is _HOP or "ac_graph_id" in n.meta for n in all_nodes(gm))
 
 
 def checkpoint_tags(graph: fx.Graph) -> tuple[tuple[int, int, int], ...]:

@@ -15,7 +15,7 @@ import contextlib
 import inspect
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -46,6 +46,11 @@ def dtensor_type() -> type | None:
 def is_dtensor(value: Any) -> bool:
     kind = dtensor_type()
     return kind is not None and isinstance(value, kind)
+
+
+def activations_in(value: Any) -> Iterator[Any]:
+    """The DTensors in `value` that have tokens and channels."""
+    return (leaf for leaf in leaves(value) if is_dtensor(leaf) and leaf.dim() > 2)
 
 
 def calls_on_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> frozenset[Node]:

@@ -7,6 +7,7 @@ import re
 from torch.fx import GraphModule
 
 from megacpp_compile.config.warn_once import warn_once
+from megacpp_compile.fx.edit import all_nodes
 from megacpp_compile.report import log
 from megacpp_compile.report.records import Frame
 
@@ -23,8 +24,7 @@ _PRODUCTS = re.compile(r"mul|mm|mv|matmul|linear|conv|einsum|dot|attention|attn|
 
 def may_hold_idiom(gm: GraphModule) -> bool:
     """Whether Dynamo's graph, or one that it calls, multiplies anything: every idiom does."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    return any(_PRODUCTS.search(_name(node.target)) for g in graphs for node in g.nodes if node.op.startswith("call"))
+    return any(_PRODUCTS.search(_name(node.target)) for node in all_nodes(gm) if node.op.startswith("call"))
 
 
 def _name(target: object) -> str:

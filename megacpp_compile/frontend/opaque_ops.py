@@ -25,7 +25,7 @@ from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile._torch.ops import HigherOrderOperator
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend import dtensors
-from megacpp_compile.fx.edit import attribute_of, dynamo_value
+from megacpp_compile.fx.edit import all_nodes, attribute_of, dynamo_value
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.report.records import MissedFusion
 
@@ -157,8 +157,7 @@ def _own_backward(node: Node) -> bool:
 
 
 def _multiplies(body: torch.nn.Module) -> bool:
-    graphs = [m.graph for m in body.modules() if isinstance(m, GraphModule)]
-    return any(_is_product(n) for graph in graphs for n in graph.nodes)
+    return any(map(_is_product, all_nodes(body)))
 
 
 def _is_product(node: Node) -> bool:

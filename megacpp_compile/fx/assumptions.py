@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 
+from megacpp_compile.fx.edit import all_nodes
+
 _library = torch.library.Library("megacpp_assumed", "DEF")
 _SCHEMAS = (
     "expert(Tensor hits, int number) -> Tensor",
@@ -103,8 +105,7 @@ class Region:
 
 def marked(gm: GraphModule) -> int:
     """How many marks there are in `gm` and in the graphs that it holds."""
-    graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
-    return sum(node.target in _MARKS for graph in graphs for node in graph.nodes)
+    return sum(node.target in _MARKS for node in all_nodes(gm))
 
 
 def filled(gm: GraphModule) -> bool:

@@ -27,6 +27,11 @@ def dynamo_value(node: Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def all_nodes(module: torch.nn.Module) -> list[Node]:
+    """The nodes of a frame's graph and of the graphs that it calls."""
+    return [n for m in module.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
+
+
 def called(node: Node) -> str:
     """The name of the method or function that a call of Dynamo's graph calls, "" for one without."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

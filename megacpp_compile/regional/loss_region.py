@@ -22,7 +22,7 @@ from megacpp_compile._torch.dynamo import graph_break
 from megacpp_compile._torch.modules import compiled_call, eager_call, set_compiled_call
 from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.config.options import Config
-from megacpp_compile.fx.edit import called
+from megacpp_compile.fx.edit import all_nodes, called
 from megacpp_compile.fx.provenance import modules_of
 from megacpp_compile.regional.repeated_blocks import Kind
 from megacpp_compile.report import collector, log
@@ -123,8 +123,7 @@ class LossRegion:
 
 def has_loss(gm: GraphModule) -> bool:
     """Whether a call in Dynamo's graph `gm` is one that losses over words are made with."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    calls = (node for graph in graphs for node in graph.nodes if node.op in ("call_function", "call_method"))
+    calls = (node for node in all_nodes(gm) if node.op in ("call_function", "call_method"))
     return any(called(node).strip("_") in _LOSSES for node in calls)
 
 

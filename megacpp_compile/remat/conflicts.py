@@ -18,6 +18,7 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import TwoPoliciesError
 from megacpp_compile.frontend.checkpoint import has_regions
+from megacpp_compile.fx.edit import all_nodes
 from megacpp_compile.fx.provenance import is_backward, module_fqn, source_line
 from megacpp_compile.fx.view_chains import base_of
 from megacpp_compile.lowerings._traits import name_of, traits_of
@@ -55,7 +56,7 @@ def _decides(gm: GraphModule, rewritten: GraphModule, patches: Mapping[str, Any]
         return "torch.utils.checkpoint in the model decides"
     if (budget := memory_budget()) != 1.0:
         return f"torch's activation_memory_budget = {budget} decides"
-    if _regional(_nodes(gm)) is not None:
+    if _regional(all_nodes(gm)) is not None:
         return "torch's region_activation_memory_budget decides"
     from megacpp_compile._torch.inductor import CustomPartitionerFn
     from megacpp_compile._torch.inductor import config as inductor_config
@@ -66,14 +67,9 @@ def _decides(gm: GraphModule, rewritten: GraphModule, patches: Mapping[str, Any]
     if patches.get(name, getattr(inductor_config, name, None)):
         return f"Inductor's {name} decides"
     # A plan that recomputed the input would undo it (`check_decisions`).
-    projects = (n for n in _nodes(rewritten) if traits_of(n).kept_instead is not None)
+    projects = (n for n in all_nodes(rewritten) if traits_of(n).kept_instead is not None)
     op = next(projects, None)
     return "" if op is None else f"{name_of(op)} keeps a projection in place of its input (the option 'compress')"
-
-
-def _nodes(gm: GraphModule) -> list[Node]:
-    """Those of a frame, regions inside it included."""
-    return [n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
 
 
 def _regional(nodes: Sequence[Node]) -> float | None:
@@ -97,7 +93,7 @@ def check(gm: GraphModule, config: Config) -> None:
             raise TwoPoliciesError(
                 f"torch._functorch.config.activation_memory_budget = {budget}", "set it to 1.0, or drop the policy"
             )
-        nodes = _nodes(gm)
+        nodes = all_nodes(gm)
         regional = _regional(nodes)
         if regional is not None:
             # Whether or not activation_memory_budget_require_full_coverage has it cover all of the frame.
@@ -115,9 +111,9 @@ def overruled(gm: GraphModule, config: Config) -> list[MissedFusion]:
     """What the report has of each region of `torch.utils.checkpoint` in a frame that is trained, or around it, where a
     policy or a budget of torch's was asked for: it decides nothing there. Warned of once, too."""
     asked = "options['policy']" if config.own_policy is not None else ""
-    if not asked and (memory_budget() != 1.0 or _regional(_nodes(gm)) is not None):
+    if not asked and (memory_budget() != 1.0 or _regional(all_nodes(gm)) is not None):
         asked = "torch's memory budget"
-    calls = [n for n in _nodes(gm) if n.target is _CHECKPOINT] if asked else []
+    calls = [n for n in all_nodes(gm) if n.target is _CHECKPOINT] if asked else []
     around = bool(asked) and not calls and in_stock_checkpoint()
     reason = f"torch.utils.checkpoint in the model decides what backward recomputes here, and {asked} nothing"
     found = [MissedFusion("policy", module_fqn(n), source_line(n), n.name, REGION, reason) for n in calls]

@@ -25,14 +25,15 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import SequenceShardedError
 from megacpp_compile.frontend.capture import Captured
-from megacpp_compile.frontend.dtensors import is_dtensor, leaves
+from megacpp_compile.frontend.dtensors import activations_in, leaves
 from megacpp_compile.frontend.local_dtensors.rules import part_of
-from megacpp_compile.fx.edit import called, dynamo_value, same_size
+from megacpp_compile.fx.edit import all_nodes, called, dynamo_value, same_size
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.fx.subgraph import inside
 from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
+from megacpp_compile.matchers.ssd.tensor_ops import argument
 from megacpp_compile.passes._driver import Outcome, Review, all_passes
 from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report.records import MissedFusion, Site
@@ -102,8 +103,8 @@ class SequenceShards:
 
     def _unmatched(self, gm: GraphModule, captured: Captured | None) -> Iterator[MissedFusion]:
         """What no pass came near to, in the captured graph or, where there is none, in Dynamo's."""
-        graphs = [captured.gm] if captured is not None else [m for m in gm.modules() if isinstance(m, GraphModule)]
-        for node in (n for m in graphs for n in m.graph.nodes if n.op.startswith("call") and n not in self.within):
+        nodes = captured.gm.graph.nodes if captured is not None else all_nodes(gm)
+        for node in (n for n in nodes if n.op.startswith("call") and n not in self.within):
             if _convolves(node):
                 what = "conv1d" if _overlaps(node) else ""
             elif name_of(node).startswith("megacpp::"):
@@ -142,6 +143,8 @@ class SequenceShards:
 
 def sequence_shards(gm: GraphModule, example_inputs: Sequence[Any]) -> SequenceShards | None:
     """How the sequences of a frame are sharded, by Dynamo's graph; None where nothing says that they are."""
+    if not context_parallel.several_ranks():
+        return None
     if why := context_parallel.in_force():
         return SequenceShards(why)
     tokens = [size for value in activations(gm, example_inputs) for size in _tokens_of(value)]
@@ -175,9 +178,7 @@ def activations(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[Any]
     holders = gm.graph.find_nodes(op="placeholder")
     given = {n for n, x in zip(holders, example_inputs, strict=True) if isinstance(x, torch.nn.Parameter)}
     for node in gm.graph.nodes:
-        for leaf in leaves(dynamo_value(node)) if node not in given else ():
-            if is_dtensor(leaf) and leaf.dim() > 2:
-                yield leaf
+        yield from activations_in(dynamo_value(node) if node not in given else None)
 
 
 def _tokens_of(value: Any) -> Iterator[Any]:
@@ -195,17 +196,13 @@ def _name(node: Node) -> str:
 def _convolves(node: Node) -> bool:
     """Whether it is a convolution along one dimension."""
     named = node.op == "call_function" and called(node).partition(".")[0] in _CONVOLUTIONS
-    return named and len(_shape(_given(node, 1, "weight"))) == 3
+    return named and len(_shape(argument(node, 1, "weight"))) == 3
 
 
 def _overlaps(node: Node) -> bool:
     """Whether a convolution reads more steps at a time than it goes on by, so that a result depends on others' own."""
-    stride = _given(node, 3, "stride", 1)
-    return bool(_shape(_given(node, 1, "weight"))[-1] > (stride[0] if isinstance(stride, (tuple, list)) else stride))
-
-
-def _given(node: Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    stride = argument(node, 3, "stride", 1)
+    return bool(_shape(argument(node, 1, "weight"))[-1] > (stride[0] if isinstance(stride, (tuple, list)) else stride))
 
 
 def _shape(node: Any) -> Sequence[Any]:

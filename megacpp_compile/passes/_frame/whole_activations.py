@@ -13,9 +13,10 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch.context_parallel import several_ranks
 from megacpp_compile.config.warn_once import warn_once
-from megacpp_compile.frontend.dtensors import is_dtensor, leaves
-from megacpp_compile.fx.edit import dynamo_value
+from megacpp_compile.frontend.dtensors import activations_in, is_dtensor, leaves
+from megacpp_compile.fx.edit import all_nodes, dynamo_value
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.report.records import MissedFusion
@@ -31,7 +32,9 @@ REMEDY = (
 def whole_activations(gm: GraphModule) -> list[MissedFusion]:
     """One line for a frame, as Dynamo has it, in which ranks sum activations and each keeps all tokens; none where
     tokens are sharded over ranks in it. Warned of once."""
-    nodes = [n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
+    if not several_ranks():
+        return []
+    nodes = all_nodes(gm)
     found = [(node, value, axis) for node in nodes for value, axis in _summed(node)]
     if not found:
         return []
@@ -49,9 +52,7 @@ def whole_activations(gm: GraphModule) -> list[MissedFusion]:
 
 def _activations(node: Node) -> Iterator[Any]:
     """The DTensors with tokens and channels that a call gives."""
-    for leaf in leaves(dynamo_value(node)) if node.op.startswith("call") else ():
-        if is_dtensor(leaf) and leaf.dim() > 2:
-            yield leaf
+    return activations_in(dynamo_value(node) if node.op.startswith("call") else None)
 
 
 def _summed(node: Node) -> Iterator[tuple[Any, int]]:
