@@ -58,7 +58,6 @@ class Analysis:
     the passes did; None where nothing is to be rewritten. shown: whether there are loops in it that were traced for all
     experts, and may be. notes: what is to be reported even if the frame falls back. calls_ops: whether semantic ops are
     to be lowered in the frame as it came. swapped: how many attentions FlashAttention-4 was put in place of.
-    shards: how sequences are sharded over ranks, None where they are not.
     """
 
     frame: Frame
@@ -68,7 +67,6 @@ class Analysis:
     notes: list[MissedFusion] = dataclasses.field(default_factory=list)
     calls_ops: bool = False
     swapped: int = 0
-    shards: SequenceShards | None = None
 
     def rewritten_gm(self) -> GraphModule | None:
         """The rewritten graph, or None where no op was put in place."""
@@ -121,13 +119,12 @@ def analyse(
     if config.fa4 and target.cublas:
         require_fa4("Install it, or leave out the option 'fa4'.")
     began = time.perf_counter()
-    shards = None if is_backward(gm) else sequence_shards(gm, example_inputs)
+    backward = is_backward(gm)
+    shards = None if backward else sequence_shards(gm, example_inputs)
     analysis = _analyse(gm, example_inputs, config, target, config.inductor if patches is None else patches, shards)
-    if analysis.frame.grad and not is_backward(gm):
+    if analysis.frame.grad and not backward:
         analysis.notes += conflicts.overruled(gm, config) + whole_activations(gm)
     if shards is not None:
-        analysis.notes += shards.tell(gm, analysis.captured, analysis.outcome, config)
-    if (shards := analysis.shards) is not None:
         analysis.notes += shards.tell(gm, analysis.captured, analysis.outcome, config)
     seconds = analysis.frame.seconds
     seconds["analysis"] = time.perf_counter() - began - sum(seconds.values())

@@ -15,6 +15,7 @@ from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import VerificationError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import attribute_of, value
+from megacpp_compile.fx.mode_states import mode_states
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.fx.subgraph import between
 from megacpp_compile.matchers._match import MatchFailure
@@ -32,7 +33,8 @@ class Reviewer:
         self.captured, self.config, self.count = captured, config, count_saved
         self.inputs = replay.concrete(example_inputs)
         self.cache: dict[Any, int | None] = {}
-        self.trained = Differentiated(captured.gm.graph, captured.trained) if count_saved else ()
+        graph = captured.gm.graph
+        self.trained = Differentiated(graph, captured.trained, mode_states(graph)) if count_saved else ()
         self.verified: dict[str, Any] | None = None  # as in `Frame.verified`
         self.fake = any(isinstance(x, FakeTensor) for x in example_inputs)
 

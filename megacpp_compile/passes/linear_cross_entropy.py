@@ -51,8 +51,8 @@ MIN_BYTES, SMALL_ON = 64 << 20, "cuda"
 # Forward keeps the gradient of the weight, and backward has it twice while it is scaled. Of fewer tokens the logits
 # take no more than that, and Inductor is as fast (one H200, 4096 tokens, 4096 and 7168 channels: 1.07 and 1.04 of it).
 WEIGHTS = 2
-# Elsewhere the gradients that forward keeps are not to take more than the logits they stand for, by as much as counts.
-COUNTS = 32 << 10
+# Elsewhere a head stays plain where forward would keep gradients of so many bytes more than its logits have.
+EXCESS = 32 << 10
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
@@ -120,7 +120,7 @@ def _few_tokens(
     size, least, what = nbytes(logits), kept * WEIGHTS * nbytes(value(weight)), "the weight's gradient is"
     if logits.device.type != SMALL_ON:
         rows = nbytes(value(x)) if x in gradients else 0
-        least, what = kept * nbytes(value(weight)) + rows - COUNTS, "gradients are"
+        least, what = kept * nbytes(value(weight)) + rows - EXCESS, "gradients are"
     if size >= least:
         return None
     reason = (

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import megacpp_compile
 from benchmarks import models
 from megacpp_compile.frontend.capture import capture
+from megacpp_compile.fx.mode_states import mode_states
 from megacpp_compile.fx.subgraph import between
 from megacpp_compile.passes import _review
 from megacpp_compile.passes._rewrites.differentiated import Differentiated
@@ -28,7 +29,7 @@ def counted(function, *args, dynamic=True):
         part = between(captured.gm, graph.find_nodes(op="placeholder"), list(graph.output_node().args[0]))
         env = captured.fake_mode.shape_env
         before = len(env.guards) if env else 0
-        trained = Differentiated(graph, captured.trained)
+        trained = Differentiated(graph, captured.trained, mode_states(graph))
         found["bytes"] = saved_bytes(part, captured.fake_mode, trained)
         found["guards"] = (len(env.guards) if env else 0) - before
         return gm.forward

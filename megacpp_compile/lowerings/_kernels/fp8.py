@@ -90,8 +90,7 @@ def delayed_scale(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
     it is before there is one, the scale that the finite numbers of a sample of x give."""
     rows = x.flatten(0, -2)
     sample = _sampled(_sampled(rows, 0), 1) if rows.numel() else rows.new_zeros(1, 1)
-    sample = torch.where(_finite(sample), sample, 0).abs().amax((0, 1))
-    return scale_from(torch.where(largest > 0, ROOM * largest, MARGIN * sample), dtype)
+    return scale_from(torch.where(largest > 0, ROOM * largest, MARGIN * largest_finite(sample)), dtype)
 
 
 def _sampled(x: Tensor, dim: int) -> Tensor:

@@ -67,12 +67,13 @@ def found_at_decays(
     algebra = Algebra(graph, RULES, masks)
     if masks is not None and not any(algebra.is_mask(a) for n in algebra.nodes for a in tensors(n)):
         return
-    done = set(known)
+    done, joined = set(known), False
     for n in graph.nodes:
         if n in done or not is_decay(algebra, n) or masks is not None and not _masked(algebra, n):
             continue
-        if join_lengths(graph):
+        if not joined and join_lengths(graph):
             algebra = Algebra(graph, RULES, masks)
+        joined = True
         found = find(algebra, n)
         if (inside := getattr(found, "inside", None)) is not None:
             done |= inside

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.mode_states import mode_states
+from megacpp_compile.fx.mode_states import ModeStates
 from megacpp_compile.fx.views import DETACH, values_read
 from megacpp_compile.matchers.graph_view import GraphView
 
@@ -19,9 +19,9 @@ class Differentiated:
     """The nodes that are trained, or computed from such with gradients recorded; none where the frame records none.
     What passes add to the graph meanwhile is judged when it is asked for. Calls of methods are those on DTensors."""
 
-    def __init__(self, graph: fx.Graph, trained: Iterable[Node]) -> None:
+    def __init__(self, graph: fx.Graph, trained: Iterable[Node], states: ModeStates) -> None:
         self._known = {n: False for n in graph.nodes if n.op not in ("call_function", "call_method")}
-        self._recorded = {n: state.grad for n, state in mode_states(graph).items()}
+        self._recorded = {n: state.grad for n, state in states.items()}
         if torch.is_grad_enabled():
             self._known |= dict.fromkeys(trained, True)
 
@@ -50,7 +50,7 @@ class Differentiated:
 
 def differentiated(view: GraphView) -> set[Node]:
     """`Differentiated` of a graph as it is."""
-    found = Differentiated(view.graph, view.trained)
+    found = Differentiated(view.graph, view.trained, view.mode_states)
     return {n for n in view.graph.nodes if n in found}
 
 
