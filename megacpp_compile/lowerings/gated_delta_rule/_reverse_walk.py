@@ -41,6 +41,8 @@ def in_triton(
         {"num_warps": 4, "num_stages": call.stages(STAGES)}, BV=columns, do=call.do, inverse=inverse,
         documents=call.packed.documents if call.packed else call.nothing, last=_last(call, dfinal, out),
         per_key=call.per_state, scale=call.scale, CHANNELS=int(call.per_channel), LAST=int(dfinal is not None), **out,
+        # Triton makes a constant of a 1, and ptxas 12.8 wrong rows of a walk that has a single round for sure.
+        behind_last=call.chunks + 1,
         **only(made, "q k out_keys turned decay steps norms ends"), **strides("q", made["q"], "bth"),
         **strides("k", made["k"], "bth"), **call.strides_of("do"), **call.common,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
 
 @triton.jit
 def gated_delta_rule_reverse_walk(q, k, out_keys, do, inverse, turned, decay, steps, norms, ends, table, documents,
-                                  last, d_states, d_rows, d_initial, tokens, chunks, heads, per_key, scale,
+                                  last, d_states, d_rows, d_initial, tokens, chunks, behind_last, heads, per_key, scale,
                                   q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h,
                                   C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
                                   CHANNELS: tl.constexpr, LAST: tl.constexpr, PACKED: tl.constexpr,
@@ -39,7 +39,7 @@ def gated_delta_rule_reverse_walk(q, k, out_keys, do, inverse, turned, decay, st
         begin, count = tl.load(documents + 2 * document), tl.load(documents + 2 * document + 1)
     else:
         b = document
-        begin, count = tile * 0, chunks
+        begin, count = tile * 0, behind_last - 1
     q += b * q_b + h // per_key * q_h
     k += b * k_b + h // per_key * k_h
     out_keys += b * k_b + h // per_key * k_h

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.lowerings.gated_delta_rule import _triton_channels, _triton_prepare
 from megacpp_compile.lowerings.gated_delta_rule._forward_call import COLUMNS, STAGES, Call
@@ -49,16 +48,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     if heads > MOST_BLOCKS or isinstance(sequences, int) and sequences > MOST_BLOCKS:
         return f"more than {MOST_BLOCKS} heads or sequences"
     if backward:
-        if g is not None and g.dim() == 4 and _one_chunk(v, args[13]):
-            return f"gates a channel and one chunk of {args[13]} steps: kernels for a single chunk come out wrong"
         return _too_large(shared_memory(args[13], keys, any(t.dtype != torch.bfloat16 for t in (q, k, v))), v.device)
     return _too_large(_shared_memory(args[9], keys, g is not None and g.dim() == 4), v.device)
-
-
-def _one_chunk(v: Tensor, chunk: int) -> bool:
-    """Whether all tokens are one chunk, of more than 16: gradients of v and beta are wrong then on an H200 in bfloat16
-    (Triton 3.6, 20 tokens in a chunk of 64, heads of 16), though right in the interpreter, and for two chunks."""
-    return v.device.type == "cuda" and chunk > 16 and statically_known_true(v.shape[1] <= chunk)
 
 
 def _shared_memory(chunk: int, keys: int, per_channel: bool) -> int:
