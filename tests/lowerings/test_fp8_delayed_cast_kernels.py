@@ -73,3 +73,14 @@ def test_overflow_is_seen(rand, monkeypatch):
     wide = payload.float()
     assert wide.isnan().nonzero().tolist() == [[3, 5], [7, 1]] and wide[9, 9] == 448
     assert torch.equal(columns.float().t().isnan(), wide.isnan()) and scale.isfinite() and not seen.isfinite()
+
+
+def test_rows_that_are_no_fours(rand, monkeypatch):
+    """Four are turned at once: of others all bytes are written, too."""
+    from megacpp_compile.lowerings.fp8_linear import cuda_scaled_mm
+
+    x, largest = rand(3, 3, 16, dtype=torch.bfloat16).to(DEVICE), torch.tensor([3.0], device=DEVICE)
+    with rounding_to_nearest(monkeypatch):
+        payload, columns, *_ = cuda_scaled_mm.fp8_quantize_delayed(x, largest, "e4m3", True)
+    assert not columns.float().isnan().any()
+    assert torch.equal(columns.view(torch.uint8), payload.view(torch.uint8).flatten(0, 1).t())

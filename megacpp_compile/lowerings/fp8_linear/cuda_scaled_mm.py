@@ -71,7 +71,9 @@ def _past_of(x: Tensor) -> Tensor:
 
 def cast(x: Tensor, largest: Tensor, turned: bool, straight: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(payload in e4m3, the same as [k, rows], scale, largest magnitude); empty what is not asked for."""
-    if isinstance(x.numel(), int) and not x.numel():  # no program would write the scale
+    numbers = x.numel()
+    # No program would write the scale of none; and it is four rows that are turned at once.
+    if isinstance(numbers, int) and (not numbers or turned and numbers // x.shape[-1] % 4):
         return reference.fp8_quantize_delayed(x, largest, "e4m3", turned)
     from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
 
