@@ -6,9 +6,12 @@ or what a loss is made of.
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from megacpp_compile._torch._registry import release
 
 DIM, WORDS, IGNORED = 12, 23, -100
 LENGTH = 6
@@ -41,6 +44,8 @@ def rows_of(logits, labels):
 
 def build(body, *, bias=False, length=LENGTH, dtype=torch.float32, ignored=True):
     """(module, arguments) of a body; some labels are IGNORED unless the body takes each for a word."""
+    if body in (hidden_by_their_labels, masked_shifted) and release(torch.__version__) < (2, 13):
+        pytest.skip(f"torch {torch.__version__} cannot trace two boolean indices that choose as many rows as each other")
     head = Head(body, bias).to(dtype)
     return head, arguments(length, dtype, ignored and body not in WITHOUT_IGNORED.values())
 
