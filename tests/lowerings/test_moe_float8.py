@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megacpp_compile.lowerings._activation import Activation
 from megacpp_compile.lowerings._gemm.float8_support import no_grouped_float8
 from megacpp_compile.lowerings._kernels.fp8 import round_to_fp8
 from megacpp_compile.lowerings.moe import cuda_triton, moe, moe_backward, reference, tpu_xla
@@ -133,7 +134,7 @@ def test_who_serves_it(rand):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("label", ["pair_separate", "pair_stacked", "gate_up_separate", "single_stacked"])
+@pytest.mark.parametrize("label", ["pair_separate", "pair_stacked", "gate_up_separate", "single_stacked", "transposed"])
 @pytest.mark.parametrize("module", [reference, cuda_triton])
 def test_results_lie_as_promised(rand, module, label):
     args = call(rand, torch.bfloat16, **EXPERTS[label], d=48, n=32)
@@ -187,9 +188,11 @@ SIZES = {
     "no_token": {"d": 32, "n": 16, "tokens": 0},
     "one_expert": {"d": 32, "n": 16, "experts": 1, "choices": 1},
 }
+# Large enough for a CPU's GEMMs to add in another order where operands lie elsewhere.
+ON_GPUS = {"many": {"d": 512, "n": 384, "experts": 16, "choices": 4, "tokens": 1000},
+           "a_width_of_11_tiles": {"d": 2048, "n": 1408, "experts": 4, "tokens": 300}}
 if CUDA:
-    SIZES["many"] = {"d": 512, "n": 384, "experts": 16, "choices": 4, "tokens": 1000}
-    SIZES["a_width_of_11_tiles"] = {"d": 2048, "n": 1408, "experts": 4, "tokens": 300}
+    SIZES |= ON_GPUS
 
 
 # With kernels of gate and up together, and apart.
@@ -212,6 +215,27 @@ class TestKernels:
         for g, want in zip(got, gradients_of(reference, args, seed), strict=True):
             assert g.shape == want.shape and g.dtype == want.dtype
             assert not g.numel() or relative_error(g, want) < 4e-2
+
+    @pytest.mark.parametrize("activation", ["silu", rarely("relu"), rarely(CURVES["clamped_silu"])])
+    def test_gradients_behind_a_gemm(self, rand, activation):
+        """Of rows of experts, and of some of none, whose channels are no whole blocks."""
+        from megacpp_compile.lowerings._kernels import triton_gated_gradients as kernel
+
+        offsets, n = torch.tensor([5, 5, 19], dtype=torch.int32, device=DEVICE), 520
+        d_a, gates = rand(23, n, dtype=torch.bfloat16).to(DEVICE), rand(23, dtype=torch.float32).to(DEVICE)
+        gate, up = rand(23, 2 * n, dtype=torch.bfloat16).to(DEVICE).chunk(2, 1)
+        leaves = [t[:19].double().requires_grad_() for t in (gate, up, gates)]
+        (f, _), (factor, _) = Activation.parse(activation).of_gate(leaves[0]), Activation.parse(activation).of_up(leaves[1])
+        a = f * factor
+        want = torch.autograd.grad(a * leaves[2][:, None], leaves, d_a[:19].double())
+        d_a[19:] = float("nan")
+        with poisoned_memory():
+            d_hidden, out, d_gates = kernel.gradients_of_rows(d_a, gate, up, gates, offsets, activation)
+        near = 2**-7
+        assert relative_error(d_hidden[:19], torch.cat(want[:2], 1)) < near
+        assert relative_error(out[:19], a * leaves[2][:, None]) < near
+        assert relative_error(d_gates[:19], want[2]) < 1e-5
+        assert not any(t[19:].any() for t in (d_hidden, out, d_gates))
 
     @pytest.mark.parametrize("r, c", [(48, 160), *SIDES, *[(1408, 2048), (2048, 1408)] * CUDA])
     @pytest.mark.parametrize("parts", [1, 2])

@@ -25,7 +25,6 @@ from megacpp_compile.targets.chips import multiprocessors, on_hopper
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor  # launches take it
 
-    from megacpp_compile.lowerings._kernels.gluon_gated_gradients import gated_gradients_hopper
     from megacpp_compile.lowerings._kernels.gluon_grouped import grouped_rows_hopper
     from megacpp_compile.lowerings._kernels.gluon_grouped_weights import grouped_weights_hopper
 
@@ -42,9 +41,8 @@ UNSCALED: Scales = (None, None)
 # A tile's sides, rows of a step of the weights' gradients, and bytes of a step elsewhere.
 SHORT, LONG, STEP, STEP_BYTES = 128, 256, 64, 128
 # With fewer rows in all, launches take longer; with fewer of a group, tiles are cut, and a weight is read for one row
-# of tiles alone. There Triton's kernels are as fast or faster: of two xs, and of gradients, whose tiles have 256 rows,
-# up to more rows (384 of a group take these 12 % more, 1536 4 % less).
-LEAST_ROWS, LEAST_OF_GROUP, LEAST_OF_TWO, LEAST_OF_GRADIENTS = 8192, 256, 384, 1024
+# of tiles alone. There Triton's kernels are as fast or faster: of two xs up to more rows.
+LEAST_ROWS, LEAST_OF_GROUP, LEAST_OF_TWO = 8192, 256, 384
 # Columns of tiles from which on programs have NEAR rows of them at a time: gate and up of 8 experts of 4096 x 14336, of
 # 112 columns, take 3.3 ms for 3.9; with 6 to 23 columns GEMMs take 2 to 14 % more.
 MANY_COLUMNS, NEAR = 32, 16
@@ -114,23 +112,12 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `triton_gated_gradients.gradients`."""
     gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
-    (total, n), step = gate.shape, STEP_BYTES // grad.element_size()
+    total, n = gate.shape
 
     def in_gluon(lying: _Lying) -> tuple[Tensor, Tensor, Tensor]:
-        curve, experts = Activation.parse(activation), offsets.shape[0]
-        d_hidden, out = (grad.new_empty((total, width), dtype=dtype) for width in (2 * n, n))
-        dots = gates.new_empty((triton.cdiv(n, SHORT), total))
-        d_gate, d_up = d_hidden.chunk(2, 1)
-        launch(
-            gated_gradients_hopper, (multiprocessors(grad.device),),
-            x=_tile(grad, LONG, step) if take is None else grad, weights=lying.tiles(SHORT, step), places=lying.places,
-            take=offsets if take is None else take, ends=offsets, gate=_tile(gate, 64, 32), up=_tile(up, 64, 32),
-            gates=gates.contiguous(), d_gate=d_gate, d_up=d_up, out=out, dots=dots, x_scale=x_scale, rows=total,
-            xs=grad.stride(0), depth=grad.shape[1], N=n, E=experts, EP=power_of_2(experts + 1), TAKE=take is not None,
-            ACROSS=lying.across, STAGES=3, NEAR=_near(triton.cdiv(n, SHORT)), NAME=curve.name, CURVE=curve.constants,
-            REGISTERS=216, COPY_REGISTERS=72, num_warps=4,
-        )  # fmt: skip
-        return d_hidden, out, dots.sum(0)
+        d_a = grad.new_empty((total, n), dtype=dtype)
+        _launch_rows([grad], lying, offsets, take, d_a, (x_scale, None))
+        return triton_gated_gradients.gradients_of_rows(d_a, gate, up, gates, offsets, activation)
 
     def in_triton() -> tuple[Tensor, Tensor, Tensor]:
         return triton_gated_gradients.gradients(
@@ -138,7 +125,7 @@ def gradients(
         )
 
     plain = gates.dtype == torch.float32 and gate.dtype == torch.bfloat16 and _made(grad, dtype)
-    least = LEAST_OF_GRADIENTS * offsets.shape[0]
+    least, plain = LEAST_OF_GROUP * offsets.shape[0], plain and n % EIGHT == 0
     if plain and _serve(total, least, grad, gate, up) and (lying := _lying(weights, transposed=True)):
         return kernels.or_in_triton(NAME, functools.partial(in_gluon, lying), in_triton)
     return in_triton()

@@ -1,5 +1,5 @@
 """Backward of the grouped GEMMs of a gated MLP on CUDA: its first GEMM, with all that follows it up to the next ones,
-in one kernel. `triton_grouped` says how groups and weights are found."""
+in one kernel; or what follows it alone. `triton_grouped` says how groups and weights are found."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp_compile.lowerings._activation import Activation
+from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.triton_activations import factors, passed_on
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_grouped import (
@@ -18,6 +19,9 @@ from megacpp_compile.lowerings._kernels.triton_grouped import (
     programs,
     tile_of,
 )
+
+# Rows and channels of a program that multiplies nothing.
+BY_LANES = {"BM": 8, "BN": 512, "num_warps": 4}
 
 
 @triton.jit
@@ -88,6 +92,36 @@ def gated_gradients(x, weights, table, ends, take, x_scale, h_gate, h_up, gates,
             dot += _gradients_of(d_a, m, lanes, h_gate, h_up, scale, d_hidden, out, hs, stop, until, N, NAME, CURVE,
                                  ACC)  # fmt: skip
     tl.store(dots + part.to(tl.int64) * rows + m, dot, mask=m < stop)
+
+
+@triton.jit
+def gated_gradients_of_rows(ends, h_gate, h_up, gates, d_hidden, out, dots, rows, hs, N: tl.constexpr,
+                            E: tl.constexpr, NAME: tl.constexpr, CURVE: tl.constexpr, ACC: tl.constexpr,
+                            BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """What `gated_gradients` does behind its GEMM, whose result is in `out`, which is overwritten."""
+    part = tl.program_id(1)
+    m, n = tl.program_id(0) * BM + tl.arange(0, BM), part * BN + tl.arange(0, BN)
+    until = tl.load(ends + (E - 1))
+    live = (m < until)[:, None] & (n < N)[None, :]
+    d_a = tl.load(out + m.to(tl.int64)[:, None] * N + n[None, :], mask=live, other=0).to(ACC)
+    scale = tl.load(gates + m, mask=m < until, other=0).to(ACC)[:, None]
+    dot = _gradients_of(d_a, m, n, h_gate, h_up, scale, d_hidden, out, hs, rows, until, N, NAME, CURVE, ACC)
+    tl.store(dots + part.to(tl.int64) * rows + m, dot, mask=m < rows)
+
+
+def gradients_of_rows(
+    d_a: Tensor, gate: Tensor, up: Tensor, gates: Tensor, offsets: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of `gradients`, from those of its GEMM, `d_a` [S, n], which the second is written over. gate and up
+    lie alike, with channels side by side."""
+    curve, (rows, n) = Activation.parse(activation), d_a.shape
+    d_hidden, dots = d_a.new_empty((rows, 2 * n)), gates.new_empty((triton.cdiv(n, BY_LANES["BN"]), rows))
+    launch(
+        gated_gradients_of_rows, (triton.cdiv(rows, BY_LANES["BM"]), dots.shape[0]), ends=offsets, h_gate=gate,
+        h_up=up, gates=gates.contiguous(), d_hidden=d_hidden, out=d_a, dots=dots, rows=rows, hs=gate.stride(0), N=n,
+        E=offsets.shape[0], NAME=curve.name, CURVE=curve.constants, ACC=tl.float32, **BY_LANES,
+    )  # fmt: skip
+    return d_hidden, d_a, dots.sum(0)
 
 
 def _two_programs(narrow: bool) -> dict[str, int]:

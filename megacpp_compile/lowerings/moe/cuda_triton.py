@@ -3,8 +3,9 @@ GEMM that is best for where the weights lie.
 
 Kernels of its own do the GEMMs (`hopper_grouped`). They find each weight by its address, so that separate ones stay
 where they are; torch's grouped GEMM (CUTLASS) would need a copy of them all. They read rows where they are too, so
-nothing is gathered for a GEMM. Gate, up and activation are one kernel, and so are backward's first GEMM and what
-follows it. Gradients of the weights are one tensor however the weights lie.
+nothing is gathered for a GEMM. Gate, up and activation are one kernel. Behind backward's first GEMM a kernel over rows
+does all up to the next ones; where rows are few, within that GEMM. Gradients of the weights are one tensor however the
+weights lie.
 """
 
 from __future__ import annotations
