@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megacpp_compile.lowerings._activation import Activation, Bound
-from megacpp_compile.lowerings._kernels.grouped import rows, sums, weights
+from megacpp_compile.lowerings._kernels.grouped import rows, separate, sums, weights
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.lowerings.moe import moe, reference
 from megacpp_compile.lowerings.moe.reference import experts_of
@@ -111,8 +111,12 @@ def test_gradients_lie_as_promised(rand, lowering, name):
         described = [[(t.shape, t.dtype, t.stride()) for t in tree_leaves(out) if t.numel()] for out in (got, want)]
         assert described[0] == described[1], label
         if name == "moe":
-            for part in want[2].chunk(2, 1) if args[3] else want[2:3]:
-                assert all(w.is_contiguous() for w in part.unbind(0))
+            ups = [separate(ws) for ws in args[3:5] if ws]
+            for part, ws in zip(want[2].chunk(len(ups), 1), ups, strict=True):
+                # Of one tensor with those of the other half, if they lie across.
+                strides = {w.stride() if w.stride(-1) == 1 else (1, len(ups) * len(w)) for w in ws}
+                assert {g.stride() for g in part.unbind(0)} == strides, label
+            assert {g.stride() for g in want[3].unbind(0)} == {w.stride() for w in separate(args[5])}, label
 
 
 @pytest.mark.parametrize("text", ["silu", *CURVES.values()])

@@ -121,9 +121,7 @@ def _(  # type: ignore[no-untyped-def]
     grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision="",
     b_gate=None, b_up=None, b_down=None, into_turned=None, down_turned=None,
 ):  # fmt: skip
-    experts, (d, n) = reference.experts_of(w_down), w_down[0].shape[-2:]
-    width = sum(w[0].shape[-2] for w in (w_gate, w_up) if w)
-    d_into, d_down = x.new_empty((experts, width, d)), x.new_empty((experts, d, n))
+    d_into, d_down = reference.empty_weight_gradients(x, w_gate, w_up, w_down)
     biases = [b.new_empty(b.shape) for b in (b_gate, b_up, b_down) if b is not None]
     return x.new_empty(x.shape), gates.new_empty(gates.shape), d_into, d_down, biases
 

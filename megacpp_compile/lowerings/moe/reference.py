@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.lowerings._activation import Activation, passed_on
 from megacpp_compile.lowerings._kernels.grouped import dtype_of  # registers the GEMMs, too
@@ -268,11 +269,42 @@ def backward_of_rows(
     d_biases, added = _bias_gradients(added_grad, d_hidden, gate_of, offsets, token, (b_gate, b_up), b_down, grouped)
     d_hidden = d_hidden.to(x.dtype)
     d_gate = d_gate if added is None else d_gate + added
-    d_down = grouped.weights(grad, a, offsets, token)
-    d_into = grouped.weights(d_hidden, x, offsets, None, token)
+    d_down = _weights_gradient(grouped, [w_down], (grad, token), (a, None), offsets)
+    d_into = _weights_gradient(grouped, ups, (d_hidden, None), (x, token), offsets)
     parts = [d_hidden] if getattr(grouped, "side_by_side", False) else list(d_hidden.chunk(len(ups), 1))
     d_rows = grouped.rows(parts, [w for part in ups for w in part], offsets, True)
     return d_rows, d_gate, d_into, d_down, d_biases
+
+
+def empty_weight_gradients(
+    x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], w_down: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """What the gradients of w_gate and w_up, side by side, and of w_down will be, as they will lie."""
+    return _empty_gradient(x, [w for w in (w_gate, w_up) if w]), _empty_gradient(x, [w_down])
+
+
+def _empty_gradient(x: Tensor, parts: list[list[Tensor]]) -> Tensor:
+    experts, (n, k) = experts_of(parts[0]), (sum(w[0].shape[-2] for w in parts), parts[0][0].shape[-1])
+    return x.new_empty((experts, k, n)).transpose(1, 2) if _across(parts) else x.new_empty((experts, n, k))
+
+
+def _across(parts: list[list[Tensor]]) -> bool:
+    """Whether all these weights [n, k] lie as [k, n]. So will their gradient: autograd would copy any other into one
+    that lies as its parameter does."""
+    return all(statically_known_true(w.stride(-2) == 1) and w.stride(-1) != 1 for part in parts for w in part)
+
+
+def _weights_gradient(
+    grouped: Grouped,
+    parts: list[list[Tensor]],
+    grad: tuple[Tensor, Tensor | None],
+    x: tuple[Tensor, Tensor | None],
+    offsets: Tensor,
+) -> Tensor:
+    """[E, n, k], of rows and what numbers them; of `parts` side by side."""
+    if _across(parts):
+        return grouped.weights(x[0], grad[0], offsets, x[1], grad[1]).transpose(1, 2)
+    return grouped.weights(grad[0], x[0], offsets, grad[1], x[1])
 
 
 def _bias_gradients(

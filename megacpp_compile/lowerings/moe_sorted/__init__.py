@@ -24,7 +24,13 @@ from megacpp_compile.lowerings._kernels.grouped import dtype_of
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.moe.float8 import Payloads
-from megacpp_compile.lowerings.moe.reference import PRECISIONS, TIME_IN_FP8, empty_hidden, experts_of
+from megacpp_compile.lowerings.moe.reference import (
+    PRECISIONS,
+    TIME_IN_FP8,
+    empty_hidden,
+    empty_weight_gradients,
+    experts_of,
+)
 from megacpp_compile.lowerings.moe_sorted import reference
 
 
@@ -102,9 +108,7 @@ def _(  # type: ignore[no-untyped-def]
     grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision="",
     b_gate=None, b_up=None, b_down=None, into_turned=None, down_turned=None,
 ):  # fmt: skip
-    experts, (d, n) = experts_of(w_down), w_down[0].shape[-2:]
-    width = sum(w[0].shape[-2] for w in (w_gate, w_up) if w)
-    d_into, d_down = x.new_empty((experts, width, x.shape[1])), x.new_empty((experts, d, n))
+    d_into, d_down = empty_weight_gradients(x, w_gate, w_up, w_down)
     biases = [b.new_empty(b.shape) for b in (b_gate, b_up, b_down) if b is not None]
     return x.new_empty(x.shape), d_into, d_down, biases
 
