@@ -1,4 +1,5 @@
-"""Attention that a model spells out: a softmax between the product of queries with keys and that with values.
+"""Attention that a model spells out: a softmax between the product of queries with keys and that with values; and what
+torch's own op is handed a mask for that only compares places.
 
 Before: `softmax(q @ k.transpose(-1, -2) * scale + mask, -1) @ v` in any spelling: products of any kind, or sums of two;
         grouped heads; scores divided, capped, biased and masked; a column more for sinks; a softmax by exponentials
@@ -9,7 +10,7 @@ probabilities. It saves q, k, v, the result and two numbers a row at most in pla
 Masks that compare places are told to the op as distances (`left`, `right`), so that kernels skip what they hide; each
 query has to see a key by them, as a query that sees none is NaN or the mean of the values in eager, by how it is
 written. Where that is not known, and where a mask is data, it stays a tensor that the op reads, with the number that it
-writes.
+writes. Torch's op with such a mask stays torch's: its kernels read masks as well.
 Refused: probabilities that something else reads (`weights-kept`), drops at random (`dropout`) or changes (`weights-
 changed`); exponentials that are normalised, but by no softmax (`softmax`); scores that another op changes (`scores`)
 or reads (`scores-kept`); queries in a wider dtype than the products' (`precision`); heads of more channels than
@@ -27,10 +28,12 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.frontend.sdpa_regions import SDPA_KERNEL
+from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, UNIT_DIMS, uncast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.latent_attention.core import SDPA
 from megacpp_compile.matchers.latent_attention.products import product_of
 from megacpp_compile.matchers.softmax_attention.conditions import Distance, Hidden, conditions_of, narrowest
 from megacpp_compile.matchers.softmax_attention.find import attentions
@@ -69,7 +72,27 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             if _OWN not in (found.node.meta.get("stack_trace") or ""):
                 yield found
         elif _OWN not in (found.softmax.meta.get("stack_trace") or ""):
-            yield _decide(view, found)
+            if found.softmax.target is not SDPA or _gains(view, found):
+                yield _decide(view, found)
+
+
+def _gains(view: GraphView, found: Attention) -> bool:
+    """Whether a call of torch's op computes less without its mask, which torch's kernels read for all keys, hidden or
+    not. What was chosen for it, by the option `fa4` or under `sdpa_kernel`, is left."""
+    plan, node = _plan(found), found.softmax
+    if view.config.fa4 or SDPA_KERNEL in (node.meta.get("custom") or {}) or isinstance(plan, MatchFailure):
+        return False
+    told = any(said is not None for said in (plan.left, plan.right, plan.documents))
+    return told and not plan.hidden and not plan.added and _is_quicker(value(node).device.type, found, plan)
+
+
+def _is_quicker(device: str, found: Attention, plan: _Plan) -> bool:
+    """Whether kernels that are told of this mask are known to be quicker than those that read it."""
+    if device == "cpu":
+        diagonal = plan.right is not None and same_size(plan.right.size, 0)
+        square = same_size(length([*found.queries]), length([*found.keys]))
+        return diagonal and square and plan.left is None and plan.documents is None
+    return device == "cuda" and plan.dtype in (torch.float16, torch.bfloat16)
 
 
 def _decide(view: GraphView, found: Attention) -> Match | MatchFailure:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import expecttest
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
+from megacpp_compile.passes import attention
 from tests.frames import TOLERANCE, check_graph, largest_error, render, run_graph, train
 from tests.remat.steps import without_code
 from tests.seeds import Draws
@@ -329,6 +332,50 @@ def written(mask):
     return lambda m, q, k, v: mask(scored(q, k), torch.ones(T, T)).softmax(-1) @ v
 
 
+def in_order(q, positions):
+    """Transformers': each token's number of the document that it begins or goes on, told by its position."""
+    positions = positions.expand(q.shape[0], -1)
+    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
+def of_documents(q, k, positions, window=None):
+    """bool [B, 1, T, T], by places and documents, as `vmap` writes it."""
+    numbers, b = in_order(q, positions), torch.arange(q.shape[0])[:, None, None, None]
+    i, j = torch.arange(q.shape[2])[None, None, :, None], torch.arange(k.shape[2])[None, None, None, :]
+    seen = q.new_ones((), dtype=torch.bool) & (j <= i)
+    seen = seen if window is None else seen & (j > i - window)
+    return seen & (numbers[b, i] == numbers[b, j])
+
+
+def numbered(m, q, k, v, positions=None):
+    """One document for each row, where positions are made here."""
+    positions = (torch.arange(q.shape[2]) + 0)[None] if positions is None else positions
+    mask = torch.where(of_documents(q, k, positions, 3), 0.0, LOW)
+    return (scored(q, k) + mask).softmax(-1) @ v
+
+
+def torchs(mask, **others):
+    """`scaled_dot_product_attention` with a mask."""
+    def body(m, q, k, v, *more):
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask(q, k, *more), **others)
+
+    return body
+
+
+def added_triangle(q, k):
+    return torch.full((T, T), INF).triu(1)
+
+
+def by_position(q, k, positions=None):
+    return of_documents(q, k, torch.arange(q.shape[2])[None] if positions is None else positions)
+
+
+def windowed(q, k):
+    i, j = places(q, k)
+    return (j <= i) & (i - j < 3)
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 0, 1]])
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
 THERE = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 BEFORE = THERE.flip(1)
@@ -378,6 +425,12 @@ SPELLINGS = {
     "padded_by_a_number": (lambda: block(padded_by_a_number, THERE), "bias"),
     "padded_before": (lambda: block(padded_before, BEFORE), "mask"),
     "no_key_for_the_first": (lambda: block(no_key_for_the_first), "mask"),
+    "numbered": (lambda: block(numbered), "left 2 right 0"),
+    "numbered_by_positions": (lambda: block(numbered, POSITIONS), "documents left 2 right 0"),
+    "torchs": (lambda: block(torchs(causal)), "right 0"),
+    "torchs_scaled": (lambda: block(torchs(by_position, scale=0.2)), "right 0"),
+    "torchs_added": (lambda: block(torchs(added_triangle)), "right 0"),
+    "torchs_grouped": (lambda: block(torchs(causal, enable_gqa=True), groups=2), "right 0"),
 }
 
 
@@ -465,6 +518,70 @@ attention: (f32[2, 4, 6, 8], f32[2, 4, 6], f32[0]) = megacpp.attention(transpose
 getitem: f32[2, 4, 6, 8] = attention[0]
 clone: f32[2, 4, 6, 8] = clone(getitem, memory_format=contiguous_format)
 return [clone]""")
+
+
+@pytest.mark.parametrize(("mask", "more", "wanted"), [
+    (windowed, (), "left 2 right 0"), (by_position, (POSITIONS,), "documents right 0")
+])  # fmt: skip
+def test_masks_of_torchs_op_on_gpus(monkeypatch, mask, more, wanted):
+    """A kernel that skips what a window or documents hide is there on GPUs alone; its meaning is the same anywhere."""
+    frames = check_graph(*block(torchs(mask), *more))
+    assert not frames.counts[NAME] and not frames.tags(NAME)
+    monkeypatch.setattr(attention, "_is_quicker", lambda *_: True)
+    assert told(assert_fires(NAME, *block(torchs(mask), *more))) == wanted
+
+
+@pytest.mark.parametrize(("device", "dtype", "mask", "quicker"), [
+    ("cpu", torch.float32, causal, True), ("cpu", torch.float32, windowed, False), ("cuda", torch.bfloat16, windowed, True),
+    ("cuda", torch.float32, causal, False), ("xla", torch.bfloat16, causal, False),
+])  # fmt: skip
+def test_where_a_mask_is_dear(monkeypatch, device, dtype, mask, quicker):
+    asked = []
+    original = attention._is_quicker
+    monkeypatch.setattr(attention, "_is_quicker", lambda *args: asked.append(args) or True)
+    check_graph(*block(torchs(mask)))
+    _, found, plan = asked[0]
+    assert original(device, found, dataclasses.replace(plan, dtype=dtype)) is quicker
+
+
+def none_for_the_first(q, k):
+    i, j = places(q, k)
+    return j < i
+
+
+def learned(m, q, k, v):
+    return nn.functional.scaled_dot_product_attention(q, k, v, m.bias)
+
+
+def by_chosen_kernel(m, q, k, v):
+    with sdpa_kernel(SDPBackend.MATH):
+        return torchs(causal)(m, q, k, v)
+
+
+LEFT = {"without_a_mask": (torchs(lambda q, k: None),), "causal": (torchs(lambda q, k: None, is_causal=True),),
+        "padding": (torchs(lambda q, k, there: there[:, None, None]), THERE), "learned": (learned,),
+        "none_for_the_first": (torchs(none_for_the_first),)}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_to_torch(monkeypatch, name):
+    """Nothing is gained where torch's kernels need no mask, or where they read what has to be read."""
+    monkeypatch.setattr(attention, "_is_quicker", lambda *_: True)
+    frames = check_graph(*block(*LEFT[name]))
+    assert not frames.counts[NAME] and not frames.tags(NAME)
+
+
+def test_dropped_at_random_by_torch():
+    frames = run_graph(*block(torchs(causal, dropout_p=0.5)))
+    assert not frames.counts[NAME]
+
+
+def test_a_kernel_that_was_chosen():
+    torch._dynamo.reset()
+    module, args = block(by_chosen_kernel)
+    with without_code([]), megacpp_compile.record() as report:
+        torch.compile(module, backend="megacpp")(*args)
+    assert not report.counts.get(NAME)
 
 
 def kept(m, q, k, v):

@@ -1,62 +1,35 @@
 """Which rows a query sees by a mask: all up to some last one, told by what the mask compares.
 
-Every integer that a mask is made of is read as a sum: so much for each step along each dimension, a number, and a value
-that is data, such as a position. A comparison of two of them says up to which row a query sees.
+Every integer that a mask is made of is read as a sum (`integers`). A comparison of two of them says up to which row a
+query sees.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, SQUEEZES, UNSQUEEZE
+from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES
 from megacpp_compile.matchers.latent_attention.core import Core, constant, is_low
+from megacpp_compile.matchers.latent_attention.integers import (
+    BY_NUMBER,
+    DATA,
+    DTYPES,
+    NotRows,
+    Sum,
+    always,
+    is_through,
+    number_of,
+    sum_of,
+    viewed,
+)
 
 aten = torch.ops.aten
-# A part of a sum: (how often, the node of a number or of a tensor).
-Part = tuple[int, Node]
-DATA = 1 << 40  # the step along a dimension along which a part has a value for each place
-
-
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """`number + sum(steps[d] * index of dimension d) + parts`; a step of DATA is none."""
-
-    steps: tuple[int, ...]
-    number: int = 0
-    parts: tuple[Part, ...] = ()
-
-    def __neg__(self) -> Sum:
-        steps = tuple(n if n == DATA else -n for n in self.steps)
-        return Sum(steps, -self.number, tuple((-n, node) for n, node in self.parts))
-
-    def __add__(self, other: Sum) -> Sum:
-        rank = max(len(self.steps), len(other.steps))
-        a, b = ((0,) * (rank - len(x.steps)) + x.steps for x in (self, other))
-        steps = (DATA if DATA in both else sum(both) for both in zip(a, b, strict=True))
-        return Sum(tuple(steps), self.number + other.number, _merged(self, other))
-
-    def plus(self, number: int) -> Sum:
-        return dataclasses.replace(self, number=self.number + number)
-
-
-def _merged(a: Sum, b: Sum) -> tuple[Part, ...]:
-    counts: dict[Node, int] = {}
-    for n, node in (*a.parts, *b.parts):
-        counts[node] = counts.get(node, 0) + n
-    return tuple((n, node) for node, n in counts.items() if n)
-
-
-class NotRows(Exception):
-    """The mask is not told by comparing places."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Seen:
     """Up to which row a query sees: query i up to `last` (+ i where it `moves`)."""
@@ -134,7 +107,9 @@ def conditions(node: Node, hidden: bool) -> list[_Limits]:
         return [part for n in both for part in conditions(n, hidden)]
     if node.target in EXPANSIONS | IDENTITIES:  # what is broadcast once more
         return conditions(node.args[0], hidden)  # type: ignore[arg-type]
-    return [] if constant(node) == (0 if hidden else 1) else [(node, hidden)]
+    if constant(node) == (0 if hidden else 1) or always(node) is not hidden and always(node) is not None:
+        return []
+    return [(node, hidden)]
 
 
 def _is_bool(node: Node) -> bool:
@@ -153,8 +128,8 @@ def _truth(node: Node) -> tuple[Node, bool] | None:
     target, args = node.target, node.args
     if target in (aten.logical_not.default, aten.bitwise_not.default) and _is_flags(args[0]):
         return (args[0], True) if target is aten.logical_not.default or _is_bool(args[0]) else None  # type: ignore[arg-type,return-value]
-    if target in _BY_NUMBER and _is_flags(args[0]) and (number := constant(args[1])) is not None:
-        at = [_BY_NUMBER[target](n, number) for n in (0, 1)]  # type: ignore[index]
+    if target in BY_NUMBER and _is_flags(args[0]) and (number := constant(args[1])) is not None:
+        at = [BY_NUMBER[target](n, number) for n in (0, 1)]  # type: ignore[index]
         return None if at[0] == at[1] else (args[0], at[0])  # type: ignore[return-value]
     if target is aten.rsub.Scalar and args[1] == 1 and _is_flags(args[0]):
         return args[0], True  # type: ignore[return-value]
@@ -175,7 +150,7 @@ def _is_flags(node: Any) -> bool:
         return False
     if _is_bool(node) or constant(node) in (0, 1):
         return True
-    if node.target in (aten.tril.default, aten.triu.default) or _is_through(node):
+    if node.target in (aten.tril.default, aten.triu.default) or is_through(node):
         return _is_flags(node.args[0])
     if node.target is aten.mul.Tensor:
         return all(map(_is_flags, node.args))
@@ -226,9 +201,9 @@ def added(node: Node) -> list[_Limits]:
         return [[beside_diagonal(node).plus(1)]]
     if node.target in EXPANSIONS | IDENTITIES or node.target in DTYPES:
         return added(node.args[0])  # type: ignore[arg-type]
-    if _is_through(node):
+    if is_through(node):
         parts = [part if isinstance(part, list) else limits_of(*part) for part in added(node.args[0])]  # type: ignore[arg-type]
-        return [_viewed(node, part) for part in parts]
+        return [viewed(node, part) for part in parts]
     raise NotRows("it is data")
 
 
@@ -236,15 +211,7 @@ def beside_diagonal(node: Node) -> Sum:
     """column - row - diagonal of a `triu` or `tril`."""
     diagonal = node.args[1] if len(node.args) > 1 else 0
     rank = value(node).dim()
-    return Sum((0,) * (rank - 2) + (-1, 1)) + _number(diagonal, -1)
-
-
-def _number(x: Any, times: int = 1) -> Sum:
-    if isinstance(x, int):
-        return Sum((), times * x)
-    if isinstance(x, Node) and not isinstance(value(x), torch.Tensor):
-        return Sum((), 0, ((times, x),))
-    raise NotRows("it is data")
+    return Sum((0,) * (rank - 2) + (-1, 1)) + number_of(diagonal, -1)
 
 
 def limits_of(node: Any, hidden: bool) -> list[Sum]:
@@ -268,15 +235,11 @@ def limits_of(node: Any, hidden: bool) -> list[Sum]:
             return [(-limit).plus(1) if hidden else limit]
         if _is_flags(node.args[0]) and not hidden:
             return [limit, *limits_of(node.args[0], False)]
-    if _is_through(node):
-        return _viewed(node, limits_of(node.args[0], hidden))
+    if is_through(node):
+        return viewed(node, limits_of(node.args[0], hidden))
     raise NotRows("it is data")
 
 
-_BY_NUMBER = {
-    getattr(getattr(aten, name), kind): getattr(operator, name)
-    for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Scalar", "Tensor")
-}  # fmt: skip
 AND = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.mul.Tensor)
 OR = (aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor)
 # Comparison -> (a - b or b - a, the number added) that is at most 0 where it holds.
@@ -284,64 +247,3 @@ _COMPARISONS = {
     aten.le.Tensor: (1, 0), aten.le.Scalar: (1, 0), aten.lt.Tensor: (1, 1), aten.lt.Scalar: (1, 1),
     aten.ge.Tensor: (-1, 0), aten.ge.Scalar: (-1, 0), aten.gt.Tensor: (-1, 1), aten.gt.Scalar: (-1, 1),
 }  # fmt: skip
-DTYPES = frozenset({aten._to_copy.default, aten.to.dtype})
-_THROUGH = IDENTITIES | RESHAPES | SQUEEZES | EXPANSIONS | DTYPES | {UNSQUEEZE, aten.slice.Tensor, aten.transpose.int}
-
-
-def _is_through(node: Any) -> bool:
-    return isinstance(node, Node) and node.target in _THROUGH
-
-
-def _viewed(node: Node, sums: Sequence[Sum]) -> list[Sum]:
-    """`sums` over the dimensions of the view that `node` is of its operand."""
-    source = node.args[0]
-    there, here = value(source).shape, value(node).shape
-    padded = [(0,) * (len(there) - len(s.steps)) + s.steps for s in sums]
-    if node.target in IDENTITIES or node.target in DTYPES:
-        return list(sums)
-    if node.target in EXPANSIONS:
-        widened = [(0,) * (len(here) - len(there)) + p for p in padded]
-        # What was one place is seen from many.
-        one = [False] * (len(here) - len(there)) + [same_size(n, 1) for n in there]
-        return [dataclasses.replace(s, steps=tuple(0 if o else n for o, n in zip(one, w, strict=True)))
-                for s, w in zip(sums, widened, strict=True)]  # fmt: skip
-    if node.target is aten.transpose.int:
-        a, b = (d % len(there) for d in node.args[1:3])  # type: ignore[operator]
-        order = list(range(len(there)))
-        order[a], order[b] = b, a
-        return [dataclasses.replace(s, steps=tuple(p[d] for d in order)) for s, p in zip(sums, padded, strict=True)]
-    if node.target is aten.slice.Tensor:
-        _, dim, start, _, step = [*node.args, *(None,) * 4][:5]
-        dim = (dim or 0) % len(there)  # type: ignore[operator]
-        if step not in (None, 1) or isinstance(start, int) and start < 0 or any(p[dim] == DATA for p in padded):
-            raise NotRows("it is data")
-        return [s + _number(start or 0, p[dim]) if p[dim] else s for s, p in zip(sums, padded, strict=True)]
-    big = [d for d, n in enumerate(there) if not same_size(n, 1)]
-    kept = [d for d, n in enumerate(here) if not same_size(n, 1)]
-    if len(big) != len(kept) or not all(same_size(there[a], here[b]) for a, b in zip(big, kept, strict=True)):
-        raise NotRows("it is data")
-    placed = [{b: p[a] for a, b in zip(big, kept, strict=True)} for p in padded]
-    return [dataclasses.replace(s, steps=tuple(at.get(d, 0) for d in range(len(here))))
-            for s, at in zip(sums, placed, strict=True)]  # fmt: skip
-
-
-def sum_of(x: Any) -> Sum:
-    """An integer, or a tensor of integers."""
-    if not isinstance(x, Node) or not isinstance(value(x), torch.Tensor):
-        return _number(x)
-    fake, target = value(x), x.target
-    if fake.dtype.is_floating_point or fake.dtype == torch.bool:
-        raise NotRows("it is data")
-    if target in (aten.arange.default, aten.arange.start):
-        return Sum((1,)) + (_number(x.args[0]) if target is aten.arange.start else Sum(()))
-    if target in (aten.add.Tensor, aten.sub.Tensor) and not x.kwargs:
-        a, b = map(sum_of, x.args[:2])
-        return a + (b if target is aten.add.Tensor else -b)
-    if (number := constant(x)) is not None:
-        return Sum((0,) * fake.dim(), int(number))
-    if _is_through(x):
-        try:
-            return _viewed(x, [sum_of(x.args[0])])[0]
-        except NotRows:
-            pass
-    return Sum(tuple(0 if same_size(n, 1) else DATA for n in fake.shape), 0, ((1, x),))

@@ -14,6 +14,7 @@ from megacpp_compile.fx.edit import Builder, same_shape, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNSQUEEZE
 from megacpp_compile.matchers.latent_attention import masks
 from megacpp_compile.matchers.latent_attention.core import constant, is_low
+from megacpp_compile.matchers.latent_attention.integers import NotRows, Sum, picked_along
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Term
 from megacpp_compile.matchers.ssd.atoms import length
 
@@ -62,11 +63,12 @@ def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
     if term.kind == "bias":
         try:
             conditions = masks.added(term.node)
-        except masks.NotRows:
+        except NotRows:
             return None
         fill = _lowest(term.node) * term.factor
-        one = [_by_distance(found, term, term.node, "bias", fill, part) for part in conditions]
-        if not one or any(part is None for part in one):
+        one = [_by_distance(found, term, term.node, "bias", fill, part) or _by_number(found, term, fill, part)
+               for part in conditions]  # fmt: skip
+        if not conditions or any(part is None for part in one):
             return None
         return [part for part in one if part is not None]
     parts = list[Hidden]()
@@ -76,6 +78,14 @@ def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
         part = _by_distance(found, term, node, kind, term.fill, condition)
         parts.append(part or Hidden(term, node, kind, term.fill, documents=_documents(found, term, node, kind)))
     return parts
+
+
+def _by_number(found: Attention, term: Term, fill: float, part: Any) -> Hidden | None:
+    """A condition of an added mask that compares numbers of documents."""
+    if isinstance(part, list):
+        return None
+    documents = _documents(found, term, part[0], "hidden" if part[1] else "seen")
+    return None if documents is None else Hidden(term, term.node, "bias", fill, documents=documents)
 
 
 def _documents(found: Attention, term: Term, node: Node, kind: str) -> Node | None:
@@ -105,6 +115,10 @@ def _numbers(found: Attention, term: Term, node: Any) -> tuple[Node, str] | None
         if stem.target is aten.slice.Tensor and not same_shape(stem, stem.args[0]):
             break
         stem = stem.args[0]
+    if (picked := picked_along(stem)) is not None:
+        stem, places = picked
+        if [p for p in places if p is not None] != sorted(p for p in places if p is not None):
+            return None
     rows = [n for n in value(stem).shape if not same_size(n, 1)]
     return (stem, "t" if along[0] == found.queries else "s") if len(rows) == len(dims) else None
 
@@ -116,12 +130,12 @@ def _by_distance(found: Attention, term: Term, node: Node, kind: str, fill: floa
     try:
         limits = part if isinstance(part, list) else masks.limits_of(*part)
         left, right, more = narrowest([Hidden(term, node, kind, fill, *_sides(found, term, one)) for one in limits])
-    except masks.NotRows:
+    except NotRows:
         return None
     return None if more or left is right is None else Hidden(term, node, kind, fill, left, right)
 
 
-def _sides(found: Attention, term: Term, limit: masks.Sum) -> tuple[Distance | None, Distance | None]:
+def _sides(found: Attention, term: Term, limit: Sum) -> tuple[Distance | None, Distance | None]:
     """(left, right) of a sum that is at most 0 where a key is seen. Raises NotRows."""
     steps = (0,) * (len(term.dims) - len(limit.steps)) + limit.steps
     of: dict[str, int] = {"t": 0, "s": 0}
@@ -129,12 +143,12 @@ def _sides(found: Attention, term: Term, limit: masks.Sum) -> tuple[Distance | N
         if step and dim in (found.keys, found.queries) and dim:
             of["s" if dim == found.keys else "t"] = step
         elif step and dim:
-            raise masks.NotRows("it is data")
+            raise NotRows("it is data")
     if any(isinstance(value(node), torch.Tensor) for _, node in limit.parts):
-        raise masks.NotRows("it is data")
+        raise NotRows("it is data")
     distance = Distance(-limit.number, tuple((-n, node) for n, node in limit.parts))
     if abs(of["s"]) != 1 or of["t"] != -of["s"] and (found.queries or of["t"]):
-        raise masks.NotRows("it is data")
+        raise NotRows("it is data")
     return (None, distance) if of["s"] == 1 else (distance, None)
 
 

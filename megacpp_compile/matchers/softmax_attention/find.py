@@ -13,12 +13,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.latent_attention.products import CONTRACTED
+from megacpp_compile.matchers.latent_attention.core import SDPA
+from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor
 from megacpp_compile.matchers.softmax_attention.parts import (
     Attention,
     NotAttention,
@@ -26,6 +28,7 @@ from megacpp_compile.matchers.softmax_attention.parts import (
     Scores,
     Term,
     flattened,
+    grouped,
 )
 from megacpp_compile.matchers.softmax_attention.probabilities import (
     Softmax,
@@ -37,14 +40,21 @@ from megacpp_compile.matchers.softmax_attention.probabilities import (
 from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, less_maximum
 from megacpp_compile.matchers.ssd.atoms import Atom, NoAxes, flat
 
+_OPERANDS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
 
 def attentions(graph: fx.Graph, weights: frozenset[Node]) -> Iterator[Attention | MatchFailure]:
-    """Every attention that is spelled out in `graph`, and what nearly is one. weights: the model's parameters."""
+    """Every attention that is spelled out in `graph`, or handed to torch's op with a mask, and what nearly is one.
+    weights: the model's parameters."""
     for node in graph.nodes:
-        if node.op != "call_function" or (start := softmax_of(node)) is None:
-            continue
         try:
-            if (found := _Reader(weights).attention(node, start)) is not None:
+            if node.target is SDPA:
+                found = _Reader(weights).call(node)
+            elif node.op == "call_function" and (start := softmax_of(node)) is not None:
+                found = _Reader(weights).attention(node, start)
+            else:
+                continue
+            if found is not None:
                 yield found
         except NotAttention as no:
             yield no.failure
@@ -100,6 +110,30 @@ class _Reader(ScoresReader):
         if start.total is not None:
             self.check_rows(start.total, scores, dim, result_dims)
         return self.roles(softmax, scores, values, end, result_dims, keys)
+
+    def call(self, node: Node) -> Attention | None:
+        """A call of torch's op that is handed a mask, and drops nothing at random."""
+        given = {**dict(zip(_OPERANDS, node.args, strict=False)), **node.kwargs}
+        mask, scale = given.get("attn_mask"), given.get("scale")
+        tensors = [given[name] for name in _OPERANDS[:3]]
+        channels, rank = value(tensors[0]).shape[-1], value(node).dim()
+        if not isinstance(mask, Node) or given.get("dropout_p") or given.get("is_causal") or isinstance(scale, Node):
+            return None
+        if not isinstance(channels, int) or rank < 3 or any(value(t).dim() != rank for t in tensors):
+            return None
+        outer, heads = tuple(range(rank - 2)), value(tensors[0]).shape[-3]
+        query, key = (Factor(t, (*outer, rank - 2 + i, CONTRACTED)) for i, t in enumerate(tensors[:2]))
+        keys, values = (self.heads_of(t, heads) for t in tensors[1:])
+        scale = channels**-0.5 if scale is None else float(scale)
+        scores = self.product_of_operands(node, (query, self.operand(query.node)), (key, keys), scale)
+        for own, theirs in zip((*scores.dims[:-2], scores.dims[-1]), values.repeated[:-1], strict=True):
+            if own and theirs:
+                self.axes.same(list(own), list(theirs))
+        kind = "seen" if value(mask).dtype == torch.bool else "bias"
+        scores = dataclasses.replace(scores, terms=(Term(mask, kind, grouped(scores.dims)),))
+        result_dims = [*scores.dims[:-1], values.repeated[-1]]
+        self.inside = [node]
+        return self.roles(node, scores, values, node, result_dims, scores.dims[-1])
 
     def of_weights(self, scores: Scores, dim: int) -> bool:
         """Whether scores come of a linear's weight, as those of a router or of a memory do; learned queries do not."""

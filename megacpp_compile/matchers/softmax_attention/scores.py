@@ -59,6 +59,18 @@ class ScoresReader:
             wide = self.view(n, wide)
         return Operand(base, grouped(own), grouped(wide))
 
+    def heads_of(self, node: Node, heads: Any) -> Operand:
+        """Keys or values [..., groups, tokens, channels], each group of which serves as many of `heads`."""
+        operand = self.operand(node)
+        groups = value(node).shape[-3]
+        if same_size(groups, heads):
+            return operand
+        if not isinstance(groups, int) or not isinstance(heads, int):
+            raise NoAxes("how many heads share a key is symbolic")
+        wide = list(operand.repeated)
+        wide[-3] = (*wide[-3], *self.repeat(heads // groups))
+        return dataclasses.replace(operand, repeated=tuple(wide))
+
     def view(self, node: Node, dims: list[Dim]) -> list[Dim]:
         """The dimensions of a view of what has `dims`."""
         here, there = value(node).shape, value(node.args[0]).shape
@@ -135,10 +147,15 @@ class ScoresReader:
         return self.product(node, *product.factors)
 
     def product(self, node: Node, a: Factor, b: Factor, scale: float = 1.0) -> Scores:
-        left, right = self.operand(a.node), self.operand(b.node)
+        return self.product_of_operands(node, (a, self.operand(a.node)), (b, self.operand(b.node)), scale)
+
+    def product_of_operands(
+        self, node: Node, a: tuple[Factor, Operand], b: tuple[Factor, Operand], scale: float
+    ) -> Scores:
+        (_, left), (_, right) = a, b
         dims: list[Dim] = [[] for _ in value(node).shape]
         summed: list[Any] = []
-        for factor, operand in ((a, left), (b, right)):
+        for factor, operand in (a, b):
             for place, own in zip(factor.dims, operand.repeated, strict=True):
                 if place == CONTRACTED:
                     summed.append(own)

@@ -1,0 +1,209 @@
+"""Integers that masks compare, read as sums: so much for each step along each dimension, a number, and a value that is
+data, such as a position."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, SQUEEZES, UNSQUEEZE
+from megacpp_compile.matchers.latent_attention.core import constant
+
+aten = torch.ops.aten
+# A part of a sum: (how often, the node of a number or of a tensor).
+Part = tuple[int, Node]
+DATA = 1 << 40  # the step along a dimension along which a part has a value for each place
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """`number + sum(steps[d] * index of dimension d) + parts`; a step of DATA is none."""
+
+    steps: tuple[int, ...]
+    number: int = 0
+    parts: tuple[Part, ...] = ()
+
+    def __neg__(self) -> Sum:
+        steps = tuple(n if n == DATA else -n for n in self.steps)
+        return Sum(steps, -self.number, tuple((-n, node) for n, node in self.parts))
+
+    def __add__(self, other: Sum) -> Sum:
+        rank = max(len(self.steps), len(other.steps))
+        a, b = ((0,) * (rank - len(x.steps)) + x.steps for x in (self, other))
+        steps = (DATA if DATA in both else sum(both) for both in zip(a, b, strict=True))
+        return Sum(tuple(steps), self.number + other.number, _merged(self, other))
+
+    def plus(self, number: int) -> Sum:
+        return dataclasses.replace(self, number=self.number + number)
+
+
+def _merged(a: Sum, b: Sum) -> tuple[Part, ...]:
+    counts: dict[Node, int] = {}
+    for n, node in (*a.parts, *b.parts):
+        counts[node] = counts.get(node, 0) + n
+    return tuple((n, node) for node, n in counts.items() if n)
+
+
+class NotRows(Exception):
+    """The mask is not told by comparing places."""
+
+
+def number_of(x: Any, times: int = 1) -> Sum:
+    if isinstance(x, int):
+        return Sum((), times * x)
+    if isinstance(x, Node) and not isinstance(value(x), torch.Tensor):
+        return Sum((), 0, ((times, x),))
+    raise NotRows("it is data")
+
+
+BY_NUMBER = {
+    getattr(getattr(aten, name), kind): getattr(operator, name)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Scalar", "Tensor")
+}  # fmt: skip
+DTYPES = frozenset({aten._to_copy.default, aten.to.dtype})
+_THROUGH = IDENTITIES | RESHAPES | SQUEEZES | EXPANSIONS | DTYPES | {UNSQUEEZE, aten.slice.Tensor, aten.transpose.int}
+
+
+def is_through(node: Any) -> bool:
+    return isinstance(node, Node) and node.target in _THROUGH
+
+
+def viewed(node: Node, sums: Sequence[Sum]) -> list[Sum]:
+    """`sums` over the dimensions of the view that `node` is of its operand."""
+    source = node.args[0]
+    there, here = value(source).shape, value(node).shape
+    padded = [(0,) * (len(there) - len(s.steps)) + s.steps for s in sums]
+    if node.target in IDENTITIES or node.target in DTYPES:
+        return list(sums)
+    if node.target in EXPANSIONS:
+        widened = [(0,) * (len(here) - len(there)) + p for p in padded]
+        # What was one place is seen from many.
+        one = [False] * (len(here) - len(there)) + [same_size(n, 1) for n in there]
+        return [dataclasses.replace(s, steps=tuple(0 if o else n for o, n in zip(one, w, strict=True)))
+                for s, w in zip(sums, widened, strict=True)]  # fmt: skip
+    if node.target is aten.transpose.int:
+        a, b = (d % len(there) for d in node.args[1:3])  # type: ignore[operator]
+        order = list(range(len(there)))
+        order[a], order[b] = b, a
+        return [dataclasses.replace(s, steps=tuple(p[d] for d in order)) for s, p in zip(sums, padded, strict=True)]
+    if node.target is aten.slice.Tensor:
+        _, dim, start, _, step = [*node.args, *(None,) * 4][:5]
+        dim = (dim or 0) % len(there)  # type: ignore[operator]
+        if step not in (None, 1) or isinstance(start, int) and start < 0 or any(p[dim] == DATA for p in padded):
+            raise NotRows("it is data")
+        return [s + number_of(start or 0, p[dim]) if p[dim] else s for s, p in zip(sums, padded, strict=True)]
+    big = [d for d, n in enumerate(there) if not same_size(n, 1)]
+    kept = [d for d, n in enumerate(here) if not same_size(n, 1)]
+    if len(big) != len(kept) or not all(same_size(there[a], here[b]) for a, b in zip(big, kept, strict=True)):
+        raise NotRows("it is data")
+    placed = [{b: p[a] for a, b in zip(big, kept, strict=True)} for p in padded]
+    return [dataclasses.replace(s, steps=tuple(at.get(d, 0) for d in range(len(here))))
+            for s, at in zip(sums, placed, strict=True)]  # fmt: skip
+
+
+def sum_of(x: Any) -> Sum:
+    """An integer, or a tensor of integers."""
+    if not isinstance(x, Node) or not isinstance(value(x), torch.Tensor):
+        return number_of(x)
+    fake, target = value(x), x.target
+    if fake.dtype.is_floating_point or fake.dtype == torch.bool:
+        raise NotRows("it is data")
+    if target in (aten.arange.default, aten.arange.start):
+        return Sum((1,)) + (number_of(x.args[0]) if target is aten.arange.start else Sum(()))
+    if target in (aten.add.Tensor, aten.sub.Tensor) and not x.kwargs:
+        a, b = map(sum_of, x.args[:2])
+        return a + (b if target is aten.add.Tensor else -b)
+    if (number := constant(x)) is not None:
+        return Sum((0,) * fake.dim(), int(number))
+    try:
+        if is_through(x):
+            return viewed(x, [sum_of(x.args[0])])[0]
+        if target in _OF_NUMBERS:
+            return _OF_NUMBERS[target](x)
+    except NotRows:
+        pass
+    return Sum(tuple(0 if same_size(n, 1) else DATA for n in fake.shape), 0, ((1, x),))
+
+
+def _difference(x: Node) -> Sum:
+    """Of one place and the one before it, of what grows by the same everywhere: numbers of tokens in their order."""
+    source, order, dim, before, behind = [*x.args, *(None,) * 4][:5]
+    of, rank = sum_of(source), value(source).dim()
+    dim = (-1 if dim is None else dim) % rank  # type: ignore[operator]
+    steps = [0] * (rank - len(of.steps)) + list(of.steps)
+    step, steps[dim] = steps[dim], 0
+    if order not in (None, 1) or x.kwargs or behind is not None or step == DATA:
+        raise NotRows("it is data")
+    if before is not None:
+        first = dataclasses.replace(of, steps=tuple(steps)) + -_at_first(sum_of(before), dim, rank)
+        if not same_size(value(before).shape[dim], 1) or first.parts or any(first.steps) or first.number != step:
+            raise NotRows("it is data")
+    return Sum((0,) * rank, step)
+
+
+def _at_first(of: Sum, dim: int, rank: int) -> Sum:
+    """A sum at the first place along `dim`."""
+    steps = [0] * (rank - len(of.steps)) + list(of.steps)
+    if steps[dim] == DATA:
+        raise NotRows("it is data")
+    steps[dim] = 0
+    return dataclasses.replace(of, steps=tuple(steps))
+
+
+def _running_sum(x: Node) -> Sum:
+    """Of a condition that never holds."""
+    source = x.args[0]
+    if always(source) is not False:  # type: ignore[arg-type]
+        raise NotRows("it is data")
+    return Sum((0,) * value(x).dim())
+
+
+def _picked(x: Node) -> Sum:
+    """Of numbers that are the same everywhere, any."""
+    of = sum_of(x.args[0])
+    if of.parts or any(of.steps):
+        raise NotRows("it is data")
+    return Sum((0,) * value(x).dim(), of.number)
+
+
+_OF_NUMBERS = {aten.diff.default: _difference, aten.cumsum.default: _running_sum, aten.index.Tensor: _picked}
+
+
+def picked_along(node: Node) -> tuple[Node, tuple[int | None, ...]] | None:
+    """(source, for each of its dimensions that of `node` along which its places are taken in order) of an index by
+    `arange`s, as `vmap` writes `rows[batch, place]`; None of any other."""
+    if node.target is not aten.index.Tensor:
+        return None
+    source, indices = node.args[0], node.args[1]
+    if any(i is None for i in indices) or len(indices) != value(source).dim():  # type: ignore[union-attr,arg-type]
+        return None
+    places = list[int | None]()
+    for size, index in zip(value(source).shape, indices, strict=True):  # type: ignore[arg-type]
+        try:
+            of = sum_of(index)
+        except NotRows:
+            return None
+        along = [value(node).dim() - len(of.steps) + d for d, step in enumerate(of.steps) if step]
+        one = same_size(size, 1) and not along
+        in_order = len(along) == 1 and of.steps[along[0] - value(node).dim()] == 1
+        if of.number or of.parts or not one and not (in_order and same_size(value(node).shape[along[0]], size)):
+            return None
+        places.append(along[0] if along else None)
+    return source, tuple(places)  # type: ignore[return-value]
+
+
+def always(node: Node) -> bool | None:
+    """Whether a comparison of two integers that are the same everywhere holds; None of any other condition."""
+    if node.target not in BY_NUMBER:
+        return None
+    try:
+        gap = sum_of(node.args[0]) + -sum_of(node.args[1])
+    except NotRows:
+        return None
+    return None if gap.parts or any(gap.steps) else bool(BY_NUMBER[node.target](gap.number, 0))
