@@ -31,6 +31,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from megacpp_compile.frontend.sdpa_regions import SDPA_KERNEL
 from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, UNIT_DIMS, uncast
+from megacpp_compile.lowerings.attention._sdpa_calls import kernel_of_masked
+from megacpp_compile.lowerings.attention._sdpa_choice import UNFUSED
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.latent_attention.core import SDPA
@@ -78,12 +80,20 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 def _gains(view: GraphView, found: Attention) -> bool:
     """Whether a call of torch's op computes less without its mask, which torch's kernels read for all keys, hidden or
-    not. What was chosen for it, by the option `fa4` or under `sdpa_kernel`, is left."""
+    not, or is multiplied out by torch. What was chosen for it, by the option `fa4` or under `sdpa_kernel`, is left."""
     plan, node = _plan(found), found.softmax
     if view.config.fa4 or SDPA_KERNEL in (node.meta.get("custom") or {}) or isinstance(plan, MatchFailure):
         return False
+    if _is_multiplied_out(found):
+        return True
     told = any(said is not None for said in (plan.left, plan.right, plan.documents))
     return told and not plan.hidden and not plan.added and _is_quicker(value(node).device.type, found, plan)
+
+
+def _is_multiplied_out(found: Attention) -> bool:
+    """Whether torch would have all scores of this call of its op in memory, on a GPU."""
+    operands = [value(a) for a in (*found.softmax.args[:3], found.scores.terms[0].node)]
+    return operands[0].device.type == "cuda" and kernel_of_masked(*operands) == UNFUSED
 
 
 def _is_quicker(device: str, found: Attention, plan: _Plan) -> bool:

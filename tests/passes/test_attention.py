@@ -571,6 +571,13 @@ def test_left_to_torch(monkeypatch, name):
     assert not frames.counts[NAME] and not frames.tags(NAME)
 
 
+def test_what_torch_multiplies_out(monkeypatch):
+    """On GPUs, by whatever mask."""
+    monkeypatch.setattr(attention, "_is_multiplied_out", lambda found: True)
+    assert told(assert_fires(NAME, *block(*LEFT["padding"]))) == "mask"
+    assert told(assert_fires(NAME, *block(*LEFT["learned"]))) == "bias"
+
+
 def test_dropped_at_random_by_torch():
     frames = run_graph(*block(torchs(causal, dropout_p=0.5)))
     assert not frames.counts[NAME]

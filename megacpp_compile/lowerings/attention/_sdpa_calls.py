@@ -35,5 +35,11 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     return kernel_of(q.device.type, (*map(_layout, (q, k, v)), None), 0.0, causal, grouped)
 
 
+def kernel_of_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> str:
+    """The kernel that torch would take for a call with a mask."""
+    grouped = not same_size(q.shape[1], k.shape[1])
+    return kernel_of(q.device.type, tuple(map(_layout, (q, k, v, mask))), 0.0, False, grouped)
+
+
 def _layout(t: Tensor) -> Layout:
     return tuple(map(hint, t.shape)), tuple(map(hint, t.stride())), t.dtype, True
