@@ -89,6 +89,11 @@ def op(monkeypatch, device, folder, label, lowering):
 
 def differentiated(function: Any, entry: Entry, args: Any, seeds: Any = None) -> list[Tensor]:
     """Results that have gradients, and these gradients. seeds: by results, cotangents."""
+    return differentiated_by(function, entry, args, [seeds])[0]
+
+
+def differentiated_by(function: Any, entry: Entry, args: Any, several: list[Any]) -> list[list[Tensor]]:
+    """The same of several sets of cotangents, all of one run."""
 
     def leaf(t: Tensor) -> Tensor:
         return t.detach().requires_grad_() if t.is_floating_point() else t
@@ -96,14 +101,18 @@ def differentiated(function: Any, entry: Entry, args: Any, seeds: Any = None) ->
     args = [tree_map_only(Tensor, leaf, a) if i in entry.leaves else a for i, a in enumerate(args)]
     leaves = [t for t in tensors_of(args) if t.requires_grad]
     outs = tensors_of(function(*args))[: len(entry.rows)]
-    if not leaves:
-        return outs
-    seeds = seeds(outs) if callable(seeds) else seeds
-    pairs = [(o, s.to(o)) for o, s in zip(outs, seeds, strict=True) if o.requires_grad]
-    if not pairs:  # of nothing
-        return [*outs, *map(torch.zeros_like, leaves)]
-    grads = torch.autograd.grad([o for o, _ in pairs], leaves, [s for _, s in pairs], allow_unused=True, materialize_grads=True)
-    return [*(o.detach() for o in outs), *grads]
+    results = [o.detach() for o in outs]
+    found = []
+    for seeds in several if leaves else ():
+        seeds = seeds(outs) if callable(seeds) else seeds
+        pairs = [(o, s.to(o)) for o, s in zip(outs, seeds, strict=True) if o.requires_grad]
+        if not pairs:  # of nothing
+            found.append([*results, *map(torch.zeros_like, leaves)])
+            continue
+        last = seeds is several[-1]
+        grads = torch.autograd.grad([o for o, _ in pairs], leaves, [s for _, s in pairs], not last, allow_unused=True, materialize_grads=True)
+        found.append([*results, *grads])
+    return found or [results] * len(several)
 
 
 def faults(got: list[Tensor], want: list[Tensor], tolerance: float, strict: bool, unlike: Any = ()) -> list[str]:
@@ -140,9 +149,16 @@ def seeds_like(rand: Any, outs: list[Tensor]) -> list[Tensor]:
 
 def check(op: Any, entry: Entry, args: Any, seeds: Any, strict: bool = True, plain: Any = None) -> list[str]:
     """What is wrong with the op's results beside those of plain code, of `plain` arguments where these are others."""
-    want = differentiated(entry.plain, entry, args if plain is None else plain, seeds)
-    got = differentiated(called(op, entry), entry, args, seeds)
-    return faults(got, want, entry.tolerance or TOLERANCE, strict and not entry.freed, unlike(entry, args))
+    return check_each(op, entry, args, {"": seeds}, strict, plain)
+
+
+def check_each(op: Any, entry: Entry, args: Any, several: dict[str, Any], strict: bool = True, plain: Any = None) -> list[str]:
+    """The same with each of several upstream gradients, after its name. Of either code it is one run."""
+    want = differentiated_by(entry.plain, entry, args if plain is None else plain, [*several.values()])
+    got = differentiated_by(called(op, entry), entry, args, [*several.values()])
+    tolerance, strict, places = entry.tolerance or TOLERANCE, strict and not entry.freed, unlike(entry, args)
+    named = zip(several, got, want, strict=True)
+    return [name and f"{name}: {f}" or f for name, g, w in named for f in faults(g, w, tolerance, strict, places)]
 
 
 def called(op: Any, entry: Entry) -> Any:
@@ -204,11 +220,11 @@ def in_a_row(seeds: list[Tensor], entry: Entry, args: Any, value: float) -> list
 
 @pytest.mark.parametrize(("device", "folder", "label", "lowering"), everywhere("leaves"))
 def test_upstream(op, entry, args, seeds):
-    wrong = []
+    upstream = {}
     for name, value in (*BAD.items(), ("zero", 0.0)):
-        for where, given in (("everywhere", [torch.full_like(s, value) for s in seeds]),
-                             ("in a row", in_a_row(seeds, entry, args, value))):  # fmt: skip
-            wrong += [f"{name} {where}: {f}" for f in check(op, entry, args, given)]
+        upstream[f"{name} everywhere"] = [torch.full_like(s, value) for s in seeds]
+        upstream[f"{name} in a row"] = in_a_row(seeds, entry, args, value)
+    wrong = check_each(op, entry, args, upstream)
     assert not wrong, "\n".join(wrong)
 
 
@@ -230,8 +246,8 @@ def test_a_token_that_is_no_number(op, entry, args, seeds):
             given = list(args)
             given[place] = tree_map_only(Tensor, functools.partial(second, dim=dim, value=bad), args[place])
             nothing = [torch.zeros_like(s) for s in seeds]
-            for what, upstream in (("any", seeds), ("none", nothing), ("none there", in_a_row(seeds, entry, args, 0.0))):
-                wrong += [f"{name} in {place}, gradient {what}: {f}" for f in check(op, entry, given, upstream)]
+            upstream = {"any": seeds, "none": nothing, "none there": in_a_row(seeds, entry, args, 0.0)}
+            wrong += [f"{name} in {place}, gradient {f}" for f in check_each(op, entry, given, upstream)]
     assert not wrong, "\n".join(wrong)
 
 
