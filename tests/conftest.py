@@ -68,6 +68,7 @@ def quick_compilers():
         quicker.without_repeats(patch)
         quicker.without_searches(patch)
         quicker.with_quick_symbols(patch)
+        quicker.without_checks_of_integers(patch)
         yield
 
 

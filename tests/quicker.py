@@ -5,8 +5,10 @@ Nothing of it changes what is compiled. What a release of torch has under anothe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+import sys
 import traceback
 from typing import Any
 
@@ -92,3 +94,11 @@ def with_quick_symbols(patch: pytest.MonkeyPatch) -> None:
         return whole(self)
 
     patch.setattr(SymNode, "expr", property(remembered))
+
+
+def without_checks_of_integers(patch: pytest.MonkeyPatch) -> None:
+    """A fourth of what Triton's interpreter takes goes into doing each operation of integers once more in 64 bits, to see
+    whether it stays in range, which a GPU does not look at either."""
+    if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        builder = interpreter.interpreter_builder
+        patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
