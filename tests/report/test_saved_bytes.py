@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import megacpp_compile
-from benchmarks import models
 from megacpp_compile.frontend.capture import capture
 from megacpp_compile.fx.mode_states import mode_states
 from megacpp_compile.fx.subgraph import between
@@ -137,11 +137,10 @@ def test_a_selective_checkpoint_keeps_what_its_policy_saves(trained):
     assert counted(function, *args, dynamic=False)[0] == trained * 3 * 6 * 8 * 4
 
 
-def stack_of(layers, width):
-    torch.manual_seed(0)
-    made = [models.Layer(models.MLA(128, 4, 96, 64, 32, 16, 40), 128, width(i)) for i in range(layers)]
-    cos, sin = models.rotary_tables(16, 16, torch.device("cpu"), torch.float32)
-    return models.Stack(made), (torch.randn(2, 16, 128).requires_grad_(), cos, sin)
+def stack_of(layers):
+    """Of sites of two widths a layer."""
+    parts = [[nn.Tanh(), nn.Linear(24, n, bias=False), nn.RMSNorm(n), nn.Linear(n, 24, bias=False)] for n in (10, 14) * layers]
+    return nn.Sequential(*(module for part in parts for module in part)), torch.randn(2, 16, 24).requires_grad_()
 
 
 @pytest.mark.end_to_end
@@ -152,10 +151,10 @@ def test_equal_sites_are_counted_once(monkeypatch):
 
     def saved(layers):
         runs.clear()
-        model, inputs = stack_of(layers, lambda i: 224)
+        model, x = stack_of(layers)
         torch._dynamo.reset()
         with megacpp_compile.record() as report:
-            torch.compile(model, backend="megacpp")(*inputs)
+            torch.compile(model, backend="megacpp")(x)
         return [(s.pass_name, s.saved_before, s.saved_after) for s in report.sites], len(runs)
 
     (one, once), (two, as_often) = saved(1), saved(2)
