@@ -165,9 +165,13 @@ def of_any_length(x):
 
 
 @pytest.mark.end_to_end
-def test_training():
+@pytest.mark.parametrize("how", ["graphs", pytest.param("kernels", marks=pytest.mark.exhaustive)])
+def test_training(request, how):
     """Three steps of SGD: the second and third read weights that changed after compilation, and the third is longer than
-    the first: kernels take sizes as symbols."""
+    the first: sizes are symbols. Kernels of two lengths are the next test's, and those of this model an example's, which
+    continuous integration trains."""
+    if how == "graphs":
+        request.getfixturevalue("no_kernels")
     batches = [(of_any_length(hidden(seq) + step),) for step, seq in enumerate((6, 6, 11))]
     report = check(Block(), *batches, after=stepped)
     assert counts(report) == fired(1)
