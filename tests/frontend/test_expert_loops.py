@@ -376,7 +376,7 @@ def test_membership_of_experts_without_tokens(body, dtype):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("body", membership.STAY, ids=lambda body: body.__name__)
 def test_other_membership_stays(body):
     """Of four experts two have no tokens, of all tokens or of the first."""
@@ -408,7 +408,7 @@ def test_two_values_of_dynamic_shapes(body):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("body", two_values.OTHER, ids=lambda body: body.__name__)
 def test_values_that_make_a_difference(body):
     """Of four experts two have no tokens at first. Behind a graph break numbers are constants, and a branch on them is

@@ -472,7 +472,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", SPELLINGS)
 @pytest.mark.parametrize("how", ["verify", "checkpoint", "full", "selective"])
 def test_fires_verified_and_recomputed(name, how):

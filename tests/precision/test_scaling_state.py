@@ -145,7 +145,7 @@ def anew():
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_saved_under_one_wrapping_and_loaded_under_another(saved, anew, one, other):
     """The step behind it gives the bits that it gives where nothing was saved, and pushes the past on."""

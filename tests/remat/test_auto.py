@@ -325,7 +325,8 @@ def test_what_a_cut_saves_is_known_before_it_is_made(planned, monkeypatch):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("layers", [2, 1])
 def test_where_a_cut_cannot_be_looked_at_it_is_made(planned, usual, divided, monkeypatch, layers):
     """As on a torch whose partitioner goes another way: the plan is the same."""
     early = usual(layers, "auto")
