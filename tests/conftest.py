@@ -21,6 +21,9 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="megacpp_suite_")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
+# Which vector instructions the compiler takes is otherwise tried out, for seconds in each new cache.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx
@@ -35,9 +38,6 @@ from megacpp_compile.passes import linear_cross_entropy
 from megacpp_compile.report.at_exit import ENDING
 from tests import capture, quicker, tiers
 from tests.seeds import move_written_seeds, seed_of
-
-# Which vector instructions the compiler takes is otherwise tried out, for seconds in each new cache.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Tables are searched for words, which a narrow terminal would break.
 os.environ["COLUMNS"] = "200"

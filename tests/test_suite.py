@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests import conftest, durations, seeds, tiers
@@ -174,3 +175,8 @@ def test_of_a_sampled_test_a_diagonal_runs(tier, kept):
 def test_rare_cases_are_there_and_no_test_reads_them_otherwise(tests, cases):
     (rare,) = [mark.args for mark in tests.pytestmark if mark.name == "rare"]
     assert set(rare) <= cases.keys() and not set(rare) & set(tests.READ)
+
+
+def test_no_vector_instructions_are_tried_out():
+    """`tests/conftest.py` says so before torch is imported, which reads it once."""
+    assert inductor_config.cpp.vec_isa_ok is not None
