@@ -109,8 +109,8 @@ def differentiated_by(function: Any, entry: Entry, args: Any, several: list[Any]
         if not pairs:  # of nothing
             found.append([*results, *map(torch.zeros_like, leaves)])
             continue
-        last = seeds is several[-1]
-        grads = torch.autograd.grad([o for o, _ in pairs], leaves, [s for _, s in pairs], not last, allow_unused=True, materialize_grads=True)
+        cotangents = [s for _, s in pairs]
+        grads = torch.autograd.grad([o for o, _ in pairs], leaves, cotangents, True, allow_unused=True, materialize_grads=True)
         found.append([*results, *grads])
     return found or [results] * len(several)
 
@@ -152,7 +152,9 @@ def check(op: Any, entry: Entry, args: Any, seeds: Any, strict: bool = True, pla
     return check_each(op, entry, args, {"": seeds}, strict, plain)
 
 
-def check_each(op: Any, entry: Entry, args: Any, several: dict[str, Any], strict: bool = True, plain: Any = None) -> list[str]:
+def check_each(
+    op: Any, entry: Entry, args: Any, several: dict[str, Any], strict: bool = True, plain: Any = None
+) -> list[str]:
     """The same with each of several upstream gradients, after its name. Of either code it is one run."""
     want = differentiated_by(entry.plain, entry, args if plain is None else plain, [*several.values()])
     got = differentiated_by(called(op, entry), entry, args, [*several.values()])
