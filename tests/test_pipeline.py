@@ -168,8 +168,7 @@ def of_any_length(x):
 @pytest.mark.parametrize("how", ["graphs", pytest.param("kernels", marks=pytest.mark.exhaustive)])
 def test_training(request, how):
     """Three steps of SGD: the second and third read weights that changed after compilation, and the third is longer than
-    the first: sizes are symbols. Kernels of two lengths are the next test's, and those of this model an example's, which
-    continuous integration trains."""
+    the first: sizes are symbols. Kernels of two lengths of a smaller model are the next test's."""
     if how == "graphs":
         request.getfixturevalue("no_kernels")
     batches = [(of_any_length(hidden(seq) + step),) for step, seq in enumerate((6, 6, 11))]
