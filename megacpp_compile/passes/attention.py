@@ -50,7 +50,7 @@ op = "megacpp::attention"
 after: tuple[str, ...] = ("mla_decode", "sparse_mla", "rope_qk")
 
 MAX_CHANNELS = 256
-INF = float("-inf")
+INF, NO_KEY = float("-inf"), -1e30
 # A line of `nn.attention` that made a node: its sites are told by the frame's table of attentions.
 _OWN = "nn/attention/"
 
@@ -87,7 +87,7 @@ def _gains(view: GraphView, found: Attention) -> bool:
     if _is_multiplied_out(found):
         return True
     told = any(said is not None for said in (plan.left, plan.right, plan.documents))
-    return told and not plan.hidden and not plan.added and _is_quicker(value(node).device.type, found, plan)
+    return told and not plan.added and _is_quicker(value(node).device.type, found, plan)
 
 
 def _is_multiplied_out(found: Attention) -> bool:
@@ -101,8 +101,10 @@ def _is_quicker(device: str, found: Attention, plan: _Plan) -> bool:
     if device == "cpu":
         diagonal = plan.right is not None and same_size(plan.right.size, 0)
         square = same_size(length([*found.queries]), length([*found.keys]))
-        return diagonal and square and plan.left is None and plan.documents is None
-    return device == "cuda" and plan.dtype in (torch.float16, torch.bfloat16)
+        return diagonal and square and plan.left is None and plan.documents is None and not plan.hidden
+    # As data, one row for all queries is read, such as of padding.
+    rows = all(same_size(value(h.node).shape[-2], 1) for h in plan.hidden if value(h.node).dim() > 1)
+    return device == "cuda" and plan.dtype in (torch.float16, torch.bfloat16) and rows
 
 
 def _decide(view: GraphView, found: Attention) -> Match | MatchFailure:
@@ -247,6 +249,9 @@ def _rewrite(build: Builder, found: Attention, plan: _Plan) -> tuple[Node, list[
         one = one if factor == 1 else build(aten.mul.Tensor, one, factor)
         bias = one if bias is None else build(aten.add.Tensor, bias, one)
     sinks, documents = _sinks(build, found, q), None
+    if found.softmax.target is SDPA and (mask is not None or bias is not None):
+        # Of a row without a key it makes zeros: all that is left there is a sink, which is nothing beside any key.
+        sinks = build(aten.new_full.default, q, [length([*found.heads])], NO_KEY, dtype=torch.float32)
     if plan.documents is not None and plan.documents.documents is not None:
         node, term = plan.documents.documents, plan.documents.term
         dims, own = term.beside(node), {a for d in term.beside(node) for a in d}

@@ -370,6 +370,12 @@ def by_position(q, k, positions=None):
     return of_documents(q, k, torch.arange(q.shape[2])[None] if positions is None else positions)
 
 
+def causal_and_padded(q, k, there):
+    """As transformers has it of a batch with padding."""
+    i, j, b = torch.arange(T)[:, None], torch.arange(T)[None, :], torch.arange(B)[:, None, None, None]
+    return (q.new_ones((), dtype=torch.bool) & (j <= i)) & there[b, j]
+
+
 def windowed(q, k):
     i, j = places(q, k)
     return (j <= i) & (i - j < 3)
@@ -521,25 +527,34 @@ return [clone]""")
 
 
 @pytest.mark.parametrize(("mask", "more", "wanted"), [
-    (windowed, (), "left 2 right 0"), (by_position, (POSITIONS,), "documents right 0")
-])  # fmt: skip
+    (windowed, (), "left 2 right 0"), (by_position, (POSITIONS,), "documents right 0"),
+    (causal_and_padded, (THERE,), "mask sinks right 0"), (causal_and_padded, (BEFORE,), "mask sinks right 0"),
+], ids=["window", "documents", "padding_behind", "padding_before"])  # fmt: skip
 def test_masks_of_torchs_op_on_gpus(monkeypatch, mask, more, wanted):
-    """A kernel that skips what a window or documents hide is there on GPUs alone; its meaning is the same anywhere."""
+    """Kernels that skip what a window or documents hide are there on GPUs alone; their meaning is the same anywhere. A
+    query of padding that sees no key has zeros, and gradients of zero."""
     frames = check_graph(*block(torchs(mask), *more))
     assert not frames.counts[NAME] and not frames.tags(NAME)
     monkeypatch.setattr(attention, "_is_quicker", lambda *_: True)
     assert told(assert_fires(NAME, *block(torchs(mask), *more))) == wanted
 
 
+def dense_and_causal(q, k, seen):
+    return causal(q, k) & seen
+
+
 @pytest.mark.parametrize(("device", "dtype", "mask", "quicker"), [
     ("cpu", torch.float32, causal, True), ("cpu", torch.float32, windowed, False), ("cuda", torch.bfloat16, windowed, True),
     ("cuda", torch.float32, causal, False), ("xla", torch.bfloat16, causal, False),
+    ("cuda", torch.bfloat16, causal_and_padded, True), ("cpu", torch.float32, causal_and_padded, False),
+    ("cuda", torch.bfloat16, dense_and_causal, False),
 ])  # fmt: skip
 def test_where_a_mask_is_dear(monkeypatch, device, dtype, mask, quicker):
     asked = []
     original = attention._is_quicker
     monkeypatch.setattr(attention, "_is_quicker", lambda *args: asked.append(args) or True)
-    check_graph(*block(torchs(mask)))
+    more = {causal_and_padded: (THERE,), dense_and_causal: (torch.ones(T, T, dtype=torch.bool),)}.get(mask, ())
+    check_graph(*block(torchs(mask), *more))
     _, found, plan = asked[0]
     assert original(device, found, dataclasses.replace(plan, dtype=dtype)) is quicker
 
@@ -574,8 +589,9 @@ def test_left_to_torch(monkeypatch, name):
 def test_what_torch_multiplies_out(monkeypatch):
     """On GPUs, by whatever mask."""
     monkeypatch.setattr(attention, "_is_multiplied_out", lambda found: True)
-    assert told(assert_fires(NAME, *block(*LEFT["padding"]))) == "mask"
-    assert told(assert_fires(NAME, *block(*LEFT["learned"]))) == "bias"
+    assert told(assert_fires(NAME, *block(*LEFT["padding"]))) == "mask sinks"
+    assert told(assert_fires(NAME, *block(*LEFT["learned"]))) == "bias sinks"
+    assert told(assert_fires(NAME, *block(*LEFT["none_for_the_first"]))) == "mask sinks"
 
 
 def test_dropped_at_random_by_torch():
