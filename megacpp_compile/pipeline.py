@@ -130,9 +130,11 @@ def _hand_to_backend(
     `strict`; what Inductor refuses of the plain frame too is its own error."""
     backend = backend_for(target, example_inputs)
     frame = analysis.frame
+    planned = frame.auto is not None and not frame.auto["reason"]
     settings = Settings(
         target, config, patches, noted_in(frame, config.own_policy), inner_compile, max(frame.blocks, 1),
-        frame.on_cuda_graph, analysis.on_auto if frame.auto and not frame.auto["reason"] else None, frame.on_backward,
+        frame.on_cuda_graph, analysis.on_auto if planned else None, frame.on_backward,
+        frame.auto["allowed"] if frame.auto is not None and planned else 0.0,
     )  # fmt: skip
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:

@@ -25,7 +25,6 @@ from megacpp_compile.fx.inductor_pass import source_hash
 from megacpp_compile.remat import latents, overwritten
 from megacpp_compile.remat.automatic import (
     LEAST_READ,
-    MOST,
     SELECTIVE,
     Ladder,
     Latents,
@@ -39,7 +38,7 @@ from megacpp_compile.remat.kinds import blocks_of
 from megacpp_compile.remat.peak import PeakModel
 from megacpp_compile.remat.plan import Plan, StepContext
 from megacpp_compile.remat.tagging import OnPlan, predicted, tag
-from megacpp_compile.remat.times import step_time
+from megacpp_compile.remat.times import StepTime
 from megacpp_compile.report import log, stages
 from megacpp_compile.report.auto_plan import SMALL, AutoPlan
 from megacpp_compile.targets import Target
@@ -50,6 +49,7 @@ from megacpp_compile.targets.rates import rates
 class Automatic:
     """What one frame's plan is made from, and what came of it.
 
+    allowed: the fraction of a step's predicted time that recomputing may take.
     tell: called with what was chosen, and with a plan that is taken as `TagForRemat.on_plan` is. Neither where the code
     comes from a cache. taken: whether there is a plan, so that the partitioner's cut was not used.
     """
@@ -57,6 +57,7 @@ class Automatic:
     target: Target
     config: Config
     around: StepContext
+    allowed: float
     tell: Callable[[AutoPlan], None] | None = None
     on_plan: OnPlan | None = None
     taken: bool = False
@@ -67,7 +68,9 @@ class Automatic:
         if settings.on_auto is None:
             return None
         around = StepContext(settings.copies)
-        return cls(settings.target, settings.config, around, settings.on_auto, settings.on_plan)
+        return cls(
+            settings.target, settings.config, around, settings.auto_time, settings.on_auto, settings.on_plan
+        )  # fmt: skip
 
     def without_reuse(self, inner_compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make code as Inductor does; under a plan without its `allow_buffer_reuse`, as under every policy: it holds
@@ -79,7 +82,7 @@ class Automatic:
 
     def key(self) -> tuple[Any, ...]:
         kinds = tuple(sorted(self.config.block_kinds.items()))
-        return rates(self.target.name), self.around.copies, self.config.keep_latents, kinds
+        return rates(self.target.name), self.around.copies, self.allowed, self.config.keep_latents, kinds
 
     def divide(self, gm: GraphModule, cut: Cut, outputs: int) -> Halves:
         """Both halves of the joint graph `gm`, which is edited. cut: torch's partitioner; outputs: how many of the
@@ -131,22 +134,27 @@ class Automatic:
         kept = overwritten.keep(graph)
         forward, needed = joint(graph)
         model, blocks = PeakModel(graph), blocks_of(forward, dict(self.config.block_kinds))
-        ladder = Ladder(forward, needed, blocks, none)
         # Of one graph, latents in it: an op and what it is made of are not predicted to take the same.
-        begin = step_time(model, ladder.plan(0), speed)
+        ladder = Ladder(forward, needed, blocks, none, StepTime(model, none, speed))
+        begin = ladder.seconds(ladder.begin)
+
+        def again(plan: Plan) -> float:
+            return ladder.seconds(plan) - begin
+
+        def judged(plan: Plan) -> Predicted:
+            return dataclasses.replace(self._of(model, plan), more=again(plan) - found.seconds)
+
         time = begin + found.seconds
-
-        def more(plan: Plan) -> float:
-            return step_time(model, plan, speed) - begin - found.seconds
-
-        plan = ladder.within(more, MOST * time)
-        planned = dataclasses.replace(self._of(model, plan), more=more(plan))
+        plan = ladder.within(again, self.allowed * time)
+        planned = judged(plan)
         taken = worth_taking(planned, base)
         if taken:
             tag(graph, plan, kept)
             if self.on_plan is not None:
                 self.on_plan(plan, blocks, predicted(graph, plan, {}, SELECTIVE, self.around))
-        return _Choice(gm if taken else edited, AutoPlan.of(taken, planned, base, time, found, speed.label))
+        told = AutoPlan.of(taken, planned, base, judged(ladder.selective()), time, found, speed.label)
+        told.given_up = ladder.given_up_by(plan)
+        return _Choice(gm if taken else edited, told)
 
     def _of(self, model: PeakModel, plan: Plan) -> Predicted:
         peak = model(plan)
@@ -155,6 +163,7 @@ class Automatic:
 
     def _say(self, found: AutoPlan) -> None:
         if self.tell is not None:
+            found.allowed = self.allowed
             self.tell(found)
 
 
@@ -185,4 +194,4 @@ class AutomaticPartitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> Any:
         mine = self.automatic
-        return AutomaticPartitioner, (Automatic(mine.target, mine.config, mine.around),)
+        return AutomaticPartitioner, (Automatic(mine.target, mine.config, mine.around, mine.allowed),)

@@ -18,6 +18,8 @@ FP8_WRAPPERS = ("auto", "none", "te_checkpoint")
 OPERATIONS = {"core_attn": "ablock", "mlp": "eblock", "moe": "eblock"}
 # What the option takes beside a policy: a plan by predicted time and memory (`remat/automatic.py`).
 AUTO: Literal["auto"] = "auto"
+# The fraction of a step's predicted time up to which a plan of "auto" counts as free.
+FREE = 0.005
 # Entries that name operations of one kind of block only.
 _ONLY = {"expert_gemm_only": "eblock", "conv_bc_only": "mblock"}
 
@@ -233,11 +235,30 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
-def policy_option(value: Any) -> CheckpointingPolicy | Literal["auto"] | None:
-    """The option `policy`: "auto"; None for None and "none", which leave all of a frame to torch's partitioner; else
-    what `CheckpointingPolicy.of` makes of it, whose error it raises."""
-    if isinstance(value, str) and value == AUTO:
-        return AUTO
+@dataclass(frozen=True, slots=True)
+class AutoPolicy:
+    """`policy={"auto": time}`: as "auto", where recomputing may take this fraction of a step's predicted time."""
+
+    time: float
+
+    def __post_init__(self) -> None:
+        if not _is_fraction(self.time):
+            raise BadOptionError("policy.auto", self.time, "a fraction of a step's time, from 0 to 1")
+        object.__setattr__(self, "time", float(self.time))
+
+    def to_dict(self) -> dict[str, float]:
+        return {AUTO: self.time}
+
+
+def policy_option(value: Any) -> CheckpointingPolicy | AutoPolicy | Literal["auto"] | None:
+    """The option `policy`: "auto", or with a fraction of time an `AutoPolicy`; None for None and "none", which leave
+    all of a frame to torch's partitioner; else what `CheckpointingPolicy.of` makes of it, whose error it raises."""
+    if isinstance(value, AutoPolicy) or isinstance(value, str) and value == AUTO:
+        return value  # type: ignore[return-value]
+    if isinstance(value, Mapping) and AUTO in value:
+        if len(value) > 1:
+            raise BadOptionError("policy", dict(value), "fields of CheckpointingPolicy, or 'auto' by itself")
+        return AutoPolicy(value[AUTO])
     if isinstance(value, str) and value == "none":
         return None
     return CheckpointingPolicy.of(value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megacpp_compile.config import checks, environment
 from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_names, renamed
-from megacpp_compile.config.checkpointing import AUTO, KINDS, CheckpointingPolicy, policy_option
+from megacpp_compile.config.checkpointing import AUTO, FREE, KINDS, AutoPolicy, CheckpointingPolicy, policy_option
 from megacpp_compile.config.compression import CompressionPlan
 from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
@@ -86,9 +86,10 @@ class Config(_Asked):
         attention: "fastest" has FlashAttention-4 serve those of them where it is faster than torch's own kernel, by a
             measurement when the graph is compiled; the report has both times. Without its package torch's own stay.
         policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
-            name of an entry for every kind of block ("selective", "full"), a mapping of its fields, a budget, or
-            "auto", the default: in frames where a pass has fired, what lowers the peak for at most 2 % of the time by
-            prediction. "none" or None leaves it to Inductor.
+            name of an entry for every kind of block ("selective", "full"), a mapping of its fields, a budget of bytes,
+            or "auto", the default: in frames where a pass has fired, what lowers the peak and takes no time by
+            prediction (at most 0.5 % of a step). `{"auto": 0.02}` lets recomputing take 2 % of it. "none" or None
+            leaves it to Inductor.
         block_kinds: glob over module names (`globs`) -> kind of block ("ablock", "mblock", "eblock", "rblock"), where
             `policy` would take it for another; the longest pattern that hits wins.
         precision: which linears run in fp8: a `PrecisionPlan`, a mapping from glob over module names to recipe, or
@@ -122,7 +123,7 @@ class Config(_Asked):
     drop_outputs: tuple[str, ...] = ()
     fa4: bool = False
     attention: Attention = "default"
-    policy: CheckpointingPolicy | Literal["auto"] | None = AUTO
+    policy: CheckpointingPolicy | AutoPolicy | Literal["auto"] | None = AUTO
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
     cache_weight_casts: bool = False
@@ -238,7 +239,12 @@ class Config(_Asked):
     @property
     def own_policy(self) -> CheckpointingPolicy | None:
         """The policy that the user wrote; None for "auto", which decides frame by frame, and where there is none."""
-        return None if isinstance(self.policy, str) else self.policy
+        return self.policy if isinstance(self.policy, CheckpointingPolicy) else None
+
+    @property
+    def auto_time(self) -> float | None:
+        """The fraction of a step's predicted time that recomputing may take under "auto"; None under another policy."""
+        return self.policy.time if isinstance(self.policy, AutoPolicy) else FREE if self.policy == AUTO else None
 
     def without_auto(self) -> Config:
         """The settings with None in the place of a policy "auto", which a backend carries out by itself."""
@@ -250,8 +256,8 @@ class Config(_Asked):
         """The fields as plain containers, fit for `Config(**d)` and `options=d`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
-        objects = {"policy": self.own_policy} | {n: getattr(self, n) for n in ("precision", "compress", "sharding")}
-        return plain | {name: v.to_dict() for name, v in objects.items() if v is not None}
+        objects = {n: getattr(self, n) for n in ("policy", "precision", "compress", "sharding")}
+        return plain | {name: v.to_dict() for name, v in objects.items() if v is not None and v != AUTO}
 
     def cache_key(self) -> str:
         """Text that is equal, also across processes, for settings that compile the same code.

@@ -13,7 +13,6 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch._registry import present
 from megacpp_compile._torch.dynamo import memory_budget_of
 from megacpp_compile._torch.functorch import fx_graph_cse, memory_budget, min_cut_rematerialization_partition
-from megacpp_compile.config.checkpointing import AUTO
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import TwoPoliciesError
@@ -44,9 +43,10 @@ def auto_for(
     """An `AutoPlan` as a dict, for a frame that is trained under `policy="auto"` and that the passes have changed; None
     for any other. Its reason is why the frame is left to torch's partitioner as under "none", "" where it is to be
     planned. rewritten: what the passes made of Dynamo's graph `gm`, None where they left it as it was."""
-    if config.policy != AUTO or rewritten is None or is_backward(gm) or not trains(example_inputs):
+    time = config.auto_time
+    if time is None or rewritten is None or is_backward(gm) or not trains(example_inputs):
         return None
-    return asdict(AutoPlan(reason=_decides(gm, rewritten, patches)))
+    return asdict(AutoPlan(reason=_decides(gm, rewritten, patches), allowed=time))
 
 
 def _decides(gm: GraphModule, rewritten: GraphModule, patches: Mapping[str, Any]) -> str:

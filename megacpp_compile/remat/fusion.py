@@ -16,6 +16,8 @@ from megacpp_compile.fx.sizes import nbytes
 
 # How many kernels back a node may join. Inductor looks farther back, and finds less there.
 _WINDOW = 32
+# How many kernels are looked at for a dependency.
+_SOUGHT = 256
 
 # A tensor: the node that made it, and its path in the node's result.
 Memory = tuple[Node, tuple[int, ...]]
@@ -54,6 +56,77 @@ def fuse(run: Sequence[Node], reads: Mapping[Node, Iterable[Memory]], kinds: Map
         touched[best] |= operands | {(node, ())}
         needs[best] |= sources - {best}
     return [groups[i] for i in _sorted(needs)]
+
+
+def fuse_into(
+    groups: Sequence[Sequence[Node]], run: Sequence[Node], reads: Mapping[Node, Iterable[Memory]],
+    kinds: Mapping[Node, str],
+) -> list[list[Node]]:  # fmt: skip
+    """The kernels of `run` where those of its nodes that are in `groups` stay in the kernels they have there, so that
+    what is computed beside them never makes two of those one. In no order.
+
+    Of its other nodes, a pointwise one joins the kernel with which it shares most memory; any other is a kernel.
+    """
+    place = {n: i for i, n in enumerate(run)}
+    found = [here for group in groups if (here := [n for n in group if n in place])]
+    of = {n: i for i, group in enumerate(found) for n in group}
+    more = [n for n in run if n not in of]
+    for node in more:
+        of[node] = len(found)
+        found.append([node])
+    needs = [{of[p[0]] for n in group for p in reads[n] if p[0] in of} - {i} for i, group in enumerate(found)]
+    latest = [max(place[n] for n in group) for group in found]
+    touching: dict[Memory, set[int]] = {}
+    for node in run:
+        for piece in (*reads[node], (node, ())):
+            touching.setdefault(piece, set()).add(of[node])
+    for node in more:
+        if kinds[node] != "pointwise":
+            continue
+        own, size, shared = of[node], _extent(node), dict[int, int]()
+        for piece in (*reads[node], (node, ())):
+            for i in touching[piece] - {own}:
+                fused = kinds[found[i][0]] in ("pointwise", "reduction") if found[i] else False
+                if fused and _extent(found[i][0]) == size:
+                    shared[i] = shared.get(i, 0) + _bytes(piece)
+        for i in sorted(shared, key=lambda i: -shared[i]):
+            if not (_reaches(own, i, needs, latest, place[node]) or _reaches(i, own, needs, latest, place[node])):
+                _merge(own, i, found, needs, touching)
+                latest[i] = max(latest[i], latest[own])
+                of[node] = i
+                break
+    return [group for group in found if group]
+
+
+def _reaches(start: int, end: int, needs: Sequence[set[int]], latest: Sequence[int], first: int) -> bool:
+    """Whether the kernel `start` depends on `end` through a third one. first: the place of the first of the nodes that
+    are to be one kernel: what runs before it does not depend on it. Where that is far to seek, it is taken to."""
+    todo, seen = [i for i in needs[start] if i != end], {start}
+    while todo and len(seen) < _SOUGHT:
+        i = todo.pop()
+        if i == end:
+            return True
+        if i not in seen and latest[i] >= first:
+            seen.add(i)
+            todo += needs[i]
+    return bool(todo)
+
+
+def _merge(
+    gone: int, into: int, groups: Sequence[list[Node]], needs: Sequence[set[int]], touching: Mapping[Memory, set[int]]
+) -> None:  # fmt: skip
+    groups[into] += groups[gone]
+    groups[gone].clear()
+    needs[into].update(needs[gone])
+    for of_group in needs:
+        if gone in of_group:
+            of_group.remove(gone)
+            of_group.add(into)
+    needs[into].discard(into)
+    for near in touching.values():
+        if gone in near:
+            near.remove(gone)
+            near.add(into)
 
 
 def _extent(node: Node) -> object:

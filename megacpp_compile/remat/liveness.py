@@ -86,9 +86,13 @@ class Run:
 
     def kernels(self) -> tuple[list[list[Node]], dict[Node, dict[Memory, None]]]:
         """(the nodes kernel by kernel, in the order they run; the tensors that each node reads)."""
-        run = [n for n in self.order if n not in self.virtual and self.facts.kinds[n] != "view"]
-        reads = {n: {p: None for a in self.facts.inputs[n] for p in self.reads.get(a, {})} for n in run}
+        run, reads = self.executed()
         return fuse(run, reads, self.facts.kinds), reads
+
+    def executed(self) -> tuple[list[Node], dict[Node, dict[Memory, None]]]:
+        """(the nodes but for views and what is inlined, in their order; the tensors that each reads)."""
+        run = [n for n in self.order if n not in self.virtual and self.facts.kinds[n] != "view"]
+        return run, {n: {p: None for a in self.facts.inputs[n] for p in self.reads.get(a, {})} for n in run}
 
     def peak(
         self,

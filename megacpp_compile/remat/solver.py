@@ -54,9 +54,9 @@ class _Search:
         while True:
             groups: dict[tuple[object, ...], list[Node]] = {}
             for node in plan.saved:
-                op = _op(node)
+                op = made_by(node)
                 if op in self.movable and op not in turned and op not in refused and kept_bytes(node):
-                    groups.setdefault(_likeness(op), []).append(op)
+                    groups.setdefault(likeness(op), []).append(op)
             best = self._cheapest(groups.values(), decisions, plan)
             if best is None:
                 if not refused or len(turned) == at_refusal:
@@ -96,7 +96,7 @@ class _Search:
             trial = self.settle(decisions)
             if trial.saved_bytes() < plan.saved_bytes():
                 break
-            found = [op for n in trial.saved if n not in here and (op := _op(n)) in self.movable]
+            found = [op for n in trial.saved if n not in here and (op := made_by(n)) in self.movable]
             if not found:
                 break
         return decisions, trial
@@ -145,7 +145,7 @@ def read_bytes(
     return sum(kept_bytes(n) for n in bases if kind is None or blocks[n].kind == kind)
 
 
-def _op(node: Node) -> Node:
+def made_by(node: Node) -> Node:
     """The op whose result, or an item of it, `node` is."""
     while node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
@@ -159,7 +159,7 @@ def _with_items(ops: Iterable[Node]) -> Iterator[Node]:
         yield from _with_items(u for u in op.users if u.target is operator.getitem)
 
 
-def _likeness(node: Node) -> tuple[object, ...]:
+def likeness(node: Node) -> tuple[object, ...]:
     """What the same value of another layer has in common with `node`."""
     name = re.sub(r"\d+", "#", module_fqn(node))
     return str(node.target), name, str(node.meta.get("val")), tuple(str(a.target)[:24] for a in node.all_input_nodes

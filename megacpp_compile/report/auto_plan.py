@@ -8,6 +8,7 @@ from typing import Any
 from megacpp_compile.report.text import bytes_text, plural
 
 SMALL = "backward reads less than"  # how the reason begins where there is nothing to spare
+_NAMED = 3  # of what is recomputed, in words
 
 
 @dataclass(slots=True)
@@ -21,6 +22,11 @@ class AutoPlan:
         saved, peak: bytes saved for backward and bytes of a step at its peak under the plan, also of one that was not
             taken; None where none was made.
         saved_none, peak_none: likewise under `policy="none"`.
+        saved_selective, peak_selective, more_selective: likewise of `policy="selective"` with the same latents kept,
+            and the seconds that it takes more.
+        given_up: bytes that the plan does not save of what the partitioner does, by op and module: {"mul in mlp":
+            ...}.
+        allowed: the fraction of `seconds_none` that recomputing may take.
         more: seconds that the plan takes more, latents that it keeps included: less than nothing where those outweigh
             what is recomputed.
         seconds_none: of a step under `policy="none"`.
@@ -37,18 +43,26 @@ class AutoPlan:
     peak: int | None = None
     saved_none: int | None = None
     peak_none: int | None = None
+    saved_selective: int | None = None
+    peak_selective: int | None = None
+    more_selective: float | None = None
+    given_up: dict[str, int] = field(default_factory=dict)
+    allowed: float = 0.0
     more: float | None = None
     seconds_none: float | None = None
     latents: dict[str, Any] = field(default_factory=dict)
     rates: str = ""
 
     @classmethod
-    def of(cls, taken: bool, plan: Any, none: Any, seconds: float, latents: Any, rates: str) -> AutoPlan:
-        """plan, none: objects with `saved`, `peak`, `more` and `recomputed`. latents: a dataclass with the keys of
-        `latents`."""
-        reason = "" if taken else "recomputing more would not lower the peak"
-        return cls(taken, reason, plan.recomputed, plan.saved, plan.peak, none.saved, none.peak, plan.more, seconds,
-                   asdict(latents), rates)  # fmt: skip
+    def of(
+        cls, taken: bool, plan: Any, none: Any, selective: Any, seconds: float, latents: Any, rates: str
+    ) -> AutoPlan:  # fmt: skip
+        """plan, none, selective: objects with `saved`, `peak`, `more` and `recomputed`. latents: a dataclass with the
+        keys of `latents`."""
+        reason = "" if taken else "recomputing what is free would not lower the peak"
+        return cls(taken, reason, plan.recomputed, plan.saved, plan.peak, none.saved, none.peak, selective.saved,
+                   selective.peak, selective.more, more=plan.more, seconds_none=seconds, latents=asdict(latents),
+                   rates=rates)  # fmt: skip
 
     @property
     def told(self) -> bool:
@@ -63,16 +77,18 @@ class AutoPlan:
 
     @property
     def other(self) -> str:
-        """What the other choice would give, in words; "-" where nothing is known of it."""
-        if self.saved_none is None or self.peak_none is None:
+        """What the other choices would give, in words; "-" where nothing is known of them."""
+        if self.saved_none is None or self.saved_selective is None:
             return "-"
-        none = f"none: saves {bytes_text(self.saved_none)}, peak {bytes_text(self.peak_none)}"
-        return none if self.taken else self._plan()
+        none = f"none: {_memory(self.saved_none, self.peak_none)}" if self.taken else self._plan()
+        selective = _memory(self.saved_selective, self.peak_selective)
+        return f"{none}; selective: {selective}, {self._percent(self.more_selective):+.2f} % time"
 
     def _plan(self) -> str:
-        saved, peak = bytes_text(self.saved), bytes_text(self.peak)
+        most = list(self.given_up)[:_NAMED]
+        what = f" ({', '.join(most)}{', ...' if len(self.given_up) > len(most) else ''})" if most else ""
         time = f"{self._percent(self.more):+.2f} % time"
-        return f"recompute {plural(self.recomputed, 'value')}: saves {saved}, peak {peak}, {time}"
+        return f"recompute {plural(self.recomputed, 'value')}{what}: {_memory(self.saved, self.peak)}, {time}"
 
     def _latents(self) -> str:
         kept, held, seconds = (self.latents[name] for name in ("kept", "bytes", "seconds"))
@@ -80,3 +96,7 @@ class AutoPlan:
 
     def _percent(self, seconds: float | None) -> float:
         return 100 * (seconds or 0.0) / self.seconds_none if self.seconds_none else 0.0
+
+
+def _memory(saved: int | None, peak: int | None) -> str:
+    return f"saves {bytes_text(saved)}, peak {bytes_text(peak)}"

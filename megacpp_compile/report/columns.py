@@ -28,7 +28,7 @@ COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
     "compile time": {"frame": (), "dynamo": ("dynamo",), "capture": ("capture",), "passes": (),
                      "analysis": ("analysis",), "plan": ("plan",), "lowering": ("lowering",), "code": ("code",),
                      "torch": ("torch",)},
-    "policy auto": {"frame": (), "chosen (predicted)": ("chosen",), "the other choice (predicted)": ("other",)},
+    "policy auto": {"frame": (), "chosen (predicted)": ("chosen",), "the other choices (predicted)": ("other",)},
     "remat": {"frame": (), "kind of block": (), "blocks": ("blocks",), "entries": ("entries",),
               "saved for backward": ("saved",), "computed again": ("again",), "offloaded": ("offloaded",),
               "nodes recomputed": ("recomputed",)},

@@ -2,7 +2,8 @@
 
 Only their ratios matter where times are compared: FLOPs per byte say when to compute a value again instead of keeping
 it. On sm_90 (an H200) GEMMs in bf16 reach 790 of the stated 989 TFLOP/s and copies 4.27 of 4.8 TB/s; the same fractions
-are taken for every other chip. The CPU stands for a server's socket, a TPU for a v5e.
+are taken for every other chip. The CPU stands for a server's socket, a TPU for a v5e. A kernel more takes what its
+launch does, on a GPU 5 us of the host's time: a step that waits for the host is as much longer.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from megacpp_compile.targets import chips
 
 # What of a stated peak is reached.
 OF_FLOPS, OF_BYTES = 0.8, 0.89
+LAUNCH = 5e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """flops: FLOP/s of GEMMs in 16 bits. bytes: bytes/s of the device's memory. label: whose they are, "sm_90"."""
+    """flops: FLOP/s of GEMMs in 16 bits. bytes: bytes/s of the device's memory. label: whose they are, "sm_90".
+    launch: seconds that a kernel takes beside those."""
 
     flops: float
     bytes: float
     label: str
+    launch: float = 0.0
 
 
 CPU = Rates(2e12, 200e9, "cpu")
@@ -36,6 +40,5 @@ def rates(target: str) -> Rates:
     chip = chips.current()
     known = chip if chip is not None and chip.peaks.get("bf16") and chip.memory_gb_per_s else None
     usual = known or chips.of_capability(9, 0)
-    return Rates(
-        OF_FLOPS * usual.peaks["bf16"] * 1e12, OF_BYTES * usual.memory_gb_per_s * 1e9, (chip or usual).label
-    )
+    flops, moved = OF_FLOPS * usual.peaks["bf16"] * 1e12, OF_BYTES * usual.memory_gb_per_s * 1e9
+    return Rates(flops, moved, (chip or usual).label, LAUNCH)

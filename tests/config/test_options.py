@@ -231,13 +231,24 @@ def test_equal_settings_are_equal_whatever_their_order_and_so_are_copies():
     assert dataclasses.replace(config, strict=True).passes == {"a": False}
 
 
+def test_what_auto_may_spend():
+    """Nothing, or a fraction of time; a number by itself is a budget of bytes."""
+    spending = Config(policy={"auto": 0.02})
+    assert spending.auto_time == 0.02 and spending.own_policy is None and spending.without_auto().policy is None
+    assert pickle.loads(pickle.dumps(spending)) == Config(**spending.to_dict()) == spending != Config()
+    assert (Config().auto_time, Config(policy=0.02).auto_time, Config(policy=None).auto_time) == (0.005, None, None)
+    for policy, words in (({"auto": 2}, "a fraction of a step's time"), ({"auto": 0.1, "ablock": "full"}, "by itself")):
+        with pytest.raises(errors.BadOptionError, match=words):
+            Config(policy=policy)
+
+
 def test_every_field_but_what_is_printed_is_in_the_cache_key():
     base = Config()
     changed = [
         Config(disable=("a",)), Config(passes={"a": False}), Config(require={"a": 1}), Config(strict=True),
         Config(verify="each"), Config(target="cpu"), Config(keep_latents=True), Config(fuse_shared_input_gemms=True),
         Config(autotune_gemms=False), Config(overlap_collectives=False), Config(autotune=True),
-        Config(inductor={"a": True}), Config(inductor={"a": 1}),
+        Config(inductor={"a": True}), Config(inductor={"a": 1}), Config(policy={"auto": 0.02}), Config(policy=0.02),
     ]
     assert len({config.cache_key() for config in [base, *changed]}) == len(changed) + 1
     assert Config(explain=True).cache_key() == base.cache_key() and Config(explain=True) != base

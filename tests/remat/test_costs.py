@@ -10,7 +10,10 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp_compile.lowerings._registry import semantic_ops
+from megacpp_compile.remat import times
 from megacpp_compile.remat.costs import flops
+from megacpp_compile.remat.fusion import fuse, fuse_into
+from megacpp_compile.remat.liveness import Facts, Run
 from tests.lowerings.agreement import reference_of
 from tests.lowerings.cases import CASES
 
@@ -102,3 +105,38 @@ def test_a_scan_counts_its_gemms(label):
     padded = t / (chunks * length)
     own = flops(call(torch.ops.megacpp.ssd_scan, *args))
     assert own == pytest.approx((counted("ssd_scan", args) - carried - summed) * padded, rel=1e-2)
+
+
+def test_what_is_inlined_reads_the_inputs_that_it_is_made_of():
+    """A kernel that gathers rows of a table reads as many as it has, whatever the table holds."""
+    graph, aten = fx.Graph(), torch.ops.aten
+    table, rows = graph.placeholder("table"), graph.placeholder("rows")
+    table.meta["val"], rows.meta["val"] = meta(1000, 32), meta(64, dtype=torch.long)
+    gathered = graph.call_function(aten.embedding.default, (table, rows))
+    twice = graph.call_function(aten.mul.Tensor, (gathered, 2.0))
+    total = graph.call_function(aten.sum.dim_IntList, (twice, [1]))
+    gathered.meta["val"], twice.meta["val"], total.meta["val"] = meta(64, 32), meta(64, 32), meta(64)
+    order = [gathered, twice, total]
+    facts = Facts(order)
+    given = times._given(Run(order, {}, [total], facts), facts)
+    assert given[total] == {table: 64 * 32 * 4, rows: 64 * 8}
+
+
+def test_what_is_computed_beside_two_kernels_does_not_make_them_one():
+    graph = fx.Graph()
+    saved = [graph.placeholder(name) for name in ("left", "right")]
+    left, right = ((node, ()) for node in saved)
+
+    def node(*operands):
+        made = graph.call_function(torch.ops.aten.add.Tensor, operands)
+        made.meta["val"] = meta(64, 32)
+        return made
+
+    for holder in saved:
+        holder.meta["val"] = meta(64, 32)
+    again, one, other = node(*saved), node(saved[0], 1.0), node(saved[1], 1.0)
+    reads = {again: [left, right], one: [left], other: [right]}
+    kinds = dict.fromkeys(reads, "pointwise")
+    assert fuse(list(reads), reads, kinds) == [[again, one, other]]
+    assert fuse_into([[one], [other]], list(reads), reads, kinds) == [[one, again], [other]]
+    assert fuse_into([[one], [other]], list(reads), reads, {**kinds, again: "reduction"}) == [[one], [other], [again]]
