@@ -25,6 +25,7 @@ from benchmarks.variants import inductor, ours
 POLICIES: dict[str, Any] = {
     "none": "none",
     "auto": "auto",
+    "auto, 2 % of time": {"auto": 0.02},
     "selective": "selective",
     "selective, last layer too": {"last_layer": "selective"},
     "full": "full",

@@ -22,11 +22,6 @@ class AutoPlan:
         saved, peak: bytes saved for backward and bytes of a step at its peak under the plan, also of one that was not
             taken; None where none was made.
         saved_none, peak_none: likewise under `policy="none"`.
-        saved_selective, peak_selective, more_selective: likewise of `policy="selective"` with the same latents kept,
-            and the seconds that it takes more.
-        given_up: bytes that the plan does not save of what the partitioner does, by op and module: {"mul in mlp":
-            ...}.
-        allowed: the fraction of `seconds_none` that recomputing may take.
         more: seconds that the plan takes more, latents that it keeps included: less than nothing where those outweigh
             what is recomputed.
         seconds_none: of a step under `policy="none"`.
@@ -34,6 +29,11 @@ class AutoPlan:
             "seconds" that recomputing them would take. With the plan or without, they are kept. "held": (place of the
             op among those that could keep one, bytes) of each.
         rates: whose rates times go by, "sm_90".
+        saved_selective, peak_selective, more_selective: likewise of `policy="selective"` with the same latents kept,
+            and the seconds that it takes more.
+        given_up: bytes that the plan does not save of what the partitioner does, by op and module: {"mul in mlp":
+            ...}.
+        allowed: the fraction of `seconds_none` that recomputing may take.
     """
 
     taken: bool = False
@@ -43,15 +43,15 @@ class AutoPlan:
     peak: int | None = None
     saved_none: int | None = None
     peak_none: int | None = None
+    more: float | None = None
+    seconds_none: float | None = None
+    latents: dict[str, Any] = field(default_factory=dict)
+    rates: str = ""
     saved_selective: int | None = None
     peak_selective: int | None = None
     more_selective: float | None = None
     given_up: dict[str, int] = field(default_factory=dict)
     allowed: float = 0.0
-    more: float | None = None
-    seconds_none: float | None = None
-    latents: dict[str, Any] = field(default_factory=dict)
-    rates: str = ""
 
     @classmethod
     def of(
@@ -59,10 +59,9 @@ class AutoPlan:
     ) -> AutoPlan:  # fmt: skip
         """plan, none, selective: objects with `saved`, `peak`, `more` and `recomputed`. latents: a dataclass with the
         keys of `latents`."""
-        reason = "" if taken else "recomputing what is free would not lower the peak"
-        return cls(taken, reason, plan.recomputed, plan.saved, plan.peak, none.saved, none.peak, selective.saved,
-                   selective.peak, selective.more, more=plan.more, seconds_none=seconds, latents=asdict(latents),
-                   rates=rates)  # fmt: skip
+        reason = "" if taken else "what may be recomputed in the time allowed would not lower the peak"
+        return cls(taken, reason, plan.recomputed, plan.saved, plan.peak, none.saved, none.peak, plan.more, seconds,
+                   asdict(latents), rates, selective.saved, selective.peak, selective.more)  # fmt: skip
 
     @property
     def told(self) -> bool:
@@ -78,9 +77,11 @@ class AutoPlan:
     @property
     def other(self) -> str:
         """What the other choices would give, in words; "-" where nothing is known of them."""
-        if self.saved_none is None or self.saved_selective is None:
+        if self.saved_none is None:
             return "-"
         none = f"none: {_memory(self.saved_none, self.peak_none)}" if self.taken else self._plan()
+        if self.saved_selective is None:
+            return none
         selective = _memory(self.saved_selective, self.peak_selective)
         return f"{none}; selective: {selective}, {self._percent(self.more_selective):+.2f} % time"
 
