@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -124,12 +124,14 @@ def move_behind(nodes: Sequence[Node], anchor: Node) -> None:
         at = node
 
 
-def unread_without(values: Iterable[Node], unread: Set[Node]) -> set[Node]:
-    """`unread`, and those of `values`, and of what they are computed from, that nothing but such nodes reads."""
+def unread_without(values: Iterable[Node], unread: Set[Node], draws: Collection[Node] = ()) -> set[Node]:
+    """`unread`, and those of `values`, and of what they are computed from, that nothing but such nodes reads. draws:
+    nodes whose random numbers are of no use but to their readers."""
     found, pending = set(unread), list(values)
     while pending:
         node = pending.pop()
-        if node not in found and node.op == "call_function" and not has_effects(node) and found.issuperset(node.users):
+        kept = node.op != "call_function" or has_effects(node) and node not in draws
+        if node not in found and not kept and found.issuperset(node.users):
             found.add(node)
             pending.extend(node.all_input_nodes)
     return found

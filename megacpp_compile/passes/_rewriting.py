@@ -63,7 +63,7 @@ class Rewriter:
         for old, node in zip(match.outputs, new, strict=True):
             old.replace_all_uses_with(node, delete_user_cb=lambda user: user not in plain)
         stamped = _stamp(view, match.outputs, new)
-        done = Rewrite(match, op_node, new, unread_without(match.outputs, self.unread), stamped)
+        done = Rewrite(match, op_node, new, unread_without(match.outputs, self.unread, match.draws), stamped)
         read = {n for node in build.emitted for n in node.all_input_nodes}
         if not self.unread.isdisjoint(read) or not done.unread.isdisjoint(self.ops):
             self.undo(done)
@@ -74,6 +74,9 @@ class Rewriter:
         """Refuse later matches that need what `done` has taken."""
         self.unread = done.unread
         self.ops.add(done.op_node)
+        for node in self.unread.intersection(done.match.draws):  # it would be drawn for nobody
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            node.graph.erase_node(node)
 
     def undo(self, done: Rewrite) -> None:
         """Let the plain nodes be read again."""

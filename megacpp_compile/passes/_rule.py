@@ -41,6 +41,7 @@ class Match:
     unwritten. None where it writes all.
     estimated: inputs whose gradient is an estimate of the plain one, and from how many random directions. dies: an
     input that the plain subgraph alone keeps for backward, and the op does not.
+    draws: what draws random numbers in the plain subgraph, in place of which the rewrite draws others.
     """
 
     node: Node
@@ -53,6 +54,7 @@ class Match:
     estimated: Mapping[Node, int] = dataclasses.field(default_factory=dict)
     dies: Node | None = None
     autocast_blind: Set[Any] = frozenset()
+    draws: tuple[Node, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

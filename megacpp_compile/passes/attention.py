@@ -28,9 +28,12 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch import inductor
 from megacpp_compile.frontend.sdpa_regions import SDPA_KERNEL
 from megacpp_compile.fx.edit import Builder, place, same_size, value
+from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, UNIT_DIMS, uncast
+from megacpp_compile.lowerings.attention._dropout import WORDS
 from megacpp_compile.lowerings.attention._sdpa_calls import kernel_of_masked
 from megacpp_compile.lowerings.attention._sdpa_choice import UNFUSED
 from megacpp_compile.matchers._match import MatchFailure
@@ -108,6 +111,9 @@ def _is_quicker(device: str, found: Attention, plan: _Plan) -> bool:
 
 
 def _decide(view: GraphView, found: Attention) -> Match | MatchFailure:
+    if found.dropout is not None and inductor.config.fallback_random:
+        reason = "probabilities are dropped at random, and `fallback_random` asks for eager's own random numbers"
+        return MatchFailure(found.dropout.node, "dropout", reason)
     plan = _plan(found)
     if isinstance(plan, MatchFailure):
         return plan
@@ -116,7 +122,8 @@ def _decide(view: GraphView, found: Attention) -> Match | MatchFailure:
     inputs = _inputs(found, plan)
     if place(inputs, [found.result], found.result, view.mode_states) is None:
         return MatchFailure(found.softmax, *REGION)
-    return Match(found.result, inputs, [found.result], lambda build: _rewrite(build, found, plan))
+    draws = () if found.dropout is None else (found.dropout.node,)
+    return Match(found.result, inputs, [found.result], lambda build: _rewrite(build, found, plan), draws=draws)
 
 
 def _inputs(found: Attention, plan: _Plan) -> list[Node]:
@@ -260,7 +267,7 @@ def _rewrite(build: Builder, found: Attention, plan: _Plan) -> tuple[Node, list[
     scale = float(first) if softcap is None else first * softcap
     made = build(
         torch.ops.megacpp.attention.default, q, k, v, mask, bias, sinks, documents, scale, softcap or 0.0,
-        *(d and d.emit(build) for d in (plan.left, plan.right)), plan.fill,
+        *(d and d.emit(build) for d in (plan.left, plan.right)), plan.fill, *_drawn(build, found, q, k),
     )  # fmt: skip
     out = arrange(build, (build.item(made, 0), (batch, heads, found.queries, found.value_channels)), found.result_dims)
     out = build.cast(out, value(found.result).dtype)
@@ -283,6 +290,18 @@ def _sinks(build: Builder, found: Attention, q: Node) -> Node | None:
     if node is found.softmax:
         return build(aten.new_zeros.default, q, [length([*found.heads])])
     return arrange(build, (node, dims), (found.heads,))
+
+
+def _drawn(build: Builder, found: Attention, q: Node, k: Node) -> tuple[Any, ...]:
+    """(random words, probability) of dropout. torch draws the words; they are kept for backward, also where all else is
+    computed again, as drawing them again takes the generator's state."""
+    if found.dropout is None:
+        return ()
+    b, h, t, _ = value(q).shape
+    size = size_node(build, value(k).shape[2] + b * h * t)
+    words = build(aten.randint.low, 0, WORDS, [size], dtype=torch.int64, device=value(q).device)
+    words.meta = {name: one for name, one in words.meta.items() if name not in ("recompute", "ac_graph_id")}
+    return words, found.dropout.p
 
 
 def _strides_show(result: Node) -> bool:

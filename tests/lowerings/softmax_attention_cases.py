@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megacpp_compile.lowerings.attention._dropout import WORDS
+
 from .agreement import reference_of
 from .cases import each_case
 
@@ -11,7 +13,7 @@ INF = float("-inf")
 
 
 def operands(rand, dtype, b=2, h=4, g=2, t=7, s=7, d=16, e=16, mask=None, bias=None, sinks=False, softcap=0.0, left=None,
-             right=None, fill=INF, layout="plain", documents=None):  # fmt: skip
+             right=None, fill=INF, layout="plain", documents=None, dropout=0.0):  # fmt: skip
     """mask, bias: the sizes of what broadcasts to the scores. A mask hides no key from some query, and the first from
     none, but under "rows": there whole rows are hidden."""
     q, k, v = rand(b, h, t, d, dtype=dtype), rand(b, g, s, d, dtype=dtype), rand(b, g, s, e, dtype=dtype)
@@ -30,7 +32,9 @@ def operands(rand, dtype, b=2, h=4, g=2, t=7, s=7, d=16, e=16, mask=None, bias=N
     if documents is not None:  # of lengths that are no units of tokens, or in no order
         ids = torch.arange(t)[None].repeat(b, 1) // documents
         ids = ids if documents < t else (rand(b, t) > 0).long()
-    return q, k, v, seen, added, logits, ids, d**-0.5, softcap, left, right, fill
+    generator = torch.Generator().manual_seed(b * h * t)
+    drawn = (torch.randint(WORDS, [s + b * h * t], generator=generator), dropout) if dropout else ()
+    return q, k, v, seen, added, logits, ids, d**-0.5, softcap, left, right, fill, *drawn
 
 
 SOFTMAX = {
@@ -53,14 +57,19 @@ SOFTMAX = {
     "several_blocks": {"b": 1, "h": 2, "g": 1, "t": 150, "s": 150, "right": 0},
     "windows_of_several_blocks": {"b": 1, "h": 1, "g": 1, "t": 200, "s": 200, "left": 40, "right": 0},
     "both_sides_of_several_blocks": {"b": 1, "h": 1, "g": 1, "t": 140, "s": 170, "left": 70, "right": 33},
+    "dropout": {"dropout": 0.3, "right": 0}, "dropout_of_all": {"dropout": 1.0},
+    "dropout_of_nearly_all_at_once": {"mask": (1, 0, 1, 1), "bias": (0, 1, 1, 1), "sinks": True, "softcap": 3.0, "left": 4,
+                                      "right": 1, "dropout": 0.2},
+    "dropout_in_several_blocks": {"b": 2, "h": 2, "g": 1, "t": 150, "s": 170, "dropout": 0.5},
+    "dropout_and_documents": {"b": 1, "h": 1, "g": 1, "t": 200, "s": 200, "documents": 70, "left": 90, "right": 0,
+                              "dropout": 0.1},
 }  # fmt: skip
 
 
 def backward(rand, dtype, **options):
     given = operands(rand, dtype, **options)
     out, lse, top = reference_of("attention")(*given)
-    settings = given[7:]
-    return rand(*out.shape, dtype=dtype), *given[:7], out, lse, top, *settings, given[4] is not None
+    return rand(*out.shape, dtype=dtype), *given[:7], out, lse, top, *given[7:12], given[4] is not None, *given[12:]
 
 
 each_case("attention", SOFTMAX)(operands)

@@ -54,13 +54,19 @@ def attention(
     left: Optional[int],  # noqa: UP045
     right: Optional[int],  # noqa: UP045
     fill: float,
+    words: Optional[Tensor] = None,  # noqa: UP045
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with no_autocast(q):
-        return reference.attention(q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill)
+        return reference.attention(
+            q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill, words, dropout
+        )
 
 
 @attention.register_fake
-def _(q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill, words=None, dropout=0.0
+):  # fmt: skip
     b, h, t, _ = q.shape
     out = empty_like_tokens(q, h, t, v.shape[-1]).to(v.dtype)
     lse = q.new_empty((b, h, t), dtype=compute_dtype(q))
@@ -86,17 +92,21 @@ def attention_backward(
     right: Optional[int],  # noqa: UP045
     fill: float,
     bias_grad: bool,
+    words: Optional[Tensor] = None,  # noqa: UP045
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, bias (empty without `bias_grad`) and sinks (empty without)."""
     with no_autocast(q):
         return reference.attention_backward(
-            grad, q, k, v, mask, bias, sinks, documents, out, lse, top, scale, softcap, left, right, fill, bias_grad
-        )
+            grad, q, k, v, mask, bias, sinks, documents, out, lse, top, scale, softcap, left, right, fill, bias_grad,
+            words, dropout,
+        )  # fmt: skip
 
 
 @attention_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
-    grad, q, k, v, mask, bias, sinks, documents, out, lse, top, scale, softcap, left, right, fill, bias_grad
+    grad, q, k, v, mask, bias, sinks, documents, out, lse, top, scale, softcap, left, right, fill, bias_grad,
+    words=None, dropout=0.0,
 ):  # fmt: skip
     dbias = bias.new_empty(bias.shape) if bias_grad else q.new_empty(0)
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
@@ -104,16 +114,17 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, mask, bias, sinks, documents, *ctx.settings = inputs
+    q, k, v, mask, bias, sinks, documents, *ctx.settings, words, ctx.dropout = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.bias_grad = bias is not None and ctx.needs_input_grad[4]
-    save_operands(ctx, (q, k, v, mask, bias, sinks, documents), *output)
+    save_operands(ctx, (q, k, v, mask, bias, sinks, documents, words), *output)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    operands, (out, lse, top) = saved_operands(ctx)
-    *grads, dbias, dsinks = attention_backward(grad, *operands, out, lse, top, *ctx.settings, ctx.bias_grad)
-    return *grads, None, dbias if ctx.bias_grad else None, None if operands[5] is None else dsinks, *[None] * 6
+    (*operands, words), (out, lse, top) = saved_operands(ctx)
+    drawn = () if words is None else (words, ctx.dropout)
+    *grads, dbias, dsinks = attention_backward(grad, *operands, out, lse, top, *ctx.settings, ctx.bias_grad, *drawn)
+    return *grads, None, dbias if ctx.bias_grad else None, None if operands[5] is None else dsinks, *[None] * 8
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

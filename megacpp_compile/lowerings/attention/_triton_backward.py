@@ -8,6 +8,7 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E, dot
+from megacpp_compile.lowerings.attention._triton_dropout import kept, words_of_keys, words_of_queries
 from megacpp_compile.lowerings.attention._triton_kernels import (
     beside,
     blocks_of_keys,
@@ -57,10 +58,11 @@ def _score_gradient(p, dp, delta, slope, scores, i, j, tokens, keys, mask, m_t, 
 
 @triton.jit
 def _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, delta, tokens, keys, left, right,
-                      scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t, b_s, D: tl.constexpr, A: tl.constexpr,
-                      R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-                      SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr,
-                      EDGE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
+                      scale, softcap, fill, documents, row_a, row_b, words, least, factor, k_s, v_s, m_t, m_s, b_t,
+                      b_s, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+                      MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
+                      RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr, EDGE: tl.constexpr,
+                      PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
                       BN: tl.constexpr):  # fmt: skip
     j = n + tl.arange(0, BN)
     k_a = tile(k, j, tl.arange(0, A), k_s, keys, D, EDGE, A > D)
@@ -73,6 +75,9 @@ def _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, a
                                 SOFTCAP, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     values = tile(v, j, tl.arange(0, EP), v_s, keys, E, EDGE, EP > E)
     dp = dot(do, tl.trans(values), tl.zeros([BM, BN], tl.float32), PRECISION, INTERPRETED)
+    if DROPOUT:
+        there = kept(row_a[:, None], row_b[:, None], words_of_keys(words, j, keys)[None, :], least)
+        dp = tl.where(there, dp * factor, 0.0)
     _, ds = _score_gradient(p, dp, delta[:, None], slope, scores, i[:, None], j[None, :], tokens, keys, mask, m_t, m_s,
                             MASK, SOFTCAP, EDGE)  # fmt: skip
     ds = ds.to(k_a.dtype)
@@ -84,14 +89,15 @@ def _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, a
 
 @triton.jit
 def attention_query_grad(grad, q, k, v, mask, bias, lse, top, delta, dq, tokens, keys, left, right, scale, softcap,
-                         fill, documents, spans, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b,
-                         v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t, HEADS: tl.constexpr,
-                         GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
-                         EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-                         LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-                         INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                         fill, documents, spans, words, least, factor, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h, q_t,
+                         k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t,
+                         HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
+                         E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+                         SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr,
+                         DROPOUT: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
+                         BN: tl.constexpr):  # fmt: skip
     """dq [b, h, t, d]: the forward's walk, with probabilities from lse."""
-    scale, softcap, fill = single(scale), single(softcap), single(fill)
+    scale, softcap, fill, factor = single(scale), single(softcap), single(fill), single(factor)
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     i = m0 + tl.arange(0, BM)
@@ -117,26 +123,30 @@ def attention_query_grad(grad, q, k, v, mask, bias, lse, top, delta, dq, tokens,
     above = sums
     if MASK or BIAS:
         above = tl.load(top + row, mask=i < tokens, other=0.0)
+    row_a, row_b = i, i
+    if DROPOUT:
+        row_a, row_b = words_of_queries(words, keys, (b * HEADS + h) * tokens, i, tokens)
     first, whole, whole_end, end = blocks_of_keys(m0, tokens, keys, left, right, LEFT, RIGHT, BM, BN)
     if DOCUMENTS:
         spans += b * s_b
         first, whole, whole_end, end = within_documents(spans, units, m0, first, whole, whole_end, end, BM, BN)
     if LEFT or DOCUMENTS:
         for n in range(first, whole, BN):
-            dq_a, dq_r = _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums,
-                                           tokens, keys, left, right, scale, softcap, fill, documents, k_s, v_s, m_t,
-                                           m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS,
-                                           True, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+            dq_a, dq_r = _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums, tokens,
+                                           keys, left, right, scale, softcap, fill, documents, row_a, row_b, words,
+                                           least, factor, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS,
+                                           SOFTCAP, LEFT, RIGHT, DOCUMENTS, DROPOUT, True, PRECISION, INTERPRETED, BM,
+                                           BN)  # fmt: skip
     for n in range(whole, whole_end, BN):
         dq_a, dq_r = _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums, tokens,
-                                       keys, left, right, scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t,
-                                       b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, False,
-                                       PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+                                       keys, left, right, scale, softcap, fill, documents, row_a, row_b, words, least,
+                                       factor, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT,
+                                       RIGHT, DOCUMENTS, DROPOUT, False, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     for n in range(whole_end, end, BN):
         dq_a, dq_r = _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums, tokens,
-                                       keys, left, right, scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t,
-                                       b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True,
-                                       PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+                                       keys, left, right, scale, softcap, fill, documents, row_a, row_b, words, least,
+                                       factor, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT,
+                                       RIGHT, DOCUMENTS, DROPOUT, True, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     a = tl.arange(0, A)
     at = dq + b * o_b + h.to(tl.int64) * o_h + i[:, None] * o_t
     tl.store(at + a[None, :], as_stored(dq_a * scale, dq), mask=(i < tokens)[:, None] & (a < D)[None, :])
@@ -147,11 +157,12 @@ def attention_query_grad(grad, q, k, v, mask, bias, lse, top, delta, dq, tokens,
 
 @triton.jit
 def _keys_grad_block(dk_a, dk_r, dv, k_a, k_r, values, q, grad, mask, bias, lse, top, delta, m, j, tokens, keys, left,
-                     right, scale, softcap, fill, documents, q_t, g_t, m_t, m_s, b_t, b_s, D: tl.constexpr,
-                     A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr,
-                     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                     DOCUMENTS: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-                     BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                     right, scale, softcap, fill, documents, words, row, of_keys, least, factor, q_t, g_t, m_t, m_s,
+                     b_t, b_s, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+                     MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
+                     RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr, EDGE: tl.constexpr,
+                     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
+                     BN: tl.constexpr):  # fmt: skip
     """Of one block of queries, whose scores are [keys, queries] here."""
     i = m + tl.arange(0, BM)
     q_a = tile(q, i, tl.arange(0, A), q_t, tokens, D, EDGE, A > D)
@@ -168,8 +179,15 @@ def _keys_grad_block(dk_a, dk_r, dv, k_a, k_r, values, q, grad, mask, bias, lse,
                                 right, scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, documents, MASK, BIAS,
                                 SOFTCAP, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     do = tile(grad, i, tl.arange(0, EP), g_t, tokens, E, EDGE, EP > E)
-    dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED)
+    dropped = p
+    if DROPOUT:
+        row_a, row_b = words_of_queries(words, keys, row, i, tokens)
+        there = kept(row_a[None, :], row_b[None, :], of_keys[:, None], least)
+        dropped = tl.where(there, p, 0.0)
+    dv = dot(dropped.to(do.dtype), do, dv, PRECISION, INTERPRETED)
     dp = dot(values, tl.trans(do), tl.zeros([BN, BM], tl.float32), PRECISION, INTERPRETED)
+    if DROPOUT:
+        dp = tl.where(there, dp * factor, 0.0)
     _, ds = _score_gradient(p, dp, sums[None, :], slope, scores, i[None, :], j[:, None], tokens, keys, mask, m_t, m_s,
                             MASK, SOFTCAP, EDGE)  # fmt: skip
     ds = ds.to(q_a.dtype)
@@ -181,15 +199,15 @@ def _keys_grad_block(dk_a, dk_r, dv, k_a, k_r, values, q, grad, mask, bias, lse,
 
 @triton.jit
 def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, tokens, keys, left, right, scale, softcap,
-                        fill, documents, spans, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h,
-                        v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
-                        HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
-                        E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+                        fill, documents, spans, words, least, factor, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h, q_t,
+                        k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, dk_b, dk_h, dk_s, dv_b,
+                        dv_h, dv_s, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr,
+                        R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
                         SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr,
-                        PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
+                        DROPOUT: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
                         BN: tl.constexpr):  # fmt: skip
     """dk, dv [b, g, s, .] of a block of keys, over all queries of its heads that see some of it."""
-    scale, softcap, fill = single(scale), single(softcap), single(fill)
+    scale, softcap, fill, factor = single(scale), single(softcap), single(fill), single(factor)
     n0 = tl.program_id(0) * BN
     g, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     j = n0 + tl.arange(0, BN)
@@ -225,29 +243,37 @@ def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, toke
     if DOCUMENTS:
         spans += b * s_b
         first, whole, whole_end, end = within_documents(spans, units, n0, first, whole, whole_end, end, BN, BM)
+    of_keys = j
+    if DROPOUT:
+        of_keys = words_of_keys(words, j, keys)
     for r in range(GROUP):
         h = g * GROUP + r
         q_of, grad_of = q + b * q_b + h * q_h, grad + b * g_b + h * g_h
         row = (b * HEADS + h) * tokens
         mask_of, bias_of = mask + h * m_h, bias + h * b_h
         for m in range(first, whole, BM):
-            dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of,
-                                                  bias_of, lse + row, top + row, delta + row, m, j, tokens, keys, left,
-                                                  right, scale, softcap, fill, documents, q_t, g_t, m_t, m_s, b_t, b_s,
-                                                  D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True,
-                                                  PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+            dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of, bias_of,
+                                                  lse + row, top + row, delta + row, m, j, tokens, keys, left, right,
+                                                  scale, softcap, fill, documents, words, row, of_keys, least,
+                                                  factor, q_t, g_t, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS,
+                                                  SOFTCAP, LEFT, RIGHT, DOCUMENTS, DROPOUT, True, PRECISION,
+                                                  INTERPRETED, BM, BN)  # fmt: skip
         for m in range(whole, whole_end, BM):
-            dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of,
-                                                  bias_of, lse + row, top + row, delta + row, m, j, tokens, keys, left,
-                                                  right, scale, softcap, fill, documents, q_t, g_t, m_t, m_s, b_t, b_s,
-                                                  D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, False,
-                                                  PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+            dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of, bias_of,
+                                                  lse + row, top + row, delta + row, m, j, tokens, keys, left, right,
+                                                  scale, softcap, fill, documents, words, row, of_keys, least,
+                                                  factor, q_t, g_t, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS,
+                                                  SOFTCAP, LEFT, RIGHT, DOCUMENTS, DROPOUT, False, PRECISION,
+                                                  INTERPRETED, BM, BN)  # fmt: skip
         for m in range(whole_end, end, BM):
-            dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of,
-                                                  bias_of, lse + row, top + row, delta + row, m, j, tokens, keys, left,
-                                                  right, scale, softcap, fill, documents, q_t, g_t, m_t, m_s, b_t, b_s,
-                                                  D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True,
-                                                  PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+            dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of, bias_of,
+                                                  lse + row, top + row, delta + row, m, j, tokens, keys, left, right,
+                                                  scale, softcap, fill, documents, words, row, of_keys, least,
+                                                  factor, q_t, g_t, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS,
+                                                  SOFTCAP, LEFT, RIGHT, DOCUMENTS, DROPOUT, True, PRECISION,
+                                                  INTERPRETED, BM, BN)  # fmt: skip
+    if DROPOUT:
+        grad_v *= factor
     a, e, there = tl.arange(0, A), tl.arange(0, EP), (j < keys)[:, None]
     at = dk + b * dk_b + g * dk_h + j[:, None] * dk_s
     tl.store(at + a[None, :], as_stored(dk_a * scale, dk), mask=there & (a < D)[None, :])
@@ -260,16 +286,16 @@ def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, toke
 
 @triton.jit
 def attention_bias_grad(grad, q, k, v, mask, bias, lse, top, delta, dbias, batches, tokens, keys, left, right, scale,
-                        softcap, fill, documents, spans, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s,
-                        v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, HEADS: tl.constexpr,
+                        softcap, fill, documents, spans, words, least, factor, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h,
+                        q_t, k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, HEADS: tl.constexpr,
                         GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
                         EP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-                        RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
-                        PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
+                        RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr, PER_BATCH: tl.constexpr,
+                        PER_HEAD: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
                         BN: tl.constexpr):  # fmt: skip
     """The gradient of a bias [b or 1, h or 1, t, s]: a tile of scores' gradients, summed over batches and heads that
     share it."""
-    scale, softcap, fill = single(scale), single(softcap), single(fill)
+    scale, softcap, fill, factor = single(scale), single(softcap), single(fill), single(factor)
     n0, m0 = tl.program_id(0) * BN, tl.program_id(1) * BM
     i, j = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
     own = tl.program_id(2)
@@ -313,6 +339,10 @@ def attention_bias_grad(grad, q, k, v, mask, bias, lse, top, delta, dbias, batch
                 do = tile(grad + b * g_b + h * g_h, i, tl.arange(0, EP), g_t, tokens, E, True, EP > E)
                 values = tile(v_of, j, tl.arange(0, EP), v_s, keys, E, True, EP > E)
                 dp = dot(do, tl.trans(values), tl.zeros([BM, BN], tl.float32), PRECISION, INTERPRETED)
+                if DROPOUT:
+                    row_a, row_b = words_of_queries(words, keys, (b * HEADS + h) * tokens, i, tokens)
+                    there = kept(row_a[:, None], row_b[:, None], words_of_keys(words, j, keys)[None, :], least)
+                    dp = tl.where(there, dp * factor, 0.0)
                 ds, _ = _score_gradient(p, dp, sums[:, None], slope, scores, i[:, None], j[None, :], tokens, keys,
                                         mask_of, m_t, m_s, MASK, SOFTCAP, True)  # fmt: skip
                 total += ds

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_math import LN_2, LOG2_E, dot
+from megacpp_compile.lowerings.attention._triton_dropout import kept, words_of_keys, words_of_queries
 
 
 @triton.jit
@@ -78,11 +79,11 @@ def hidden_scores(scores, i, j, tokens, keys, left, right, mask, bias, m_t, m_s,
 
 @triton.jit
 def _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, first, i, tokens, keys, left, right, scale, softcap,
-                   fill, documents, k_s, v_s, m_t, m_s, b_t, b_s, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
-                   E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-                   LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, EDGE: tl.constexpr,
-                   PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
-                   BN: tl.constexpr):  # fmt: skip
+                   fill, documents, row_a, row_b, words, least, k_s, v_s, m_t, m_s, b_t, b_s, D: tl.constexpr,
+                   A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr,
+                   BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                   DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+                   INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """One block of keys more in the online softmax."""
     j = first + tl.arange(0, BN)
     k_a = tile(k, j, tl.arange(0, A), k_s, keys, D, EDGE, A > D)
@@ -102,6 +103,8 @@ def _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, first, i, token
     else:
         p, keep = tl.exp2(scores - base[:, None]), tl.exp2(most - base)
     total = total * keep + tl.sum(p, 1)
+    if DROPOUT:
+        p = tl.where(kept(row_a[:, None], row_b[:, None], words_of_keys(words, j, keys)[None, :], least), p, 0.0)
     values = tile(v, j, tl.arange(0, EP), v_s, keys, E, EDGE, EP > E)
     acc = dot(p.to(values.dtype), values, acc * keep[:, None], PRECISION, INTERPRETED)
     return acc, total, new
@@ -148,13 +151,14 @@ def within_documents(spans, units, own, first, whole, whole_end, end, OWN: tl.co
 
 @triton.jit
 def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, left, right, scale, softcap, fill,
-                      documents, spans, units, d_b, s_b, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t,
-                      m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t, HEADS: tl.constexpr, GROUP: tl.constexpr,
-                      D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-                      MASK: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-                      LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-                      INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    scale, softcap, fill = single(scale), single(softcap), single(fill)
+                      documents, spans, words, least, factor, units, d_b, s_b, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h,
+                      v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t, HEADS: tl.constexpr,
+                      GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+                      EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
+                      SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr,
+                      DROPOUT: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
+                      BN: tl.constexpr):  # fmt: skip
+    scale, softcap, fill, factor = single(scale), single(softcap), single(fill), single(factor)
     WIDE: tl.constexpr = MASK + BIAS > 0
     if not WIDE:  # scores in base 2
         if SOFTCAP:
@@ -186,6 +190,9 @@ def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, l
         most = tl.zeros([BM], tl.float32) + logit
         total += 1
     acc = tl.zeros([BM, EP], tl.float32)
+    row_a, row_b = i, i
+    if DROPOUT:
+        row_a, row_b = words_of_queries(words, keys, (b * HEADS + h) * tokens, i, tokens)
     first, whole, whole_end, end = blocks_of_keys(m0, tokens, keys, left, right, LEFT, RIGHT, BM, BN)
     if DOCUMENTS:
         spans += b * s_b
@@ -193,20 +200,22 @@ def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, l
     if LEFT or DOCUMENTS:
         for n in range(first, whole, BN):
             acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left,
-                                              right, scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t, b_s, D,
-                                              A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True,
-                                              PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+                                              right, scale, softcap, fill, documents, row_a, row_b, words, least, k_s,
+                                              v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT,
+                                              DOCUMENTS, DROPOUT, True, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     for n in range(whole, whole_end, BN):
-        acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left,
-                                          right, scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t, b_s, D, A,
-                                          R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, False, PRECISION,
-                                          INTERPRETED, BM, BN)  # fmt: skip
+        acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left, right,
+                                          scale, softcap, fill, documents, row_a, row_b, words, least, k_s, v_s, m_t,
+                                          m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS,
+                                          DROPOUT, False, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     for n in range(whole_end, end, BN):
-        acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left,
-                                          right, scale, softcap, fill, documents, k_s, v_s, m_t, m_s, b_t, b_s, D, A,
-                                          R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True, PRECISION,
-                                          INTERPRETED, BM, BN)  # fmt: skip
+        acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left, right,
+                                          scale, softcap, fill, documents, row_a, row_b, words, least, k_s, v_s, m_t,
+                                          m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS,
+                                          DROPOUT, True, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     acc = acc / total[:, None]
+    if DROPOUT:
+        acc *= factor
     e = tl.arange(0, EP)
     out += b * o_b + h.to(tl.int64) * o_h
     tl.store(out + i[:, None] * o_t + e[None, :], as_stored(acc, out), mask=(i < tokens)[:, None] & (e < E)[None, :])

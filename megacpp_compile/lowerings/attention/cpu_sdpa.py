@@ -45,6 +45,8 @@ def attention(
     left: int | None,
     right: int | None,
     fill: float,
+    words: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, right is not None, scale=scale)
     return laid_out(out, q), lse.contiguous(), lse.new_empty(0)
@@ -68,6 +70,8 @@ def attention_backward(
     right: int | None,
     fill: float,
     bias_grad: bool,
+    words: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, right is not None, scale=scale

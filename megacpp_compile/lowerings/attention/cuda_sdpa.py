@@ -58,6 +58,8 @@ def attention(
     left: int | None,
     right: int | None,
     fill: float,
+    words: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     causal = right is not None
     q, k, v = map(in_whole_rows, (q, k, v))
@@ -87,6 +89,8 @@ def attention_backward(
     right: int | None,
     fill: float,
     bias_grad: bool,
+    words: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     causal, no_seed = right is not None, q.new_empty((), dtype=torch.int64)
     tokens, keys = q.shape[2], k.shape[2]

@@ -18,6 +18,7 @@ from megacpp_compile.fx.edit import same_size
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, in_sixteens, multiply, power_of_2, strides
 from megacpp_compile.lowerings.attention import _triton_backward as backward
 from megacpp_compile.lowerings.attention import _triton_kernels as kernels
+from megacpp_compile.lowerings.attention._dropout import factor, least
 from megacpp_compile.lowerings.attention._layout import empty_like_tokens, laid_out
 
 __all__ = ["attention", "attention_backward", "supports"]
@@ -115,7 +116,7 @@ def _documents(q: Tensor, documents: Tensor | None) -> dict[str, Any]:
 
 def _operands(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, documents: Tensor | None, scale: float,
-    softcap: float, left: int | None, right: int | None, fill: float,
+    softcap: float, left: int | None, right: int | None, fill: float, words: Tensor | None, dropout: float,
 ) -> dict[str, Any]:  # fmt: skip
     a, r = _parts(q.shape[-1])
     return {
@@ -126,7 +127,15 @@ def _operands(
         **_broadcast("b", bias), "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1], "D": q.shape[-1], "A": a,
         "R": r, "E": v.shape[-1], "EP": max(16, power_of_2(v.shape[-1])), "MASK": _beside(mask), "BIAS": _beside(bias),
         "SOFTCAP": int(softcap != 0), "LEFT": int(left is not None),
-        "RIGHT": int(right is not None), **multiply(q.dtype), **_documents(q, documents),
+        "RIGHT": int(right is not None), **multiply(q.dtype), **_documents(q, documents), **_drawn(q, words, dropout),
+    }  # fmt: skip
+
+
+def _drawn(q: Tensor, words: Tensor | None, dropout: float) -> dict[str, Any]:
+    signed = min(least(dropout) - 2**31, 2**31 - 1)  # hashes are compared with a sign
+    return {
+        "words": q if words is None else words, "least": signed, "factor": factor(dropout),
+        "DROPOUT": int(words is not None),
     }  # fmt: skip
 
 
@@ -172,10 +181,12 @@ def attention(
     left: int | None,
     right: int | None,
     fill: float,
+    words: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     like, channels = q, v.shape[-1]
     q, k, v = map(_in_sixteens, (q, k, v))
-    args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill)
+    args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill, words, dropout)
     out = empty_like_tokens(like, q.shape[1], q.shape[2], v.shape[-1])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     top = lse.new_empty(q.shape[:3] if mask is not None or bias is not None else (0,))
@@ -205,11 +216,13 @@ def attention_backward(
     right: int | None,
     fill: float,
     bias_grad: bool,
+    words: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     delta = (grad.float() * out.float()).sum(-1).contiguous()
     operands = q, k, v
     grad, q, k, v = map(_in_sixteens, (grad, q, k, v))
-    args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill)
+    args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill, words, dropout)
     args |= {"grad": grad, **strides("g", grad, "bht"), "lse": lse, "top": top if top.numel() else lse, "delta": delta}
     b, h, tokens, _ = q.shape
     groups, keys = k.shape[1:3]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import wide
+from megacpp_compile.lowerings.attention._dropout import dropped
 from megacpp_compile.lowerings.attention._layout import laid_out
 
 
@@ -64,6 +65,8 @@ def attention(
     left: int | None,
     right: int | None,
     fill: float,
+    words: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given, like, (q, k, v) = v.dtype, q, wide(q, k, v)
     scores, *_ = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill)
@@ -74,7 +77,7 @@ def attention(
     total = weights.sum(-1)
     if sinks is not None:
         total = total + (sinks[:, None] - top).exp()
-    weights = weights / total.unsqueeze(-1)
+    weights = dropped(weights / total.unsqueeze(-1), words, dropout)
     out = laid_out((_grouped(weights, v.shape[1]) @ v.unsqueeze(2)).flatten(1, 2).to(given), like)
     return (out, total.log() + top, top.new_empty(0)) if mask is None and bias is None else (out, total.log(), top)
 
@@ -97,6 +100,8 @@ def attention_backward(
     right: int | None,
     fill: float,
     bias_grad: bool,
+    words: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     given, groups, like = q.dtype, k.shape[1], (q, k, v)
     grad, out, q, k, v = wide(grad, out, q, k, v)
@@ -106,8 +111,9 @@ def attention_backward(
     weights = (scores - lse.unsqueeze(-1)).exp()
     delta = (grad * out).sum(-1)
     grad = _grouped(grad, groups)
-    dv = (_grouped(weights, groups).mT @ grad).sum(2)
-    dscores = weights * ((grad @ v.unsqueeze(2).mT).flatten(1, 2) - delta.unsqueeze(-1))
+    dv = (_grouped(dropped(weights, words, dropout), groups).mT @ grad).sum(2)
+    dweights = dropped((grad @ v.unsqueeze(2).mT).flatten(1, 2), words, dropout)
+    dscores = weights * (dweights - delta.unsqueeze(-1))
     for visible in (mask, near):  # a key that is hidden has no gradient, be that of its query no number
         if visible is not None:
             dscores = torch.where(visible, dscores, 0)

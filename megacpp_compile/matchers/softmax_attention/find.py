@@ -188,7 +188,7 @@ class _Reader(ScoresReader):
         batch = tuple(a for a in shared if a not in groups)
         return Attention(
             softmax, frozenset(self.inside), known, values, result, flattened(result_dims), batch, heads, groups,
-            queries, keys, channels, value_channels,
+            queries, keys, channels, value_channels, self.dropout,
         )  # fmt: skip
 
 

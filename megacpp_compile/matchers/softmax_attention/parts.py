@@ -81,8 +81,16 @@ class Scores:
 
 
 @dataclasses.dataclass(frozen=True)
+class Dropout:
+    """`node` drops probabilities, each with the probability `p`."""
+
+    node: Node
+    p: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
-    """`result`, whose dimensions are `result_dims`, is softmax(scores) values.
+    """`result`, whose dimensions are `result_dims`, is softmax(scores) values, or dropout(softmax(scores)) values.
 
     softmax: its node, for whatever is said of the site; inside: all nodes from the products to it. batch, heads,
     groups, queries, keys, channels (of each of the scores' products), value_channels: the atoms of each; groups are
@@ -102,6 +110,7 @@ class Attention:
     keys: tuple[Atom, ...]
     channels: tuple[tuple[Atom, ...], ...]
     value_channels: tuple[Atom, ...]
+    dropout: Dropout | None = None
 
 
 class NotAttention(Exception):

@@ -14,7 +14,7 @@ from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT
 from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
-from megacpp_compile.matchers.softmax_attention.parts import NotAttention, Scores
+from megacpp_compile.matchers.softmax_attention.parts import Dropout, NotAttention, Scores
 from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, ScoresReader, reduced
 from megacpp_compile.matchers.ssd.atoms import Dim, flat
 
@@ -161,7 +161,8 @@ def weighted(
         if user.target in COPIES or is_cast(user) or _no_dropout(user):
             node = user
         elif user.target is aten.dropout.default:
-            raise NotAttention(user, "dropout", "probabilities are dropped at random")
+            reader.dropout = _dropout(user, reader.dropout)
+            node = user
         elif user.target is aten.slice.Tensor and not cut and _without_sink(user, scores.sinks_first, dim):
             node, cut = user, True
         elif user.target in RESHAPES | FOLDS | PERMUTATIONS | UNIT_DIMS and cut:
@@ -182,6 +183,14 @@ def weighted(
     if values.node is node or flat(summed) != flat(scores.dims[dim]):
         raise NotAttention(user, "other-sum", "what reads the probabilities sums over other dimensions than the keys'")
     return user, weights, dims, values
+
+
+def _dropout(node: Node, before: Dropout | None) -> Dropout:
+    p = number_of(node.args[1])
+    if before is not None or p is None:
+        reason = "with a probability that is no number of the model" if p is None else "a second time"
+        raise NotAttention(node, "dropout", f"probabilities are dropped at random {reason}")
+    return Dropout(node, p)
 
 
 def _no_dropout(node: Node) -> bool:

@@ -15,7 +15,7 @@ from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RE
 from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
-from megacpp_compile.matchers.softmax_attention.parts import Gain, Operand, Scores, Term, beside, grouped
+from megacpp_compile.matchers.softmax_attention.parts import Dropout, Gain, Operand, Scores, Term, beside, grouped
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one
 from megacpp_compile.matchers.ssd.axes import Axes
 
@@ -37,6 +37,7 @@ class ScoresReader:
         self.axes = Axes()
         self.repeats: Dim = []
         self.inside = list[Node]()  # from the products to the softmax
+        self.dropout: Dropout | None = None
 
     def is_weight(self, node: Node) -> bool:
         """Whether a factor is the weight of a linear."""
