@@ -36,13 +36,16 @@ class Reviewer:
         graph = captured.gm.graph
         self.trained = Differentiated(graph, captured.trained, mode_states(graph)) if count_saved else ()
         self.verified: dict[str, Any] | None = None  # as in `Frame.verified`
+        self.drawn: list[tuple[Match, Site]] = []  # sites that draw random numbers
         self.fake = any(isinstance(x, FakeTensor) for x in example_inputs)
 
     def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
         if any(not isinstance(value(n), torch.Tensor) for n in new):  # sizes, which are neither computed nor saved
             kept = [(o, n) for o, n in zip(match.outputs, new, strict=True) if isinstance(value(n), torch.Tensor)]
             match, new = dataclasses.replace(match, outputs=[o for o, _ in kept]), [n for _, n in kept]
-        if self.config.verify == "each" and not self.fake:
+        if match.draws:
+            self.drawn.append((match, site))
+        elif self.config.verify == "each" and not self.fake:
             refusal = self._verify(p, match, new, site)
             if refusal is not None:
                 return refusal
@@ -51,9 +54,15 @@ class Reviewer:
         return None
 
     def unverified(self) -> list[MissedFusion]:
-        """What to report of a rewritten frame that `verify="each"` could not look at."""
-        if self.config.verify != "each" or not self.fake:
+        """What to report of rewrites that `verify="each"` could not look at, or of all of the frame."""
+        if self.config.verify != "each":
             return []
+        if not self.fake:
+            reason = "the site draws random numbers, and others than the code that it replaces"
+            return [
+                MissedFusion("verify", site.fqn, site.source, match.node.name, "not-verified", reason)
+                for match, site in self.drawn
+            ]
         reason = "the frame is compiled on fake inputs, as under DDP's optimizer, and no rewrite was replayed on values"
         warn_once(f'verify="each" does nothing here: {reason}')
         return [MissedFusion("verify", "", "", "", "not-verified", reason)]

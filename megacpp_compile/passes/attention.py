@@ -3,7 +3,8 @@ torch's own op is handed a mask for that only compares places.
 
 Before: `softmax(q @ k.transpose(-1, -2) * scale + mask, -1) @ v` in any spelling: products of any kind, or sums of two;
         grouped heads; scores divided, capped, biased and masked; a column more for sinks; a softmax by exponentials
-After:  `out, lse, top = megacpp.attention(q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill)`
+After:  `out, lse, top = megacpp.attention(q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill)`,
+        with dropout of the probabilities `megacpp.attention(..., fill, words, p)`
 
 Safe because the op computes the same function in at least the same precision, and nothing else reads scores or
 probabilities. It saves q, k, v, the result and two numbers a row at most in place of both.
@@ -11,11 +12,13 @@ Masks that compare places are told to the op as distances (`left`, `right`), so 
 query has to see a key by them, as a query that sees none is NaN or the mean of the values in eager, by how it is
 written. Where that is not known, and where a mask is data, it stays a tensor that the op reads, with the number that it
 writes. Torch's op with such a mask stays torch's: its kernels read masks as well.
-Refused: probabilities that something else reads (`weights-kept`), drops at random (`dropout`) or changes (`weights-
-changed`); exponentials that are normalised, but by no softmax (`softmax`); scores that another op changes (`scores`)
-or reads (`scores-kept`); queries in a wider dtype than the products' (`precision`); heads of more channels than
-kernels hold (`width`); masks that write several numbers (`masks`); logits that are not one a head (`sinks`). What
-`megacpp_compile.attention` wrote itself is left as it is.
+For dropout torch draws a word for each row and key, by which the op drops probabilities: others than eager, with the
+same probability, and the same ones in backward.
+Refused: probabilities that something else reads (`weights-kept`) or changes (`weights-changed`), or drops a second
+time, or as eager would (`dropout`); exponentials that are normalised, but by no softmax (`softmax`); scores that
+another op changes (`scores`) or reads (`scores-kept`); queries in a wider dtype than the products' (`precision`);
+heads of more channels than kernels hold (`width`); masks that write several numbers (`masks`); logits that are not
+one a head (`sinks`). What `megacpp_compile.attention` wrote itself is left as it is.
 """
 
 from __future__ import annotations
@@ -111,7 +114,7 @@ def _is_quicker(device: str, found: Attention, plan: _Plan) -> bool:
 
 
 def _decide(view: GraphView, found: Attention) -> Match | MatchFailure:
-    if found.dropout is not None and inductor.config.fallback_random:
+    if found.dropout is not None and _as_eager(view):
         reason = "probabilities are dropped at random, and `fallback_random` asks for eager's own random numbers"
         return MatchFailure(found.dropout.node, "dropout", reason)
     plan = _plan(found)
@@ -124,6 +127,11 @@ def _decide(view: GraphView, found: Attention) -> Match | MatchFailure:
         return MatchFailure(found.softmax, *REGION)
     draws = () if found.dropout is None else (found.dropout.node,)
     return Match(found.result, inputs, [found.result], lambda build: _rewrite(build, found, plan), draws=draws)
+
+
+def _as_eager(view: GraphView) -> bool:
+    """Whether random numbers are to be those that eager draws."""
+    return bool(view.config.inductor.get("fallback_random", inductor.config.fallback_random))
 
 
 def _inputs(found: Attention, plan: _Plan) -> list[Node]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megacpp_compile.lowerings.attention import attention, cpu_sdpa, cuda_sdpa, reference
+from megacpp_compile.lowerings.attention._dropout import WORDS, kept
 from megacpp_compile.lowerings.attention._layout import heads_first, in_whole_rows
 
 from . import STRIDES, strided
@@ -17,12 +18,14 @@ INF = float("-inf")
 FORMS = {
     "plain": {}, "causal": {"right": 2}, "window": {"left": 1, "right": 2}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": True},
     "bias": {"bias": (1, H, T, S)}, "bias_of_keys": {"bias": (B, 1, 1, S)}, "mask": {"mask": True},
+    "dropout": {"dropout": 0.25},
     "all": {"mask": True, "bias": (1, H, T, S), "sinks": True, "softcap": 2.0, "left": 2, "right": 3},
+    "all_dropped": {"mask": True, "bias": (1, H, T, S), "sinks": True, "softcap": 2.0, "left": 2, "right": 3, "dropout": 0.5},
 }  # fmt: skip
 
 
 def arguments(rand, *, groups=G, mask=False, bias=None, sinks=False, softcap=0.0, left=None, right=None, fill=INF,
-              ids=None, dtype=torch.float64):  # fmt: skip
+              ids=None, dropout=0.0, dtype=torch.float64):  # fmt: skip
     q, k, v = (
         rand(B, heads, n, c, dtype=dtype, grad=True) for heads, n, c in ((H, T, D), (groups, S, D), (groups, S, E))
     )
@@ -31,10 +34,19 @@ def arguments(rand, *, groups=G, mask=False, bias=None, sinks=False, softcap=0.0
         seen = rand(B, 1, T, S) < 0.5
         seen[..., 2] = True
     added = rand(*bias, dtype=dtype, grad=True) if bias else None
-    return q, k, v, seen, added, rand(H, dtype=dtype, grad=True) if sinks else None, ids, 0.4, softcap, left, right, fill
+    generator = torch.Generator().manual_seed(len(FORMS))
+    drawn = (torch.randint(WORDS, [S + B * H * T], generator=generator), dropout) if dropout else ()
+    logits = rand(H, dtype=dtype, grad=True) if sinks else None
+    return q, k, v, seen, added, logits, ids, 0.4, softcap, left, right, fill, *drawn
 
 
-def formula(q, k, v, mask, bias, sinks, ids, scale, softcap, left, right, fill):
+def keeps(row, key, p):
+    """What a weight is multiplied by: the hash of a row's word and a key's, in numbers of any length."""
+    x = (((row >> 32) | 1) * (key % 2**32) + row % 2**32) % 2**32
+    return (((x ^ x >> 15) * 0x735A2D97) % 2**32 >= p * 2**32) / (1 - p)
+
+
+def formula(q, k, v, mask, bias, sinks, ids, scale, softcap, left, right, fill, words=None, dropout=0.0):
     """One query of one head after the other, by the definition."""
     rows = []
     for b in range(q.shape[0]):
@@ -53,7 +65,11 @@ def formula(q, k, v, mask, bias, sinks, ids, scale, softcap, left, right, fill):
                     far = right is not None and j > i + right or left is not None and j < i - left
                     scores.append(torch.full_like(s, INF) if far else s)
                 scores = torch.stack(scores + ([] if sinks is None else [sinks[h]]))
-                rows.append(scores.softmax(0)[: k.shape[2]] @ v[b, g])
+                weights = scores.softmax(0)[: k.shape[2]]
+                if words is not None:
+                    row = int(words[S + (b * H + h) * T + i])
+                    weights = torch.stack([w * keeps(row, int(words[j]), dropout) for j, w in enumerate(weights)])
+                rows.append(weights @ v[b, g])
     return torch.stack(rows).view(*q.shape[:3], v.shape[-1])
 
 
@@ -104,6 +120,60 @@ def test_a_row_without_a_key_is_what_softmax_makes_of_it(rand, fill):
     for got, want in zip(differentiate(out_of, args, seeds), differentiate(eager, args, seeds), strict=True):
         torch.testing.assert_close(got, want, equal_nan=True)
     assert bool(out_of(*args)[0, :, 1].isnan().all()) == (fill == INF)
+
+
+def standings(x, kurtosis):
+    """How many standard deviations the mean square of the correlations of rows of `x` [..., n, m], two by two, is from that
+    of rows which know nothing of each other. Its numbers have mean 0 and variance 1."""
+    n, m = x.shape[-2:]
+    squares = (x @ x.mT).square() / m
+    squares = (squares.sum((-2, -1)) - squares.diagonal(dim1=-2, dim2=-1).sum(-1)).mean() / (n * (n - 1))
+    pairs = x.shape[:-2].numel() * n * (n - 1) / 2
+    return (squares - 1).abs() / ((2 + kurtosis**2 / m) / pairs) ** 0.5
+
+
+@pytest.mark.parametrize("p", [0.02, 0.1, 0.5, 0.9])
+def test_weights_are_dropped_independently(p):
+    """As many as there should be, of any two rows, columns, heads, sequences and calls."""
+    calls, b, h, n = 6, 2, 3, 160
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(WORDS, [calls, n + b * h * n], generator=generator)
+    x = torch.stack([kept(one, p, b, h, n, n) for one in words]).double()
+    x = (x - (1 - p)) / (p * (1 - p)) ** 0.5
+    assert x.mean().abs() < 4 / x.numel() ** 0.5
+    for sums in (x.sum(-1), x.sum(-2)):
+        assert (sums.square().mean() / n - 1).abs() < 4 * (2 / sums.numel()) ** 0.5
+    for rows in (x, x.mT, x.flatten(3), x.flatten(2), x.flatten(1)):
+        assert standings(rows, 1 / (p * (1 - p))) < 4
+
+
+def test_three_keys_are_dropped_independently():
+    """Whose words are a line, along which a * c + b goes evenly."""
+    n, p = 2000, 0.1
+    words = torch.cat([torch.arange(3), torch.randint(WORDS, [n], generator=torch.Generator().manual_seed(0))])
+    x = (kept(words, p, 1, 1, n, 3).double() - (1 - p)) / (p * (1 - p)) ** 0.5
+    assert x.prod(-1).mean().abs() < 4 / n**0.5
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_the_mean_over_draws_is_attention_without_dropout(rand, p):
+    """And the variance that of weights, dropped one by one."""
+    given = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments(rand)]
+    plain, draws = reference.attention(*given)[0], 1500
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(WORDS, [draws, S + B * H * T], generator=generator)
+    outs = torch.stack([reference.attention(*given, one, p)[0] for one in words])
+    q, k, v = given[:3]
+    weights = (q @ k.repeat_interleave(H // G, 1).mT * 0.4).softmax(-1)
+    variance = weights.square() @ v.repeat_interleave(H // G, 1).square() * (p / (1 - p))
+    off = (outs.mean(0) - plain) / (variance / draws).sqrt()
+    assert off.abs().max() < 5 and (off.square().mean() - 1).abs() < 0.5
+    assert (outs.var(0) / variance - 1).abs().mean() < 0.1
+
+
+def test_all_or_nothing_is_dropped():
+    words = torch.randint(WORDS, [8 + 2 * 3 * 5], generator=torch.Generator().manual_seed(0))
+    assert not kept(words, 1.0, 2, 3, 5, 8).any() and kept(words, 0.0, 2, 3, 5, 8).all()
 
 
 @pytest.mark.parametrize("layout", STRIDES)
@@ -172,7 +242,7 @@ def test_channels_that_torch_would_pad_are_left_to_others(rand):
 
 @pytest.mark.parametrize(("form", "word"), [
     ({"left": 1}, "window"), ({"sinks": True}, "sinks"), ({"softcap": 1.0}, "softcap"), ({"mask": True}, "mask"),
-    ({"bias": (1, H, T, S)}, "bias"), ({"right": 2}, "same tokens"), ({}, f"{S} keys"),
+    ({"bias": (1, H, T, S)}, "bias"), ({"dropout": 0.5}, "dropout"), ({"right": 2}, "same tokens"), ({}, f"{S} keys"),
 ])  # fmt: skip
 def test_what_torch_s_kernel_refuses_is_said(rand, form, word):
     assert word in cpu_sdpa.supports("attention", arguments(rand, groups=H, **form))

@@ -442,7 +442,7 @@ SPELLINGS = {
 
 def told(frames):
     """What the op is told of masks, in words."""
-    _, _, _, mask, bias, sinks, ids, _, softcap, left, right, _ = op_of(frames, NAME).args
+    _, _, _, mask, bias, sinks, ids, _, softcap, left, right, *_ = op_of(frames, NAME).args
     given = {"mask": mask, "bias": bias, "sinks": sinks, "documents": ids}
     words = [name for name, one in given.items() if one is not None]
     words += [f"softcap {softcap:g}"] if softcap else []
@@ -615,10 +615,6 @@ def kept(m, q, k, v):
 def averaged(m, q, k, v):
     weights = scored(q, k).softmax(-1)
     return weights @ v + weights.mean()
-
-
-def dropped(m, q, k, v):
-    return nn.functional.dropout(scored(q, k).softmax(-1), 0.1) @ v
 
 
 def sparse(m, q, k, v):
@@ -817,11 +813,6 @@ REFUSED = {
 ])  # fmt: skip
 def test_refuses(tag, body):
     assert_refused(NAME, tag, *block(body))
-
-
-def test_probabilities_dropped_at_random():
-    frames = run_graph(*block(dropped))  # eager draws other numbers
-    assert "dropout" in frames.tags(NAME) and not frames.counts[NAME]
 
 
 @pytest.mark.parametrize("body", [talking_heads, heads_mixed_behind, of_other_queries, a_gradient_less])

@@ -82,7 +82,7 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """`node` drops probabilities, each with the probability `p`."""
+    """`node` draws which probabilities are dropped, each with the probability `p`."""
 
     node: Node
     p: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -152,6 +153,9 @@ def weighted(
     cut = scores.sinks is None or scores.sinks[0] is softmax
     while True:
         users = [u for u in node.users if u not in own]
+        if (noisy := _by_noise(node, users)) is not None:
+            node, reader.dropout = noisy[0], _dropout(*noisy[1:], reader.dropout)
+            continue
         if len(users) != 1:
             if product_with_values(softmax) is None:
                 return None
@@ -161,8 +165,8 @@ def weighted(
         if user.target in COPIES or is_cast(user) or _no_dropout(user):
             node = user
         elif user.target is aten.dropout.default:
-            reader.dropout = _dropout(user, reader.dropout)
-            node = user
+            p = number_of(user.args[1]) if user.args[2] is True else None
+            node, reader.dropout = user, _dropout(user, p, reader.dropout)
         elif user.target is aten.slice.Tensor and not cut and _without_sink(user, scores.sinks_first, dim):
             node, cut = user, True
         elif user.target in RESHAPES | FOLDS | PERMUTATIONS | UNIT_DIMS and cut:
@@ -185,8 +189,31 @@ def weighted(
     return user, weights, dims, values
 
 
-def _dropout(node: Node, before: Dropout | None) -> Dropout:
-    p = number_of(node.args[1])
+def _by_noise(node: Node, users: list[Node]) -> tuple[Node, Node, float | None] | None:
+    """(what has what is left, what draws, the probability to drop) of a dropout with two results, and of a product with
+    noise, as a dropout in place is traced: `w * (bernoulli(empty_like(w), 1 - p) / (1 - p))`."""
+    if len(users) == 1 and users[0].target is aten.native_dropout.default and users[0].args[2] is True:
+        dropped = list(users[0].users)
+        return (dropped[0], users[0], number_of(users[0].args[1])) if _only_first(dropped) else None
+    shaped, products = ([u for u in users if (u.target is aten.empty_like.default) == like] for like in (True, False))
+    if len(shaped) != 1 or len(products) != 1 or products[0].target is not aten.mul.Tensor:
+        return None
+    noise = next((a for a in products[0].args if a is not node), None)
+    if not isinstance(noise, Node) or noise.target not in (aten.div.Scalar, aten.div.Tensor) or noise.kwargs:
+        return None
+    drawn, kept = noise.args[0], number_of(noise.args[1])
+    if not isinstance(drawn, Node) or drawn.target is not aten.bernoulli.p or drawn.args[0] is not shaped[0]:
+        return None
+    alone = all(len(one.users) == 1 for one in (shaped[0], drawn, noise))
+    same = alone and kept == number_of(drawn.args[1]) and same_shape(noise, products[0])
+    return (products[0], drawn, 1 - kept) if same and kept else None
+
+
+def _only_first(results: list[Node]) -> bool:
+    return len(results) == 1 and results[0].target is operator.getitem and results[0].args[1] == 0
+
+
+def _dropout(node: Node, p: float | None, before: Dropout | None) -> Dropout:
     if before is not None or p is None:
         reason = "with a probability that is no number of the model" if p is None else "a second time"
         raise NotAttention(node, "dropout", f"probabilities are dropped at random {reason}")
