@@ -60,6 +60,7 @@ SOFTMAX = {
     "dropout": {"dropout": 0.3, "right": 0}, "dropout_of_all": {"dropout": 1.0},
     "dropout_of_nearly_all_at_once": {"mask": (1, 0, 1, 1), "bias": (0, 1, 1, 1), "sinks": True, "softcap": 3.0, "left": 4,
                                       "right": 1, "dropout": 0.2},
+    "dropout_and_a_bias": {"bias": (0, 1, 1, 1), "mask": (1, 0, 1, 1), "d": 48, "left": 4, "right": 1, "dropout": 0.4},
     "dropout_in_several_blocks": {"b": 2, "h": 2, "g": 1, "t": 150, "s": 170, "dropout": 0.5},
     "dropout_and_documents": {"b": 1, "h": 1, "g": 1, "t": 200, "s": 200, "documents": 70, "left": 90, "right": 0,
                               "dropout": 0.1},

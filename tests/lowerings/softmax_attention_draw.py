@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megacpp_compile.lowerings.attention._dropout import WORDS
+
 from .agreement import reference_of
 from .fuzz_draw import Kind, Maker, pattern
 
@@ -20,7 +22,7 @@ def kind(draw: random.Random, op: str) -> Kind:
         dtypes={"main": draw.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))},
         flags={"mask": draw.choice(shared), "bias": draw.choice(shared), "sinks": draw.random() < 0.3,
                "softcap": draw.choice((0.0, 0.0, 3.0)), "left": draw.random() < 0.3, "right": draw.random() < 0.6,
-               "low": draw.random() < 0.3, "documents": draw.random() < 0.2},
+               "low": draw.random() < 0.3, "documents": draw.random() < 0.2, "dropout": draw.choice((0.0, 0.0, 0.1, 0.6))},
         # Equal rows would leave the scores without a gradient.
         patterns={name: pattern(draw, 3, may_repeat=False) for name in ("q", "k", "v", "grad")},
     )  # fmt: skip
@@ -50,9 +52,13 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
     logits = normal(w["h"]) if f["sinks"] else None
     fill = -60000.0 if f["low"] else float("-inf")
     settings = documents, w["d"] ** -0.5, f["softcap"], left, right, fill
+    drawn: tuple[Any, ...] = ()
+    if f["dropout"]:
+        generator = torch.Generator().manual_seed(draw.randrange(2**31))
+        drawn = torch.randint(WORDS, [s + b * w["h"] * t], generator=generator).to(q.device), f["dropout"]
     if kind.op == "attention":
-        return q, k, v, mask, bias, logits, *settings
-    out, lse, top = reference_of("attention")(q, k, v, mask, bias, logits, *settings)
+        return q, k, v, mask, bias, logits, *settings, *drawn
+    out, lse, top = reference_of("attention")(q, k, v, mask, bias, logits, *settings, *drawn)
     settings = settings[1:]
     grad = kind.patterns["grad"].lay(normal, out.shape)
-    return grad, q, k, v, mask, bias, logits, documents, out, lse, top, *settings, bias is not None
+    return grad, q, k, v, mask, bias, logits, documents, out, lse, top, *settings, bias is not None, *drawn

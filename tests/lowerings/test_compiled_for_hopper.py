@@ -39,6 +39,12 @@ KERNELS = {
         for name in ("prepare", "prepare_channels", "states", "reverse_walk", "query_grad_channels", "value_grad",
                      "read_grad_channels", "key_grad_channels", "query_grad_mild", "key_grad_mild", "grads_mild")
     },
+    ("attention", "dropout"): {"attention_forward"},
+    ("attention", "dropout_of_nearly_all_at_once"): {"attention_forward"},
+    ("attention_backward", "dropout"): {"attention_keys_grad", "attention_query_grad"},
+    ("attention_backward", "dropout_and_a_bias"): {
+        "attention_keys_grad", "attention_query_grad", "attention_bias_grad"
+    },
     ("ssd_scan", "plain"): {"ssd_decay", "ssd_walk"},
     ("ssd_scan", "documents"): {"ssd_decay", "ssd_cuts", "ssd_walk"},
 }  # fmt: skip
@@ -64,7 +70,7 @@ def compile_for_hopper(name, operands):
 @pytest.mark.end_to_end
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "label"), KERNELS, ids=lambda part: part)
-def test_a_recurrence(rand, name, label):
+def test_a_kernel(rand, name, label):
     compiled, _ = compile_for_hopper(name, on_hopper(CASES[name][label](rand, torch.bfloat16)))
     assert KERNELS[name, label] <= set(compiled), compiled
 

@@ -89,6 +89,7 @@ ONCE = {"causal_conv1d": ("taps_5", "fewer_steps_than_taps"), "linear_cross_entr
         "linear_cross_entropy_backward": ("odd_sizes",), "gated_delta_rule_backward": ("gate_a_channel", "bare"),
         "gated_delta_rule": ("gate_a_channel", "bare"), "mla_decode": ("one_token", "fp8", "codes"),
         "moe_sorted": ("pair_separate", "as_gpt_oss"), "sparse_mla": ("plain", "fp8_row"),
+        "attention": ("all_keys", "dropout"), "attention_backward": ("all_keys", "dropout"),
         "ssd_scan": ("documents_chunk_128",), "ssd_scan_backward": ("wide_heads",)}  # fmt: skip
 # Of which some kernels take half precision alone.
 IN_HALF = "gated_delta_rule", "gated_delta_rule_backward"
