@@ -163,7 +163,11 @@ def by_hand(w, p, training):
     return w * (torch.empty_like(w).bernoulli_(1 - p) / (1 - p))
 
 
-@pytest.mark.parametrize("how", [in_place, of_a_module, with_the_mask, by_hand, torch.dropout])
+def in_place_behind_a_cast(w, p, training):
+    return F.dropout(w.double(), p, training, inplace=True).float()
+
+
+@pytest.mark.parametrize("how", [in_place, in_place_behind_a_cast, of_a_module, with_the_mask, by_hand, torch.dropout])
 def test_spellings(how):
     module, args = block(plain)
     spelled = copy.deepcopy(module)
@@ -287,6 +291,34 @@ def whole_heads(m, q, k, v):
 
 def alpha(m, q, k, v):
     return F.alpha_dropout(scored(q, k).softmax(-1), P, True) @ v
+
+
+def without_a_gradient(m, q, k, v):
+    with torch.no_grad():
+        weights = m.drop(scored(q, k).softmax(-1))
+    return weights @ v
+
+
+def dropped_without_a_gradient(m, q, k, v):
+    weights = scored(q, k).softmax(-1)
+    with torch.no_grad():
+        weights = m.drop(weights)
+    return weights @ v
+
+
+def cast_without_a_gradient(m, q, k, v):
+    weights = m.drop(scored(q, k).softmax(-1)).double()
+    with torch.no_grad():
+        weights = weights.float()
+    return weights @ v
+
+
+@pytest.mark.parametrize("body", [without_a_gradient, dropped_without_a_gradient, cast_without_a_gradient])
+def test_a_region_without_gradients(body):
+    module, args = block(body)
+    frames = run(module, args)
+    assert "region" in frames.tags(NAME) and not frames.counts[NAME]
+    assert largest_error(frames.results, train(module, module, args))[0] <= TOLERANCE[torch.float32]
 
 
 def noise_of_another_probability(m, q, k, v):

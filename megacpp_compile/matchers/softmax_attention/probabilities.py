@@ -154,7 +154,9 @@ def weighted(
     while True:
         users = [u for u in node.users if u not in own]
         if (noisy := _by_noise(node, users)) is not None:
-            node, reader.dropout = noisy[0], _dropout(*noisy[1:], reader.dropout)
+            (node, *others), drawn, p = noisy
+            reader.dropout = _dropout(drawn, p, reader.dropout)
+            reader.inside += [node, *others]
             continue
         if len(users) != 1:
             if product_with_values(softmax) is None:
@@ -173,6 +175,7 @@ def weighted(
             node, dims = user, [flat(d) for d in reader.view(user, dims)]
         else:
             break
+        reader.inside.append(node)
     product = product_of(user)
     if product is None:
         if product_with_values(softmax) is None:
@@ -189,12 +192,13 @@ def weighted(
     return user, weights, dims, values
 
 
-def _by_noise(node: Node, users: list[Node]) -> tuple[Node, Node, float | None] | None:
-    """(what has what is left, what draws, the probability to drop) of a dropout with two results, and of a product with
-    noise, as a dropout in place is traced: `w * (bernoulli(empty_like(w), 1 - p) / (1 - p))`."""
+def _by_noise(node: Node, users: list[Node]) -> tuple[list[Node], Node, float | None] | None:
+    """(nodes, the first of which has what is left, the one that draws, the probability to drop) of a dropout with two
+    results, and of a product with noise, as a dropout in place is traced: `w * (bernoulli(empty_like(w), 1 - p) / (1 -
+    p))`."""
     if len(users) == 1 and users[0].target is aten.native_dropout.default and users[0].args[2] is True:
         dropped = list(users[0].users)
-        return (dropped[0], users[0], number_of(users[0].args[1])) if _only_first(dropped) else None
+        return ([*dropped, *users], users[0], number_of(users[0].args[1])) if _only_first(dropped) else None
     shaped, products = ([u for u in users if (u.target is aten.empty_like.default) == like] for like in (True, False))
     if len(shaped) != 1 or len(products) != 1 or products[0].target is not aten.mul.Tensor:
         return None
@@ -206,7 +210,7 @@ def _by_noise(node: Node, users: list[Node]) -> tuple[Node, Node, float | None] 
         return None
     alone = all(len(one.users) == 1 for one in (shaped[0], drawn, noise))
     same = alone and kept == number_of(drawn.args[1]) and same_shape(noise, products[0])
-    return (products[0], drawn, 1 - kept) if same and kept else None
+    return ([*products, *shaped, drawn, noise], drawn, 1 - kept) if same and kept else None
 
 
 def _only_first(results: list[Node]) -> bool:
