@@ -418,3 +418,27 @@ def test_inductor_s_own_code(how):
     outs = torch.stack([stepped(compiled, x, v)[0] for _ in range(100)])
     off = (outs.mean(0) - module.eval()(x, v).detach()) / (outs.std(0) / 10)
     assert off.abs().max() < 6 and 0.6 < off.square().mean() < 1.6
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("how", ["alone", "cuda_graphs", "full", "checkpoint"])
+def test_on_a_gpu(how):
+    """By the kernels in Triton, whose words each replay of a CUDA graph draws anew."""
+    tokens = 200
+    module, *_ = linear()
+    x, v = draw(B, tokens, 12).cuda().requires_grad_(), draw(B, H, tokens, D).cuda().requires_grad_()
+    options = {"cuda_graphs": {"inductor": {"triton.cudagraphs": True}}, "full": {"policy": "full"}}.get(how, {})
+    with megacpp_compile.record() as report:
+        given = Checkpointed(module.cuda(), True) if how == "checkpoint" else module.cuda()
+        compiled = torch.compile(given, backend="megacpp", options=options)
+        outs = []
+        for step in range(100):
+            torch.manual_seed(step if step else 1)  # the second call repeats the first
+            torch.compiler.cudagraph_mark_step_begin()
+            outs.append(stepped(compiled, x, v)[0].clone())
+    assert report.counts[NAME] == 1 and [row["effective"] for row in report.frames[0].attention] == ["cuda_triton"]
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2])
+    outs, plain_out = torch.stack(outs[1:]), module.eval()(x, v).detach()
+    off = (outs.mean(0) - plain_out) / (outs.std(0) / 99**0.5)
+    assert off.abs().max() < 7 and 0.6 < off.square().mean() < 1.6
