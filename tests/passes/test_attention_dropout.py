@@ -125,6 +125,10 @@ def documents(m, q, k, v, ids):
     return m.drop(scored(q, k).masked_fill(~(same & causal(q, k)), INF).softmax(-1)) @ v
 
 
+def learned_queries(m, q, k, v):
+    return (m.drop((m.latents @ k.mT).softmax(-1)) @ v).sum(-2, keepdim=True) + q
+
+
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
 THERE = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 BODIES = {
@@ -133,7 +137,8 @@ BODIES = {
     "window_and_softcap": lambda: block(window_and_softcap), "batched": lambda: block(batched),
     "normalised_behind": lambda: block(normalised_behind), "groups_of_heads": lambda: block(groups_of_heads, groups=2),
     "with_bias": lambda: block(with_bias), "padded_keys": lambda: block(padded_keys, THERE),
-    "documents": lambda: block(documents, IDS), "all": lambda: block(plain, p=1.0), "nearly_none": lambda: block(plain, p=1e-3),
+    "documents": lambda: block(documents, IDS), "learned_queries": lambda: block(learned_queries),
+    "all": lambda: block(plain, p=1.0), "nearly_none": lambda: block(plain, p=1e-3),
 }  # fmt: skip
 
 
