@@ -19,8 +19,19 @@ import torch
 import benchmarks.parallel as parallel
 import benchmarks.xla_zoo as xla_zoo
 from benchmarks import __main__ as suite
-from benchmarks import compression_loss, harness, kernels, performance_page, recall_table, rounding_loss, variants
+from benchmarks import (
+    architectures,
+    architectures_page,
+    compression_loss,
+    harness,
+    kernels,
+    performance_page,
+    recall_table,
+    rounding_loss,
+    variants,
+)
 from benchmarks.ceilings import Work
+from benchmarks.conditions import conditions
 from benchmarks.peers import transformer_engine
 from benchmarks.subjects import fp8_gemms, remat_peaks, rope
 
@@ -439,3 +450,52 @@ def test_whole_path_of_parallel_on_one_rank(no_kernels, tmp_path, monkeypatch, c
     assert found["sites_of_one_device"] == ours["of_ranks"][0]["sites"]
     assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-2)  # bfloat16, two steps
     assert "down_norm_up" in capsys.readouterr().out
+
+
+class TestArchitectures:
+    """On a CPU that stands in for a GPU, of a model that is no wider than it has to be."""
+
+    @pytest.fixture
+    def measured(self, monkeypatch, tmp_path, no_kernels):
+        transformers = pytest.importorskip("transformers", reason="models of transformers")
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+                 "num_key_value_heads": 1, "vocab_size": 64}  # fmt: skip
+        monkeypatch.setattr(architectures, "configuration", lambda name: transformers.LlamaConfig(**sizes))
+        monkeypatch.setattr(architectures, "DEVICE", "cpu")
+        monkeypatch.setattr(architectures, "VOCABULARY", 64)
+        monkeypatch.setattr(architectures, "TOKENS", 16)
+        inductor = {"backend": "aot_eager_decomp_partition"}  # whose kernels take seconds
+        monkeypatch.setattr(architectures, "ROWS", {**architectures.ROWS, "inductor": inductor})
+        for name in ("set_per_process_memory_fraction", "empty_cache", "reset_peak_memory_stats", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 20)
+        event = types.SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 6.0)
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+        file = tmp_path / "llama.json"
+        architectures.measure("llama", ["inductor", "megacpp"], file, turns=2)
+        return json.loads(file.read_text())
+
+    def test_a_model(self, measured, tmp_path):
+        ours = measured["megacpp"]
+        assert measured["done"] and ours["sites"]["attention"] == 1 and ours["graphs"] == 1
+        assert ours["ms"] == 6 / 66 and ours["peak_mib"] == 3 and len(ours["turns_ms"]) == 2
+        assert 0 < ours["error_of_gradients"] < 0.05 and measured["eager"]["reference"] == "float32"
+        assert architectures.ratio(measured, "megacpp", "least_ms") == 1
+        document = {"conditions": conditions(torch.device("cpu"), 0),
+                    "architectures": [measured, {"name": "other", "inductor": {"error": "OutOfMemoryError"}}]}  # fmt: skip
+        (tmp_path / "all.json").write_text(json.dumps(document))
+        page, picture = tmp_path / "page.md", tmp_path / "picture.png"
+        given = ["--results", str(tmp_path / "all.json"), "--figure", str(picture), str(page)]
+        assert architectures_page.main(given) == 0
+        text = page.read_text()
+        assert "time over Inductor's: geometric mean 1.000 of 1" in text and "inductor failed: other" in text
+        assert "| llama* |" in text and picture.stat().st_size > 1000
+
+    def test_a_backend_that_fails_is_a_row(self, measured, monkeypatch, tmp_path):
+        def fails(*_, **__):
+            raise RuntimeError("nothing here")
+
+        monkeypatch.setattr(torch, "compile", lambda model, **_: fails if isinstance(model, torch.nn.Module) else model)
+        architectures.measure("llama", ["megacpp"], tmp_path / "one.json", turns=1)
+        known = json.loads((tmp_path / "one.json").read_text())
+        assert known["megacpp"] == {"error": "RuntimeError: nothing here"} and known["done"]
