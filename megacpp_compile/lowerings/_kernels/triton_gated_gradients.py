@@ -21,7 +21,7 @@ from megacpp_compile.lowerings._kernels.triton_grouped import (
 )
 
 # Rows and channels of a program that multiplies nothing.
-BY_LANES = {"BM": 8, "BN": 512, "num_warps": 4}
+BY_LANES = {"BM": 4, "BN": 512, "num_warps": 4}
 
 
 @triton.jit
