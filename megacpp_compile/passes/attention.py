@@ -90,6 +90,8 @@ def _gains(view: GraphView, found: Attention) -> bool:
     plan, node = _plan(found), found.softmax
     if view.config.fa4 or SDPA_KERNEL in (node.meta.get("custom") or {}) or isinstance(plan, MatchFailure):
         return False
+    if found.dropout is not None and _as_eager(view):
+        return False
     if _is_multiplied_out(found):
         return True
     told = any(said is not None for said in (plan.left, plan.right, plan.documents))
@@ -107,7 +109,8 @@ def _is_quicker(device: str, found: Attention, plan: _Plan) -> bool:
     if device == "cpu":
         diagonal = plan.right is not None and same_size(plan.right.size, 0)
         square = same_size(length([*found.queries]), length([*found.keys]))
-        return diagonal and square and plan.left is None and plan.documents is None and not plan.hidden
+        plain = plan.left is None and plan.documents is None and not plan.hidden and found.dropout is None
+        return diagonal and square and plain
     # As data, one row for all queries is read, such as of padding.
     rows = all(same_size(value(h.node).shape[-2], 1) for h in plan.hidden if value(h.node).dim() > 1)
     return device == "cuda" and plan.dtype in (torch.float16, torch.bfloat16) and rows

@@ -16,6 +16,7 @@ import megacpp_compile
 from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile.config.options import Config
 from megacpp_compile.lowerings.attention._dropout import WORDS, kept
+from megacpp_compile.passes import attention
 from tests.frames import TOLERANCE, largest_error, render, run, run_graph, train
 from tests.remat.steps import without_code
 from tests.seeds import Draws
@@ -178,6 +179,22 @@ def test_spellings(how):
     spelled = copy.deepcopy(module)
     spelled.how = how
     assert_drops(module, args, run_graph(spelled, args))
+
+
+def torchs(m, q, k, v):
+    if m.how is not of_torch:
+        return plain(m, q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, causal(q, k), dropout_p=m.p if m.training else 0.0)
+
+
+def test_torchs_op_with_a_mask(monkeypatch):
+    """On GPUs; where eager's own numbers are asked for it stays, as on a CPU."""
+    module, args = block(torchs)
+    assert not run_graph(module, args).counts[NAME]
+    monkeypatch.setattr(attention, "_is_quicker", lambda *_: True)
+    assert_drops(module, args, run_graph(module, args))
+    frames = run_graph(module, args, Config(inductor={"fallback_random": True}))
+    assert not frames.counts[NAME] and not frames.tags(NAME)
 
 
 def sinks_before_they_are_left_out(m, q, k, v):

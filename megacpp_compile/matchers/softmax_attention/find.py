@@ -21,8 +21,10 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.latent_attention.core import SDPA
 from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor
+from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import (
     Attention,
+    Dropout,
     NotAttention,
     Operand,
     Scores,
@@ -112,12 +114,13 @@ class _Reader(ScoresReader):
         return self.roles(softmax, scores, values, end, result_dims, keys)
 
     def call(self, node: Node) -> Attention | None:
-        """A call of torch's op that is handed a mask, and drops nothing at random."""
+        """A call of torch's op that is handed a mask."""
         given = {**dict(zip(_OPERANDS, node.args, strict=False)), **node.kwargs}
         mask, scale = given.get("attn_mask"), given.get("scale")
         tensors = [given[name] for name in _OPERANDS[:3]]
         channels, rank = value(tensors[0]).shape[-1], value(node).dim()
-        if not isinstance(mask, Node) or given.get("dropout_p") or given.get("is_causal") or isinstance(scale, Node):
+        dropped = number_of(given.get("dropout_p", 0.0))
+        if not isinstance(mask, Node) or dropped is None or given.get("is_causal") or isinstance(scale, Node):
             return None
         if not isinstance(channels, int) or rank < 3 or any(value(t).dim() != rank for t in tensors):
             return None
@@ -132,7 +135,7 @@ class _Reader(ScoresReader):
         kind = "seen" if value(mask).dtype == torch.bool else "bias"
         scores = dataclasses.replace(scores, terms=(Term(mask, kind, grouped(scores.dims)),))
         result_dims = [*scores.dims[:-1], values.repeated[-1]]
-        self.inside = [node]
+        self.inside, self.dropout = [node], Dropout(node, dropped) if dropped else None
         return self.roles(node, scores, values, node, result_dims, scores.dims[-1])
 
     def of_weights(self, scores: Scores, dim: int) -> bool:
