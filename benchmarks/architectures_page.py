@@ -80,7 +80,7 @@ def _ms(row: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.parser("benchmarks.architectures_page", __doc__)
-    parser.add_argument("page", type=Path, help="the page to write")
+    parser.add_argument("page", type=Path, nargs="?", help="the page to write; default: it is printed")
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON of benchmarks.architectures")
     parser.add_argument("--figure", type=Path, help="the PNG to draw")
     args = parser.parse_args(argv)
@@ -88,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     picture = None
     if args.figure:
         figure.draw(document, args.figure)
-        picture = os.path.relpath(args.figure, args.page.parent)
-    args.page.write_text(page(document, picture))
+        picture = os.path.relpath(args.figure, args.page.parent if args.page else ".")
+    text = page(document, picture)
+    args.page.write_text(text) if args.page else print(text, end="")
     return 0
 
 

@@ -46,6 +46,10 @@ RUNS = {
         "python -m benchmarks.recall_table zoo.json > docs/generated/recall.md"],
     "python -m benchmarks.recall_table --figure {tmp}/recall.png docs/generated/recall.md": [
         "python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md"],
+    "python -m benchmarks.architectures --list": ["python -m benchmarks.architectures --list"],
+    "python -m benchmarks.architectures_page": ["python -m benchmarks.architectures_page"],
+    "python -m benchmarks.architectures_page --figure {tmp}/architectures.png {tmp}/architectures.md": [
+        "python -m benchmarks.architectures_page --figure docs/figures/architectures.png docs/generated/architectures.md"],
     "python -m benchmarks.targets_page --out {tmp}/targets.md": ["python -m benchmarks.targets_page"],
     "python -m benchmarks.xla_zoo --page {tmp}/out.json": [
         "python -m benchmarks.xla_zoo --page out.json",
@@ -133,6 +137,8 @@ NEEDS = {
         "python examples/train_fp8.py", "python examples/train_fp8.py --backends inductor megacpp:fp8_current",
         "python examples/train_fp8.py --backends eager inductor megacpp megacpp:fp8_current --json fp8.json",
         "python examples/train_fp8.py --seeds 6 --backends inductor megacpp:fp8_current",
+        "python -m benchmarks.architectures", "python -m benchmarks.architectures --out docs/h200/architectures.json",
+        "python -m benchmarks.architectures llama qwen3_moe --rows inductor megacpp",
         "pytest -m cuda tests/precision"],
     r"Transformer\s+Engine": [
         "python -m benchmarks --subject fp8_gemms --with-te", "python -m benchmarks.fp8_gate"],
