@@ -110,6 +110,7 @@ pages: $(READY)  ## rewrite the generated pages and pictures of docs/ that the r
 	$(BIN)/python -m benchmarks.targets_page
 	$(BIN)/python -m benchmarks.performance_page --figures docs/figures docs/h200/*.json > docs/generated/.performance.md
 	mv docs/generated/.performance.md docs/generated/performance.md
+	$(BIN)/python -m benchmarks.architectures_page --figure docs/figures/architectures.png docs/generated/architectures.md
 	$(BIN)/python -m megacpp_compile.cli evidence status --page docs/generated/evidence.md
 	$(BIN)/python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md
 

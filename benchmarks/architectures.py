@@ -346,7 +346,7 @@ def line(model: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.parser("benchmarks.architectures", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="model types of transformers; default: all of --list")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=["inductor", "megacpp", "none"])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=["inductor", "megacpp", "none"], help="backends")
     parser.add_argument("--slots", type=int, default=3, help="processes for each GPU")
     parser.add_argument("--limit", type=float, default=3600, help="seconds, after which no model is begun")
     parser.add_argument("--out", type=Path, help="JSON file; default: none is written")

@@ -139,6 +139,7 @@ NEEDS = {
         "python examples/train_fp8.py --seeds 6 --backends inductor megacpp:fp8_current",
         "python -m benchmarks.architectures", "python -m benchmarks.architectures --out docs/h200/architectures.json",
         "python -m benchmarks.architectures llama qwen3_moe --rows inductor megacpp",
+        "python benchmarks/dynamo/huggingface.py --performance --training --bfloat16 --backend=megacpp",
         "pytest -m cuda tests/precision"],
     r"Transformer\s+Engine": [
         "python -m benchmarks --subject fp8_gemms --with-te", "python -m benchmarks.fp8_gate"],
