@@ -24,7 +24,7 @@ from megacpp_compile.matchers.moe.gathered_experts import NEGATIVE, GatheredExpe
 from megacpp_compile.matchers.moe.index_reads import SUMS_OF_ROWS
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.moe.routing import is_nonnegative, number_of_scores
+from megacpp_compile.matchers.moe.routing import is_nonnegative, numbers_of_scores
 from megacpp_compile.matchers.moe.stacked_gemms import copies_of
 from megacpp_compile.matchers.moe.summed_gates import over_choices
 
@@ -111,7 +111,7 @@ def _ungated(
     if len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | tokens:
         return None
     axes = dataclasses.replace(of, routes=tuple(routes))
-    chosen_from = {number_of_scores(n) for n in view.graph.nodes}  # what is summed over may be heads, say
+    chosen_from = numbers_of_scores(view.graph).values()  # what is summed over may be heads, say
     experts = copies_of(weight) is not None or axes.choices is not None and axes.choices in chosen_from
     if not experts or not hidden.axes > {*tokens, *routes}:
         return None

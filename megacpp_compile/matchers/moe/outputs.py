@@ -20,7 +20,7 @@ from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, is
 from megacpp_compile.matchers.moe.gate_matrix import Chosen
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.moe.routing import number_of_scores, scores_of
+from megacpp_compile.matchers.moe.routing import numbers_of_scores, scores_of
 from megacpp_compile.matchers.moe.slot_rows import once_a_choice
 from megacpp_compile.matchers.moe.written_outputs import Written, written_to
 from megacpp_compile.matchers.views import RESHAPES, is_cast
@@ -107,7 +107,7 @@ def otherwise_weighted(view: GraphView, node: Node, outs: list[Factor], axes: Ax
     if isinstance(axes.chosen, Chosen) and axes.each is not None and scores_of(axes.chosen.indices) is not None:
         reason = "what gates and one-hots of choices weight are no experts' outputs in a form that is known"
         return MatchFailure(node, "no-expert", reason)
-    counts = {number_of_scores(n) for n in view.graph.nodes}
+    counts = set(numbers_of_scores(view.graph).values())
     stacks = [stacked[0] for part in outs for inner, _ in beneath(part) if (stacked := _stacked(inner)) is not None]
     stacks += [stacked[0] for parts in stacks for p in parts if (stacked := _stacked(p)) is not None]
     for parts in (parts for parts in stacks if len(parts) in counts):

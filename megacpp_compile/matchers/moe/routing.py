@@ -10,6 +10,7 @@ import operator
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
@@ -266,12 +267,12 @@ def _found_in(indices: Node) -> tuple[Node, Node] | None:
     return (scores, node) if dim in (-1, last) else None  # type: ignore[return-value]
 
 
-def number_of_scores(node: Node) -> int | None:
-    """The number of scores among which `node` chooses the largest."""
-    if node.target not in (aten.topk.default, aten.max.dim, aten.argmax.default, aten.sort.default):
-        return None
-    last = value(node.args[0]).shape[-1:]
-    return last[0] if last and isinstance(last[0], int) else None
+def numbers_of_scores(graph: fx.Graph) -> dict[Node, int]:
+    """The number of scores among which each node chooses the largest that chooses so."""
+    choosing = (aten.topk.default, aten.max.dim, aten.argmax.default, aten.sort.default)
+    found = (node for op in choosing for node in graph.find_nodes(op="call_function", target=op))
+    lasts = ((node, value(node.args[0]).shape[-1:]) for node in found)
+    return {node: last[0] for node, last in lasts if last and isinstance(last[0], int)}
 
 
 def distinct_choices(indices: Node) -> bool:

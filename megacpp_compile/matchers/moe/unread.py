@@ -20,7 +20,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.activation import match_product
 from megacpp_compile.matchers.moe.no_expert import ONE_PROJECTION
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, around
-from megacpp_compile.matchers.moe.routing import number_of_scores
+from megacpp_compile.matchers.moe.routing import numbers_of_scores
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def find(
         ):
             found = [*found, doubt]
             yield doubt
-    scores = {node: count for node in view.graph.nodes if (count := number_of_scores(node)) is not None}
+    scores = numbers_of_scores(view.graph)
     counts, tokens = set(scores.values()), _behind(scores)
     gemms = {node: stacks for node in view.graph.nodes if (stacks := _stacks(node, view.weights, counts, tokens))}
     if not gemms:

@@ -71,10 +71,10 @@ class LaneInterpreter:
         if isinstance(value(node), torch.Tensor):
             # Graphs are deep: collect what is needed, then evaluate in graph order, without recursion.
             order, stack = [], [node]
-            seen = set(self._memo)
+            seen = set[Node]()
             while stack:
                 n = stack.pop()
-                if n in seen:
+                if n in seen or n in self._memo:
                     continue
                 seen.add(n)
                 order.append(n)

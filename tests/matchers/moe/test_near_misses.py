@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+
 import pytest
 import torch
 
@@ -110,3 +112,22 @@ def test_experts_that_a_matcher_has_read_are_not_unread():
     view = view_of_experts(experts_at_once.einsum_of_all, stacked=True)
     assert not list(unread.find(view, [*grouped.find(view)], []))
     assert [failure.tag for failure in unread.find(view, [], [])] == ["unread"]
+
+
+def test_looking_through_a_graph_takes_time_in_proportion_to_its_nodes():
+    few, many = (_calls_of_a_search(sums) for sums in (20, 60))
+    assert many < 3.3 * few
+
+
+def _calls_of_a_search(sums):
+    """How many calls it takes to find that no layer of experts is among that many sums of products."""
+
+    def products(x, w):
+        for _ in range(sums):
+            x = (x.unsqueeze(1) * w).sum(-1)
+        return x
+
+    view = view_of(products, torch.randn(3, 8), torch.randn(8, 8))
+    with cProfile.Profile(builtins=False) as profile:
+        assert not list(grouped.find(view))
+    return sum(entry.callcount for entry in profile.getstats())
