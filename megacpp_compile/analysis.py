@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch.fx import GraphModule, Node
@@ -25,6 +26,7 @@ from megacpp_compile.errors import (
 from megacpp_compile.frontend import fallbacks, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
+from megacpp_compile.frontend.same_frames import key_of
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.provenance import is_backward, outermost_frame
 from megacpp_compile.lowerings._registry import semantic_ops
@@ -57,7 +59,8 @@ class Analysis:
     frame: its entry in the report. captured: its graph, rewritten; None where it could not be captured. outcome: what
     the passes did; None where nothing is to be rewritten. shown: whether there are loops in it that were traced for all
     experts, and may be. notes: what is to be reported even if the frame falls back. calls_ops: whether semantic ops are
-    to be lowered in the frame as it came. swapped: how many attentions FlashAttention-4 was put in place of.
+    to be lowered in the frame as it came. swapped: how many attentions FlashAttention-4 was put in place of. again:
+    what is to be known where the same graph comes again, if `retrace_needed` says that this one is traced anew.
     """
 
     frame: Frame
@@ -67,6 +70,7 @@ class Analysis:
     notes: list[MissedFusion] = dataclasses.field(default_factory=list)
     calls_ops: bool = False
     swapped: int = 0
+    again: _Left | None = None
 
     def rewritten_gm(self) -> GraphModule | None:
         """The rewritten graph, or None where no op was put in place."""
@@ -121,13 +125,19 @@ def analyse(
     began = time.perf_counter()
     backward = is_backward(gm)
     shards = None if backward else sequence_shards(gm, example_inputs)
-    analysis = _analyse(gm, example_inputs, config, target, config.inductor if patches is None else patches, shards)
+    patches = config.inductor if patches is None else patches
+    key = _key(gm, example_inputs, config, target, patches) if unbacked_shapes.refuse(gm) and shards is None else None
+    if key is not None and _last_left is not None and _last_left.key == key:
+        return _last_left.seen_in(gm, time.perf_counter() - began)
+    analysis = _analyse(gm, example_inputs, config, target, patches, shards)
     if analysis.frame.grad and not backward:
         analysis.notes += conflicts.overruled(gm, config) + whole_activations(gm)
     if shards is not None:
         analysis.notes += shards.tell(gm, analysis.captured, analysis.outcome, config)
     seconds = analysis.frame.seconds
     seconds["analysis"] = time.perf_counter() - began - sum(seconds.values())
+    if key is not None:
+        analysis.again = _Left(key, analysis)
     return analysis
 
 
@@ -229,7 +239,38 @@ def retrace_needed(gm: GraphModule, analysis: Analysis) -> bool:
         analysis.outcome.sites.clear()
     analysis.not_kept("sizes known at run time only: traced again with graph breaks")
     analysis.frame.left_to = "pieces"
+    global _last_left
+    _last_left = analysis.again or _last_left
     return True
+
+
+class _Left:
+    """A frame that is traced again with graph breaks, as the passes found it: with no graph, and no op put in place."""
+
+    def __init__(self, key: Hashable, analysis: Analysis) -> None:
+        self.key, self.frame, self.shown = key, copy.deepcopy(analysis.frame), analysis.shown
+        self.notes, outcome = list(analysis.notes), analysis.outcome
+        self.misses = list(outcome.misses) if outcome is not None else None
+
+    def seen_in(self, gm: GraphModule, seconds: float) -> Analysis:
+        """What `analyse` finds of `gm`, which is the same graph."""
+        log.graph("dynamo", gm)
+        frame = dataclasses.replace(copy.deepcopy(self.frame), name=_frame_name(gm), seconds={"analysis": seconds})
+        outcome = Outcome([], list(self.misses), dict(frame.passes), {}, []) if self.misses is not None else None
+        return Analysis(frame, None, outcome, self.shown, list(self.notes), again=self)
+
+
+# Dynamo goes from a frame that it gives up to those within.
+_last_left: _Left | None = None
+
+
+def _key(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target, patches: Mapping[str, Any]
+) -> Hashable | None:
+    """What two frames have in common whose analyses are the same; None where there may be more to it."""
+    if unbacked_shapes.numbers_assumed() or (key := key_of(gm, example_inputs)) is None:
+        return None
+    return key, target.name, config.cache_key(), str(patches), collector.active()
 
 
 def retrace(analysis: Analysis) -> NoReturn:

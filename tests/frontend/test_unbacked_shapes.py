@@ -10,8 +10,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import megacpp_compile
+from megacpp_compile import analysis
 from megacpp_compile._torch import translator
-from megacpp_compile.frontend import unbacked_shapes
+from megacpp_compile.frontend import same_frames, unbacked_shapes
 from tests.frames import largest_error, train
 from tests.passes.experts import DIM, Expert, MoE, Ungated, skipping_idle_experts, where_index_add
 
@@ -271,3 +272,73 @@ def test_no_shape_is_looked_up_while_a_loop_over_many_experts_is_traced(monkeypa
     monkeypatch.setattr(translator, "_look_nothing_up", seen)
     report = compiled(MoE(where_index_add, experts=experts), tokens())
     assert report.counts["moe"] == 1 and asked[0] and asked[-1] is (experts < translator._MANY)
+
+
+class Within(nn.Module):
+    """A call that Dynamo gives up, as it breaks where nothing can be resumed, and one within it that is all it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Linear(DIM, DIM, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        try:
+            return self.within(x)
+        finally:
+            pass
+
+    def within(self, x):
+        rows = torch.nonzero(x.sum(-1) > 0).squeeze(-1)
+        y = self.down(self.up(x).square())
+        return y.index_add(0, rows, x[rows].softmax(-1))
+
+
+def test_a_graph_that_is_traced_again_is_looked_at_once(monkeypatch):
+    looked_at = []
+    real = analysis.capture
+
+    def capture(gm, inputs):
+        looked_at.append(len(gm.graph.nodes))
+        return real(gm, inputs)
+
+    monkeypatch.setattr(analysis, "capture", capture)
+    report = megacpp_compile.explain(Within(), torch.randn(11, DIM))
+    assert looked_at.count(max(looked_at)) == 1, looked_at  # not for `forward` and for `within`
+    names = [frame.name.split(" ")[0] for frame in report.frames]
+    assert names[:2] == ["forward", "within"] and len(names) == 3 and "resume_in_within" in names[2]
+
+
+def graph_and_inputs(function, *args):
+    found = []
+    torch._dynamo.reset()
+    torch.compile(function, backend=lambda gm, inputs: found.append((gm, inputs)) or gm.forward)(*args)
+    (one,) = found
+    return one
+
+
+def twice(x, w):
+    return (x @ w).relu() @ w
+
+
+def under_another_name(x, w):
+    return twice(x, w)
+
+
+def with_other_operands(x, w):
+    return (x @ w).relu() @ x
+
+
+def test_which_frames_are_the_same_graph():
+    x, w = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4))
+    key = same_frames.key_of(*graph_and_inputs(twice, x, w))
+    assert key == same_frames.key_of(*graph_and_inputs(under_another_name, x, w))
+    others = [
+        (with_other_operands, x, w), (twice, x[:2], w), (twice, x.t(), w), (twice, x.double(), w.double()),
+        (twice, x, w.detach()), (twice, x.clone().requires_grad_(), w), (twice, w, w),
+    ]  # fmt: skip
+    keys = [same_frames.key_of(*graph_and_inputs(*other)) for other in others]
+    with torch.no_grad():
+        keys.append(same_frames.key_of(*graph_and_inputs(twice, x, w)))
+    with torch.autocast("cpu"):
+        keys.append(same_frames.key_of(*graph_and_inputs(twice, x, w)))
+    assert None not in keys and len({key, *keys}) == 1 + len(keys)
