@@ -24,7 +24,14 @@ from megacpp_compile.backends.weight_casts import take_casts
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import GraphBreakError, NotLoweredError, PeakUnreachableError, TwoPoliciesError
-from megacpp_compile.frontend import dropped_outputs, fallbacks, graph_breaks, tensor_subclasses, unbacked_shapes
+from megacpp_compile.frontend import (
+    dropped_outputs,
+    fallbacks,
+    fixed_floats,
+    graph_breaks,
+    tensor_subclasses,
+    unbacked_shapes,
+)
 from megacpp_compile.frontend.early_writes import ahead_of
 from megacpp_compile.frontend.sdpa_regions import restore_sdpa_regions
 from megacpp_compile.fx.provenance import is_backward, is_whole
@@ -95,6 +102,8 @@ def compile_frame(
     if before is not None:
         analysis.frame.seconds["dynamo"] = before
     rewritten = analysis.rewritten_gm()
+    if rewritten is not None and analysis.captured is not None:
+        fixed_floats.trace_again(rewritten, analysis.captured.fake_mode.shape_env)
     analysis.frame.auto = conflicts.auto_for(gm, rewritten, example_inputs, given, patches)
     analysis.frame.graph_break = str(cut or "")
     analysis.notes += cut_sites(gm, analysis.outcome.sites if analysis.outcome else [], config)

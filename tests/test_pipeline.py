@@ -569,3 +569,33 @@ def test_names_of_the_backend(eager_backend):
     report, got = compiled(model, x, backend=megacpp_compile.backend)
     torch.testing.assert_close(got, model(x))
     assert len(report.frames) == 1
+
+
+class Scaled(Projections):
+    """With two floats that `dynamic=True` makes inputs: an op has one of them, and a product the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.eps, self.factor = 1e-6, 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        down, norm, up, _ = self
+        latent = down(x)
+        latent = latent * torch.rsqrt(latent.pow(2).mean(-1, keepdim=True) + self.eps) * norm.weight
+        return up(latent) * self.factor
+
+
+def test_a_float_that_an_op_fixes_is_known_before_the_frame_is_differentiated(no_kernels, monkeypatch):
+    handed, real = [], pipeline._hand_to_backend
+    monkeypatch.setattr(pipeline, "_hand_to_backend", lambda *args: handed.append(args) or real(*args))
+    torch._dynamo.reset()
+    model, x = Scaled(), torch.randn(3, DIM, requires_grad=True)
+    compiled = torch.compile(model, backend=megacpp, dynamic=True)
+    with record() as report:
+        for model.factor in (0.5, 0.25):
+            assert relative_error(compiled(x), model(x)) < 1e-5
+    assert report.counts["down_norm_up"] == 1 and len(report.frames) == len(handed) == 1
+    with record() as report:
+        model.eps = 0.5
+        assert relative_error(compiled(x), model(x)) < 1e-5
+    assert len(report.frames) == 1

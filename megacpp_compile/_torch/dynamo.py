@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch._dynamo.exc import InvalidBackend, RestartAnalysis, TensorifyScalarRestartAnalysis, Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, TensorProperty, TensorPropertySource
+    from torch._dynamo.symbolic_convert import TensorifyState
     from torch._dynamo.trace_rules import check as skips
     from torch._dynamo.utils import counters, graph_break_reasons
     from torch.fx.traceback import _get_memory_budget_annotation as memory_budget_of

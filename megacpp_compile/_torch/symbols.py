@@ -135,6 +135,8 @@ _ROWS = (
     Symbol("dynamo.TensorifyScalarRestartAnalysis", "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
            "having Dynamo trace a frame again", "frames break at sizes known at run time only",
            instead=lambda: _NeverRaised),
+    Symbol("dynamo.TensorifyState", "torch._dynamo.symbolic_convert.TensorifyState",
+           "having Dynamo trace a frame again before AOTAutograd asks for it", "AOTAutograd asks"),
     Symbol("dynamo.Unsupported", "torch._dynamo.exc.Unsupported", "telling frames that Dynamo gives up",
            "the report does not list them", instead=lambda: _NeverRaised),
     Symbol("dynamo.InvalidBackend", "torch._dynamo.exc.InvalidBackend", "telling that torch_tpu is not there",

@@ -290,6 +290,7 @@ def test_dynamo():
     assert "compiler_fn" in inspect.signature(door.frame_compiler()).parameters
     assert issubclass(door.TensorifyScalarRestartAnalysis, door.RestartAnalysis)
     assert door.TensorifyScalarRestartAnalysis(restart_reason="why").restart_reason == "why"
+    assert not door.TensorifyState.should_specialize("zf0") and callable(door.TensorifyState.specialize)
     assert isinstance(door.graph_break_reasons, list)
     assert not door.counters["a name nobody counts"]
     assert isinstance(torch.compile(nn.Linear(1, 1)), door.OptimizedModule)

@@ -1,0 +1,45 @@
+"""Has Dynamo trace a frame again as soon as the passes have fixed a float of the model, as an op's epsilon.
+
+Under `dynamic=True` floats are inputs. One that no tensor is computed with any more is a number from then on, and
+AOTAutograd has Dynamo trace the frame again with that number written in it: when it has traced the frame, backward
+included. What it will say is known before.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from megacpp_compile._torch._registry import present
+from megacpp_compile._torch.dynamo import TensorifyScalarRestartAnalysis, TensorifyState
+from megacpp_compile.fx.edit import value
+
+aten = torch.ops.aten
+# What AOTAutograd computes with a tensor in the place of a float. A float that anything else reads it may fix, too, and
+# is left to say so at once with the others.
+_WITH_TENSORS = {
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor,
+    operator.add, operator.sub, operator.mul, operator.truediv,
+}  # fmt: skip
+
+
+def trace_again(gm: GraphModule, env: ShapeEnv | None) -> None:
+    """Leave the backend where a float is fixed in the rewritten graph `gm`, and each other stays an input. env: of the
+    frame's sizes and floats."""
+    if env is None or not present(TensorifyState, TensorifyScalarRestartAnalysis):
+        return
+    numbers = [n for n in gm.graph.nodes if isinstance(value(n), torch.SymFloat)]
+    read = [n for n in numbers if n.users]
+    if any(user.target not in _WITH_TENSORS for n in read for user in n.users):
+        return
+    kept = {str(s) for n in read for s in value(n).node._expr.free_symbols}
+    given = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})  # as torch 2.9 has it
+    floats = {str(s) for s in given if s in env.replacements and str(s).startswith("zf")}
+    fixed = {name for name in floats - kept if not TensorifyState.should_specialize(name)}
+    for name in fixed:
+        TensorifyState.specialize(name)
+    if fixed:
+        raise TensorifyScalarRestartAnalysis(restart_reason="megacpp: floats of the model are numbers in an op")
