@@ -33,9 +33,10 @@ def trace_again(gm: GraphModule, env: ShapeEnv | None) -> None:
         return
     numbers = [n for n in gm.graph.nodes if isinstance(value(n), torch.SymFloat)]
     read = [n for n in numbers if n.users]
-    if any(user.target not in _WITH_TENSORS for n in read for user in n.users):
+    symbols = [value(n).node.expr.free_symbols for n in read]
+    if not all(symbols) or any(user.target not in _WITH_TENSORS for n in read for user in n.users):
         return
-    kept = {str(s) for n in read for s in value(n).node._expr.free_symbols}
+    kept = {str(s) for each in symbols for s in each}
     given = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})  # as torch 2.9 has it
     floats = {str(s) for s in given if s in env.replacements and str(s).startswith("zf")}
     fixed = {name for name in floats - kept if not TensorifyState.should_specialize(name)}
