@@ -20,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
+from benchmarks import models
 from megacpp_compile import analysis, pipeline, record
 from megacpp_compile.backend import megacpp
+from megacpp_compile.backends import inductor
 from megacpp_compile.errors import NotCapturedError, TorchInternalsError
 from megacpp_compile.frontend.capture import fake_inputs
 from tests.corpus import jitter_gains
@@ -599,3 +601,16 @@ def test_a_float_that_an_op_fixes_is_known_before_the_frame_is_differentiated(no
         model.eps = 0.5
         assert relative_error(compiled(x), model(x)) < 1e-5
     assert len(report.frames) == 1
+
+
+@pytest.mark.end_to_end
+def test_floats_do_not_keep_a_pattern_of_inductor_from_a_frame(no_kernels, monkeypatch):
+    """The layer's own norms keep theirs as inputs, of which a graph that is traced for attention alone knows nothing."""
+    compiled, real = [], inductor._compile
+    monkeypatch.setattr(inductor, "_compile", lambda *args, **kw: compiled.append(args) or real(*args, **kw))
+    torch._dynamo.reset()
+    model = models.Layer(models.MLA(24, 2, 14, 10, 6, 4, 5), 24, 32)
+    x, tables = torch.randn(2, 6, 24, requires_grad=True), models.rotary_tables(6, 4, torch.device("cpu"), torch.float32)
+    y = torch.compile(model, backend=megacpp, dynamic=True)(x, *tables)
+    assert relative_error(y, model(x, *tables)) < 1e-5
+    assert len(compiled) == 1

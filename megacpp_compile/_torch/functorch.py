@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from torch import SymFloat
+from torch.fx import GraphModule
 
 from megacpp_compile._torch._registry import find
 from megacpp_compile._torch._theme import theme
@@ -37,6 +41,30 @@ def backward_with_forward() -> contextlib.AbstractContextManager[Any]:
     if find("torch._functorch.config.force_non_lazy_backward_lowering") is None:
         return contextlib.nullcontext()
     return find("torch._functorch.config").patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def floats_of_the_frame() -> Iterator[None]:
+    """Of the graphs that are compiled inside, the first says which floats of the frame are numbers. Others are traced
+    on the way, as of what a pattern of Inductor's puts in a match's place; to AOTAutograd a float that such a graph
+    does not read is one that is no input, and the frame would not compile."""
+    module = find("torch._functorch._aot_autograd.graph_compile")
+    fix = getattr(module, "_apply_tensorify_python_scalars", None)
+    if fix is None:
+        yield
+        return
+    seen: list[GraphModule] = []
+
+    def of_first(graph: GraphModule) -> None:
+        if not seen or any(isinstance(n.meta.get("val"), SymFloat) for n in graph.graph.nodes):
+            seen.append(graph)
+            fix(graph)
+
+    module._apply_tensorify_python_scalars = of_first
+    try:
+        yield
+    finally:
+        module._apply_tensorify_python_scalars = fix
 
 
 def keep_saved_tensors() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from megacpp_compile._torch.functorch import backward_with_forward, keep_saved_tensors
+from megacpp_compile._torch.functorch import backward_with_forward, floats_of_the_frame, keep_saved_tensors
 from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile._torch.triton_kernels import kernels_read_once
 from megacpp_compile.backends import cuda_graphs, static_launch
@@ -121,7 +121,7 @@ def _compile(
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
     if own := inner.get("inner_compile", usual and usual.default):
         inner = {"inner_compile": functools.partial(_keeping_saved_tensors, own)}
-    with backward_with_forward(), kernels_read_once():
+    with backward_with_forward(), kernels_read_once(), floats_of_the_frame():
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
 
 
