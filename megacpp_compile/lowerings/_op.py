@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import sys
+import types
+import typing
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -40,13 +44,80 @@ def serve(name: str, reference: ModuleType, *args: Any) -> Any:
 
     Ops that only passes write need none of this: they are lowered before they run.
     """
-    operands = (t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))
-    target = family({next(t for t in operands if isinstance(t, Tensor)).device.type})
+    target = family({first_tensor(args).device.type})
     if target is CPU:
         return getattr(reference, name)(*args)
     from megacpp_compile.lowerings._registry import choose
 
     return choose(getattr(torch.ops.megacpp, name).default, target.name, args).body(*args)
+
+
+# An op's name -> what computes it where no graph is lowered.
+OUTSIDE_OF_GRAPHS: dict[str, Callable[..., Any]] = {}
+
+
+def define_op(
+    reference: Callable[..., Any], *, check: Callable[..., None] | None = None, served: bool = False
+) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an op `megacpp::NAME` of its reference, called NAME, and of the decorated function, its fake.
+
+    The schema is the reference's signature, without parameters that default to a function or a class, which are its
+    own. Outside of a lowered graph the reference runs, with autocast off, or with `served` what serves it in one.
+    check: raises for operands that the op does not take, fake ones as well; its parameters are named as the op's.
+    """
+    name, taken = reference.__name__, _taken(reference)
+    names = [p.name for p in taken]
+    asked = [names.index(n) for n in inspect.signature(check).parameters] if check else []
+    module = sys.modules[reference.__module__]
+    OUTSIDE_OF_GRAPHS[name] = functools.partial(serve, name, module) if served else reference
+
+    def checked(args: Sequence[Any]) -> None:
+        if check is not None:  # torch leaves out arguments at the end that are as they would be
+            given = (*args, *(p.default for p in taken[len(args) :]))
+            check(*(given[i] for i in asked))
+
+    def body(*args: Any) -> Any:
+        checked(args)
+        with no_autocast(first_tensor(args)):
+            return OUTSIDE_OF_GRAPHS[name](*args)
+
+    def defined(fake: Callable[..., Any]) -> Any:
+        def promised(*args: Any, **named: Any) -> Any:
+            args += tuple(named[n] for n in names[len(args) :] if n in named)
+            checked(args)
+            return fake(*args)
+
+        made = torch.library.custom_op(f"megacpp::{name}", body, mutates_args=(), schema=_schema(reference, taken))
+        made.register_fake(promised)
+        made.__doc__ = fake.__doc__
+        return made
+
+    return defined
+
+
+def _taken(reference: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Parameters of `reference` that are the op's."""
+    hints, found = typing.get_type_hints(reference), inspect.signature(reference).parameters.values()
+    taken = (p for p in found if p.default is p.empty or not callable(p.default))
+    return [p.replace(annotation=_optional(hints[p.name])) for p in taken]
+
+
+def _schema(reference: Callable[..., Any], taken: Sequence[inspect.Parameter]) -> str:
+    def shaped() -> None: ...
+
+    returned = typing.get_type_hints(reference)["return"]
+    shaped.__signature__ = inspect.Signature(taken, return_annotation=returned)  # type: ignore[attr-defined]
+    return torch.library.infer_schema(shaped, mutates_args=())
+
+
+def _optional(hint: Any) -> Any:
+    """`X | None` as torch 2.9 reads it."""
+    return typing.Optional[typing.get_args(hint)[0]] if isinstance(hint, types.UnionType) else hint  # noqa: UP045
+
+
+def first_tensor(args: Sequence[Any]) -> Tensor:
+    """The first tensor of an op's operands, in a list or not."""
+    return next(t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor))
 
 
 def kernel_op(name: str) -> Callable[[Callable[..., Any]], OpOverload]:

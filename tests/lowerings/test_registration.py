@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._pytree import tree_map_only
 
+from megacpp_compile.lowerings._op import define_op
 from megacpp_compile.lowerings._registry import semantic_ops
 
 from .agreement import KIND, bits, tensors_of
@@ -79,3 +81,37 @@ def test_autocast_does_not_reach_inside(rand, name):
     with torch.autocast("cpu", torch.bfloat16):
         got = tensors_of(OPS[name](*args))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
+
+
+def _scaled(x: torch.Tensor, by: torch.Tensor | None, factor: float = 2.0, parts: type = tuple) -> torch.Tensor:
+    """A reference, of which `parts` is its own."""
+    assert parts is tuple and not torch.is_autocast_enabled("cpu")
+    return x * factor if by is None else x * by * factor
+
+
+def test_define_op():
+    """Arguments that are left out are what they default to, for the check, too."""
+    asked = []
+
+    def check(factor: float, x: torch.Tensor) -> None:
+        asked.append(factor)
+        if factor < 0:
+            raise ValueError("a factor below 0")
+
+    @define_op(_scaled, check=check)
+    def scaled(x, by, factor=2.0):
+        """Of a test."""
+        return x.new_empty(x.shape)
+
+    op = torch.ops.megacpp._scaled.default
+    assert str(op._schema) == "megacpp::_scaled(Tensor x, Tensor? by, float factor=2.) -> Tensor"
+    x = torch.ones(3)
+    with torch.autocast("cpu"):
+        assert scaled(x, None).tolist() == [2, 2, 2] and scaled(x, x, factor=3.0).tolist() == [3, 3, 3]
+    with FakeTensorMode() as mode:
+        assert scaled(mode.from_tensor(x), None).shape == (3,) and asked == [2.0, 3.0, 2.0]
+        with pytest.raises(ValueError, match="below 0"):
+            scaled(mode.from_tensor(x), None, -1.0)
+    with pytest.raises(ValueError, match="below 0"):
+        scaled(x, None, -1.0)
+    assert scaled.__doc__ == "Of a test."

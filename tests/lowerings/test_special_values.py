@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from megacpp_compile.lowerings._op import OUTSIDE_OF_GRAPHS
 from megacpp_compile.lowerings._registry import _untaken, semantic_ops
 
 from . import agreement as by
@@ -80,6 +81,8 @@ def op(monkeypatch, device, folder, label, lowering):
     names = [n for f, n in semantic_ops().values() if f == folder]
     proxy = types.SimpleNamespace(**{**vars(reference), **{n: chosen(n) for n in names}})
     monkeypatch.setattr(package, "reference", proxy)
+    for n in OUTSIDE_OF_GRAPHS.keys() & names:
+        monkeypatch.setitem(OUTSIDE_OF_GRAPHS, n, getattr(proxy, n))
     if hasattr(package, "serve"):
         monkeypatch.setattr(package, "serve", lambda which, _, *args: getattr(proxy, which)(*args))
     yield getattr(package, name)

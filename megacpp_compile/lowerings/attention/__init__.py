@@ -25,13 +25,12 @@ Source: FlashAttention-2, arXiv:2307.08691.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import hint, rows
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands
+from megacpp_compile.lowerings._op import compute_dtype, define_op, save_operands, saved_operands
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.attention import reference
 from megacpp_compile.lowerings.attention._layout import empty_like_tokens
@@ -40,31 +39,8 @@ PREFERENCE = {"cuda": ("cuda_sdpa", "cuda_triton", "reference"), "cpu": ("cpu_sd
 REFERENCE_SERVES = {"tpu": "products and a softmax, which XLA fuses as far as it can"}
 
 
-@torch.library.custom_op("megacpp::attention", mutates_args=())
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    bias: Optional[Tensor],  # noqa: UP045
-    sinks: Optional[Tensor],  # noqa: UP045
-    documents: Optional[Tensor],  # noqa: UP045
-    scale: float,
-    softcap: float,
-    left: Optional[int],  # noqa: UP045
-    right: Optional[int],  # noqa: UP045
-    fill: float,
-    words: Optional[Tensor] = None,  # noqa: UP045
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    with no_autocast(q):
-        return reference.attention(
-            q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill, words, dropout
-        )
-
-
-@attention.register_fake
-def _(  # type: ignore[no-untyped-def]
+@define_op(reference.attention)
+def attention(  # type: ignore[no-untyped-def]
     q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill, words=None, dropout=0.0
 ):  # fmt: skip
     b, h, t, _ = q.shape
@@ -73,41 +49,12 @@ def _(  # type: ignore[no-untyped-def]
     return out, lse, lse.new_empty((b, h, t) if mask is not None or bias is not None else (0,))
 
 
-@torch.library.custom_op("megacpp::attention_backward", mutates_args=())
-def attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Optional[Tensor],  # noqa: UP045
-    bias: Optional[Tensor],  # noqa: UP045
-    sinks: Optional[Tensor],  # noqa: UP045
-    documents: Optional[Tensor],  # noqa: UP045
-    out: Tensor,
-    lse: Tensor,
-    top: Tensor,
-    scale: float,
-    softcap: float,
-    left: Optional[int],  # noqa: UP045
-    right: Optional[int],  # noqa: UP045
-    fill: float,
-    bias_grad: bool,
-    words: Optional[Tensor] = None,  # noqa: UP045
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, bias (empty without `bias_grad`) and sinks (empty without)."""
-    with no_autocast(q):
-        return reference.attention_backward(
-            grad, q, k, v, mask, bias, sinks, documents, out, lse, top, scale, softcap, left, right, fill, bias_grad,
-            words, dropout,
-        )  # fmt: skip
-
-
-@attention_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
+@define_op(reference.attention_backward)
+def attention_backward(  # type: ignore[no-untyped-def]
     grad, q, k, v, mask, bias, sinks, documents, out, lse, top, scale, softcap, left, right, fill, bias_grad,
     words=None, dropout=0.0,
 ):  # fmt: skip
+    """Gradients of q, k, v, bias (empty without `bias_grad`) and sinks (empty without)."""
     dbias = bias.new_empty(bias.shape) if bias_grad else q.new_empty(0)
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return *(empty_like_tokens(x, *x.shape[1:]) for x in (q, k, v)), dbias, dsinks

@@ -15,12 +15,11 @@ Source: Mamba, https://arxiv.org/abs/2312.00752, section 3.4; Mamba-2, https://a
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._op import define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.causal_conv1d import reference
 from megacpp_compile.lowerings.causal_conv1d.layout import laid_out_as
@@ -30,39 +29,13 @@ from megacpp_compile.lowerings.causal_conv1d.layout import laid_out_as
 REFERENCE_SERVES = {"tpu": "shifted products, which are one fusion to XLA, too"}
 
 
-@torch.library.custom_op("megacpp::causal_conv1d", mutates_args=())
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    activation: str,
-    out_dtype: torch.dtype,
-    seq_idx: Optional[Tensor] = None,  # noqa: UP045
-) -> Tensor:
-    with no_autocast(x):
-        return reference.causal_conv1d(x, weight, bias, activation, out_dtype, seq_idx)
-
-
-@causal_conv1d.register_fake
-def _(x, weight, bias, activation, out_dtype, seq_idx=None):  # type: ignore[no-untyped-def]
+@define_op(reference.causal_conv1d)
+def causal_conv1d(x, weight, bias, activation, out_dtype, seq_idx=None):  # type: ignore[no-untyped-def]
     return laid_out_as(x, out_dtype)
 
 
-@torch.library.custom_op("megacpp::causal_conv1d_backward", mutates_args=())
-def causal_conv1d_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],  # noqa: UP045
-    activation: str,
-    seq_idx: Optional[Tensor] = None,  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor]:
-    with no_autocast(x):
-        return reference.causal_conv1d_backward(grad, x, weight, bias, activation, seq_idx)
-
-
-@causal_conv1d_backward.register_fake
-def _(grad, x, weight, bias, activation, seq_idx=None):  # type: ignore[no-untyped-def]
+@define_op(reference.causal_conv1d_backward)
+def causal_conv1d_backward(grad, x, weight, bias, activation, seq_idx=None):  # type: ignore[no-untyped-def]
     d_bias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return laid_out_as(x, x.dtype), weight.new_empty(weight.shape), d_bias
 

@@ -21,14 +21,14 @@ here it is projected back in the backward. Philox: Salmon et al., SC11, https://
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint, rows
-from megacpp_compile.lowerings._op import no_autocast, serve
+from megacpp_compile.lowerings._op import define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.compressed_linear import reference
 
@@ -52,43 +52,15 @@ def _check(x: Tensor, w: list[Tensor], b: list[Tensor], draw: Tensor | None, ran
         raise OperandError("megacpp::compressed_linear", problem)
 
 
-@torch.library.custom_op("megacpp::compressed_linear", mutates_args=())
-def compressed_linear(
-    x: Tensor,
-    w: list[Tensor],
-    b: list[Tensor],
-    draw: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    rank: int,
-    seed: int,
-) -> tuple[list[Tensor], Tensor]:
-    _check(x, w, b, draw, rank, seed)
-    with no_autocast(x):
-        return serve("compressed_linear", reference, x, w, b, draw, rank, seed)  # type: ignore[no-any-return]
-
-
-@compressed_linear.register_fake
-def _(x, w, b, draw, rank, seed):  # type: ignore[no-untyped-def]
-    _check(x, w, b, draw, rank, seed)
+@define_op(reference.compressed_linear, check=_check, served=True)
+def compressed_linear(x, w, b, draw, rank, seed):  # type: ignore[no-untyped-def]
     outer = x.shape[:-1]
     return [x.new_empty((*outer, one.shape[0])) for one in w], x.new_empty((*outer, rank))
 
 
-@torch.library.custom_op("megacpp::compressed_linear_backward", mutates_args=())
-def compressed_linear_backward(
-    grad: list[Tensor],
-    z: Tensor,
-    w: list[Tensor],
-    draw: Optional[Tensor],  # noqa: UP045
-    seed: int,
-    biased: bool,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+@define_op(reference.compressed_linear_backward, served=True)
+def compressed_linear_backward(grad, z, w, draw, seed, biased):  # type: ignore[no-untyped-def]
     """Gradients of x, w, and of the biases."""
-    with no_autocast(z):
-        return serve("compressed_linear_backward", reference, grad, z, w, draw, seed, biased)  # type: ignore[no-any-return]
-
-
-@compressed_linear_backward.register_fake
-def _(grad, z, w, draw, seed, biased):  # type: ignore[no-untyped-def]
     d_b = [one.new_empty(one.shape[0]) for one in w] if biased else []
     return z.new_empty((*z.shape[:-1], w[0].shape[1])), [one.new_empty(one.shape) for one in w], d_b
 

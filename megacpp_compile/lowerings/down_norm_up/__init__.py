@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint, rows
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._op import compute_dtype, define_op, no_autocast
 from megacpp_compile.lowerings._sum_gradient import summed
 from megacpp_compile.lowerings._traits import HandedOver, OpTraits, declare
 from megacpp_compile.lowerings.down_norm_up import reference
@@ -74,35 +74,8 @@ def _(  # type: ignore[no-untyped-def]
     return up, rest, rrms, latent
 
 
-@torch.library.custom_op("megacpp::down_norm_up_backward", mutates_args=())
-def down_norm_up_backward(
-    grad_up: list[Tensor],
-    grad_rest: Tensor,
-    x: Tensor,
-    w_down: Tensor,
-    b_down: Optional[Tensor],  # noqa: UP045
-    w_norm: Optional[Tensor],  # noqa: UP045
-    w_up: list[Tensor],
-    rrms: Tensor,
-    start: int,
-    size: int,
-    latent: Optional[Tensor] = None,  # noqa: UP045
-    x_side: Optional[Tensor] = None,  # noqa: UP045
-    w_side: Optional[Tensor] = None,  # noqa: UP045
-    grad_normed: Optional[Tensor] = None,  # noqa: UP045
-    grad_latent: Optional[Tensor] = None,  # noqa: UP045
-    grad_whole: Optional[Tensor] = None,  # noqa: UP045
-    sum_dtype: Optional[torch.dtype] = None,  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor, Tensor]:
-    with no_autocast(x):
-        return reference.down_norm_up_backward(
-            grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent, x_side, w_side,
-            grad_normed, grad_latent, grad_whole, sum_dtype,
-        )  # fmt: skip
-
-
-@down_norm_up_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
+@define_op(reference.down_norm_up_backward)
+def down_norm_up_backward(  # type: ignore[no-untyped-def]
     grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent=None, x_side=None, w_side=None,
     grad_normed=None, grad_latent=None, grad_whole=None, sum_dtype=None,
 ):  # fmt: skip

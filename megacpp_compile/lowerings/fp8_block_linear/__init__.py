@@ -19,14 +19,14 @@ Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3; scales are a
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, rows
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
-from megacpp_compile.lowerings._op import bias_gradient, no_autocast
+from megacpp_compile.lowerings._op import bias_gradient, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.fp8_block_linear import reference
 
@@ -36,57 +36,21 @@ REFERENCE_SERVES = {
 }
 
 
-@torch.library.custom_op("megacpp::fp8_quantize_tiles", mutates_args=())
-def fp8_quantize_tiles(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    with no_autocast(x):
-        return reference.fp8_quantize_tiles(x, rows)
-
-
-@fp8_quantize_tiles.register_fake
-def _(x, rows):  # type: ignore[no-untyped-def]
+@define_op(reference.fp8_quantize_tiles)
+def fp8_quantize_tiles(x, rows):  # type: ignore[no-untyped-def]
     r, k = x.shape[-2:]
     scales = (*x.shape[:-2], -(-r // rows), -(-k // SCALE_BLOCK))
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
 
 
-@torch.library.custom_op("megacpp::fp8_block_linear", mutates_args=())
-def fp8_block_linear(
-    x: Tensor,
-    weight: Tensor,
-    x8: Tensor,
-    x_scale: Tensor,
-    w8: Tensor,
-    w_scale: Tensor,
-    bias: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    out_dtype: torch.dtype,
-    weight_grad: torch.dtype | None = None,
-) -> Tensor:
-    with no_autocast(x):
-        return reference.fp8_block_linear(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype)
-
-
-@fp8_block_linear.register_fake
-def _(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype, weight_grad=None):  # type: ignore[no-untyped-def]
+@define_op(reference.fp8_block_linear)
+def fp8_block_linear(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype, weight_grad=None):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
-@torch.library.custom_op("megacpp::fp8_block_linear_backward", mutates_args=())
-def fp8_block_linear_backward(
-    grad: Tensor,
-    x8: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    w_scale: Tensor,
-    x_dtype: torch.dtype,
-    weight_grad: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+@define_op(reference.fp8_block_linear_backward)
+def fp8_block_linear_backward(grad, x8, x_scale, weight, w_scale, x_dtype, weight_grad=None):  # type: ignore[no-untyped-def]
     """Gradients of x and weight."""
-    with no_autocast(grad):
-        return reference.fp8_block_linear_backward(grad, x8, x_scale, weight, w_scale, x_dtype, weight_grad)
-
-
-@fp8_block_linear_backward.register_fake
-def _(grad, x8, x_scale, weight, w_scale, x_dtype, weight_grad=None):  # type: ignore[no-untyped-def]
     return grad.new_empty(x8.shape, dtype=x_dtype), weight.new_empty(weight.shape, dtype=weight_grad or weight.dtype)
 
 

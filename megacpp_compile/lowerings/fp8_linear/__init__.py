@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, rows
-from megacpp_compile.lowerings._op import bias_gradient, no_autocast
+from megacpp_compile.lowerings._op import bias_gradient, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.fp8_linear import reference
 from megacpp_compile.lowerings.fp8_linear.reference import ALIGNED, DTYPES
@@ -56,39 +56,19 @@ REFERENCE_SERVES = {
 }
 
 
-@torch.library.custom_op("megacpp::fp8_quantize", mutates_args=())
-def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    with no_autocast(x):
-        return reference.fp8_quantize(x, format)
-
-
-@fp8_quantize.register_fake
-def _(x, format):  # type: ignore[no-untyped-def]
+@define_op(reference.fp8_quantize)
+def fp8_quantize(x, format):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=DTYPES[format]), x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("megacpp::fp8_quantize_turned", mutates_args=())
-def fp8_quantize_turned(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
-    with no_autocast(x):
-        return reference.fp8_quantize_turned(x, format)
-
-
-@fp8_quantize_turned.register_fake
-def _(x, format):  # type: ignore[no-untyped-def]
+@define_op(reference.fp8_quantize_turned)
+def fp8_quantize_turned(x, format):  # type: ignore[no-untyped-def]
     columns = x.new_empty((x.shape[-1], x.numel() // x.shape[-1]), dtype=DTYPES[format])
     return x.new_empty(x.shape, dtype=DTYPES[format]), columns, x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("megacpp::fp8_quantize_delayed", mutates_args=())
-def fp8_quantize_delayed(
-    x: Tensor, largest: Tensor, format: str, turned: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with no_autocast(x):
-        return reference.fp8_quantize_delayed(x, largest, format, turned)
-
-
-@fp8_quantize_delayed.register_fake
-def _(x, largest, format, turned):  # type: ignore[no-untyped-def]
+@define_op(reference.fp8_quantize_delayed)
+def fp8_quantize_delayed(x, largest, format, turned):  # type: ignore[no-untyped-def]
     number, dtype = x.new_empty((), dtype=torch.float32), DTYPES[format]
     columns = x.new_empty((x.shape[-1], x.numel() // x.shape[-1]) if turned else (0,), dtype=dtype)
     return x.new_empty(x.shape, dtype=dtype), columns, number, torch.empty_like(number)
@@ -104,58 +84,21 @@ def _(history, latest, grads):  # type: ignore[no-untyped-def]
     return torch.empty_like(history), history.new_empty((history.shape[1], ALIGNED))
 
 
-@torch.library.custom_op("megacpp::fp8_linear", mutates_args=())
-def fp8_linear(
-    x: Tensor,
-    weights: list[Tensor],
-    x8: Tensor,
-    x_scale_inv: Tensor,
-    w8: Tensor,
-    w_scale_inv: Tensor,
-    biases: list[Tensor],
-    grad_format: str,
-    out_dtype: torch.dtype,
-    grad_largest: Tensor | None = None,
-    grad_seen: Tensor | None = None,
-    x_turned: Tensor | None = None,
-    weight_grad: torch.dtype | None = None,
-    w_turned: Tensor | None = None,
-) -> list[Tensor]:
-    with no_autocast(x):
-        return reference.fp8_linear(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype)
-
-
-@fp8_linear.register_fake
-def _(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype,
-      grad_largest=None, grad_seen=None, x_turned=None, weight_grad=None, w_turned=None):  # type: ignore[no-untyped-def]  # fmt: skip
+@define_op(reference.fp8_linear)
+def fp8_linear(  # type: ignore[no-untyped-def]
+    x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype,
+    grad_largest=None, grad_seen=None, x_turned=None, weight_grad=None, w_turned=None
+):  # fmt: skip
     return [x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype) for w in weights]
 
 
-@torch.library.custom_op("megacpp::fp8_linear_backward", mutates_args=())
-def fp8_linear_backward(
-    grads: list[Tensor],
-    x8: Tensor,
-    x_scale_inv: Tensor,
-    weights: list[Tensor],
-    w_scale_inv: Tensor,
-    grad_format: str,
-    x_dtype: torch.dtype,
-    largest: Tensor | None = None,
-    turned: bool = False,
-    weight_grad: torch.dtype | None = None,
-    w_turned: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@define_op(reference.fp8_linear_backward)
+def fp8_linear_backward(  # type: ignore[no-untyped-def]
+    grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype,
+    largest=None, turned=False, weight_grad=None, w_turned=None
+):  # fmt: skip
     """Gradients of x and of the weights, one below the other [n, k], and the largest magnitude of `grads` []. turned:
     x8 is [k, rows]. w_turned: the weights' payload [k, n], None where it is to be made."""
-    with no_autocast(x8):
-        return reference.fp8_linear_backward(
-            grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype, largest, turned, weight_grad, w_turned
-        )
-
-
-@fp8_linear_backward.register_fake
-def _(grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype,
-      largest=None, turned=False, weight_grad=None, w_turned=None):  # type: ignore[no-untyped-def]  # fmt: skip
     n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
     dx = grads[0].new_empty((*grads[0].shape[:-1], k), dtype=x_dtype)
     dw = weights[0].new_empty((n, k), dtype=weight_grad or weights[0].dtype)

@@ -18,9 +18,8 @@ Source of the idea: `is_first_microbatch` of Transformer Engine's modules.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES
 from megacpp_compile.lowerings.fp8_weights import reference
@@ -29,28 +28,16 @@ PREFERENCE = {"cuda": ("cuda_triton", "reference")}
 REFERENCE_SERVES = {"tpu": "no plan asks for float8 there, so no pass makes it"}
 
 
-@torch.library.custom_op("megacpp::fp8_quantize_weights", mutates_args=())
-def fp8_quantize_weights(weights: list[Tensor], turned: bool) -> tuple[Tensor, Tensor, Tensor]:
-    with no_autocast(weights[0]):
-        return reference.fp8_quantize_weights(weights, turned)
-
-
-@fp8_quantize_weights.register_fake
-def _(weights, turned):  # type: ignore[no-untyped-def]
+@define_op(reference.fp8_quantize_weights)
+def fp8_quantize_weights(weights, turned):  # type: ignore[no-untyped-def]
     first, n = weights[0], sum(w.shape[0] for w in weights)
     dtype, k = DTYPES["e4m3"], first.shape[1]
     columns = first.new_empty((k, n) if turned else (0,), dtype=dtype)
     return first.new_empty((n, k), dtype=dtype), columns, first.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("megacpp::fp8_quantize_experts", mutates_args=())
-def fp8_quantize_experts(weights: list[Tensor], parts: int, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
-    with no_autocast(weights[0]):
-        return reference.fp8_quantize_experts(weights, parts, turned)
-
-
-@fp8_quantize_experts.register_fake
-def _(weights, parts, turned):  # type: ignore[no-untyped-def]
+@define_op(reference.fp8_quantize_experts)
+def fp8_quantize_experts(weights, parts, turned):  # type: ignore[no-untyped-def]
     first, (r, k) = weights[0], weights[0].shape[-2:]
     e = (first.shape[0] if first.dim() == 3 else 1) * len(weights) // parts
     dtype = DTYPES["e4m3"]

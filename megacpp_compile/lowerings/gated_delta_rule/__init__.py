@@ -30,16 +30,15 @@ https://arxiv.org/abs/2406.06484 (none, and the parallel form over a chunk).
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY, segments_bound
 from megacpp_compile.lowerings._kernels.gated_chunks import CHUNK_SIZES, operand_problem
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, serve, shaped_like
+from megacpp_compile.lowerings._op import compute_dtype, define_op, save_operands, saved_operands, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_delta_rule import _hopper_ops as _hopper_ops
 from megacpp_compile.lowerings.gated_delta_rule import reference
@@ -52,29 +51,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor
         raise OperandError("megacpp::gated_delta_rule", problem)
 
 
-@torch.library.custom_op("megacpp::gated_delta_rule", mutates_args=())
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    beta: Optional[Tensor],  # noqa: UP045
-    initial_state: Optional[Tensor],  # noqa: UP045
-    cu_seqlens: Optional[Tensor],  # noqa: UP045
-    scale: float,
-    qk_norm_eps: Optional[float],  # noqa: UP045
-    chunk_size: int,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(q, k, v, g, cu_seqlens, chunk_size)
-    with no_autocast(q):
-        args = q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_norm_eps, chunk_size, out_dtype
-        return serve("gated_delta_rule", reference, *args)
-
-
-@gated_delta_rule.register_fake
-def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_norm_eps, chunk_size, out_dtype):  # type: ignore[no-untyped-def]
-    _check(q, k, v, g, cu_seqlens, chunk_size)
+@define_op(reference.gated_delta_rule, check=_check, served=True)
+def gated_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_norm_eps, chunk_size, out_dtype):  # type: ignore[no-untyped-def]
     b, t, hv, size = v.shape
     wide = compute_dtype(q, k, v, g, beta, initial_state)
     sequences = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -87,36 +65,15 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_norm_eps, chunk_siz
     )
 
 
-@torch.library.custom_op("megacpp::gated_delta_rule_backward", mutates_args=())
-def gated_delta_rule_backward(
-    do: Tensor,
-    dfinal: Optional[Tensor],  # noqa: UP045
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Optional[Tensor],  # noqa: UP045
-    beta: Optional[Tensor],  # noqa: UP045
-    initial_state: Optional[Tensor],  # noqa: UP045
-    cu_seqlens: Optional[Tensor],  # noqa: UP045
-    states: Tensor,
-    inverse: Tensor,
-    scale: float,
-    qk_norm_eps: Optional[float],  # noqa: UP045
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with no_autocast(q):
-        args = do, dfinal, q, k, v, g, beta, initial_state, cu_seqlens, states, inverse, scale, qk_norm_eps, chunk_size
-        return serve("gated_delta_rule_backward", reference, *args)
-
-
-@gated_delta_rule_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
+@define_op(reference.gated_delta_rule_backward, served=True)
+def gated_delta_rule_backward(  # type: ignore[no-untyped-def]
     do, dfinal, q, k, v, g, beta, initial_state, cu_seqlens, states, inverse, scale, qk_norm_eps, chunk_size
 ):
     return shaped_like(states, (q, k, v, g, beta, initial_state))
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output
+):
     *tensors, ctx.scale, ctx.eps, ctx.chunk_size, _ = inputs
     _, _, states, inverse = output
     ctx.set_materialize_grads(False)  # a final state that nobody reads has no gradient to be carried back

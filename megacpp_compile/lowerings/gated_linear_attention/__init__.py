@@ -31,16 +31,15 @@ https://arxiv.org/abs/2307.08621 (constant decays).
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._kernels.chunk_grid import segments_bound
 from megacpp_compile.lowerings._kernels.gated_chunks import operand_problem
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, serve, shaped_like
+from megacpp_compile.lowerings._op import compute_dtype, define_op, save_operands, saved_operands, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_linear_attention import reference
 
@@ -52,27 +51,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor
         raise OperandError("megacpp::gated_linear_attention", problem)
 
 
-@torch.library.custom_op("megacpp::gated_linear_attention", mutates_args=())
-def gated_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    initial_state: Optional[Tensor],  # noqa: UP045
-    cu_seqlens: Optional[Tensor],  # noqa: UP045
-    scale: float,
-    chunk_size: int,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(q, k, v, g, cu_seqlens, chunk_size)
-    with no_autocast(q):
-        args = q, k, v, g, initial_state, cu_seqlens, scale, chunk_size, out_dtype
-        return serve("gated_linear_attention", reference, *args)
-
-
-@gated_linear_attention.register_fake
-def _(q, k, v, g, initial_state, cu_seqlens, scale, chunk_size, out_dtype):  # type: ignore[no-untyped-def]
-    _check(q, k, v, g, cu_seqlens, chunk_size)
+@define_op(reference.gated_linear_attention, check=_check, served=True)
+def gated_linear_attention(q, k, v, g, initial_state, cu_seqlens, scale, chunk_size, out_dtype):  # type: ignore[no-untyped-def]
     b, t, hv, size = v.shape
     wide = compute_dtype(q, k, v, g, initial_state)
     sequences = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -83,27 +63,8 @@ def _(q, k, v, g, initial_state, cu_seqlens, scale, chunk_size, out_dtype):  # t
     )
 
 
-@torch.library.custom_op("megacpp::gated_linear_attention_backward", mutates_args=())
-def gated_linear_attention_backward(
-    do: Tensor,
-    dfinal: Optional[Tensor],  # noqa: UP045
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Optional[Tensor],  # noqa: UP045
-    initial_state: Optional[Tensor],  # noqa: UP045
-    cu_seqlens: Optional[Tensor],  # noqa: UP045
-    states: Tensor,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with no_autocast(q):
-        args = do, dfinal, q, k, v, g, initial_state, cu_seqlens, states, scale, chunk_size
-        return serve("gated_linear_attention_backward", reference, *args)
-
-
-@gated_linear_attention_backward.register_fake
-def _(do, dfinal, q, k, v, g, initial_state, cu_seqlens, states, scale, chunk_size):  # type: ignore[no-untyped-def]
+@define_op(reference.gated_linear_attention_backward, served=True)
+def gated_linear_attention_backward(do, dfinal, q, k, v, g, initial_state, cu_seqlens, states, scale, chunk_size):  # type: ignore[no-untyped-def]
     return shaped_like(states, (q, k, v, g, initial_state))
 
 

@@ -15,57 +15,26 @@ the sigmoid gate behind a norm of each head, Kimi Linear, arXiv:2510.26692.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_rms_norm import reference
 
 REFERENCE_SERVES = {"tpu": "pointwise code and sums over rows, which XLA fuses as they are"}
 
 
-@torch.library.custom_op("megacpp::gated_rms_norm", mutates_args=())
-def gated_rms_norm(
-    y: Tensor,
-    z: Tensor,
-    weight: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    eps: float,
-    group_size: int,
-    norm_before_gate: bool,
-    out_dtype: torch.dtype,
-    activation: str = "silu",
-) -> tuple[Tensor, Tensor]:
-    with no_autocast(y):
-        return reference.gated_rms_norm(y, z, weight, eps, group_size, norm_before_gate, out_dtype, activation)
-
-
-@gated_rms_norm.register_fake
-def _(y, z, weight, eps, group_size, norm_before_gate, out_dtype, activation="silu"):  # type: ignore[no-untyped-def]
+@define_op(reference.gated_rms_norm)
+def gated_rms_norm(y, z, weight, eps, group_size, norm_before_gate, out_dtype, activation="silu"):  # type: ignore[no-untyped-def]
     reference.check(activation)
     rrms = y.new_empty((*y.shape[:-1], y.shape[-1] // group_size), dtype=compute_dtype(y, z))
     return y.new_empty(y.shape, dtype=out_dtype), rrms
 
 
-@torch.library.custom_op("megacpp::gated_rms_norm_backward", mutates_args=())
-def gated_rms_norm_backward(
-    grad: Tensor,
-    y: Tensor,
-    z: Tensor,
-    weight: Optional[Tensor],  # noqa: UP045
-    rrms: Tensor,
-    group_size: int,
-    norm_before_gate: bool,
-    activation: str = "silu",
-) -> tuple[Tensor, Tensor, Tensor]:
-    with no_autocast(y):
-        return reference.gated_rms_norm_backward(grad, y, z, weight, rrms, group_size, norm_before_gate, activation)
-
-
-@gated_rms_norm_backward.register_fake
-def _(grad, y, z, weight, rrms, group_size, norm_before_gate, activation="silu"):  # type: ignore[no-untyped-def]
+@define_op(reference.gated_rms_norm_backward)
+def gated_rms_norm_backward(grad, y, z, weight, rrms, group_size, norm_before_gate, activation="silu"):  # type: ignore[no-untyped-def]
     d_weight = rrms.new_empty(0) if weight is None else weight.new_empty(weight.shape)
     return y.new_empty(y.shape), z.new_empty(z.shape), d_weight
 

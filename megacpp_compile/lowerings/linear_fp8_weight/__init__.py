@@ -18,7 +18,7 @@ precise); blocks, and gradients in e4m3, https://arxiv.org/abs/2412.19437, secti
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch import Tensor
 from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, rows
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
-from megacpp_compile.lowerings._op import no_autocast, serve
+from megacpp_compile.lowerings._op import define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.linear_fp8_weight import reference
 
@@ -48,33 +48,13 @@ def _check(x: Tensor, payload: Tensor, scale: Tensor) -> None:
         raise OperandError("megacpp::linear_fp8_weight", problem)
 
 
-@torch.library.custom_op("megacpp::linear_fp8_weight", mutates_args=())
-def linear_fp8_weight(
-    x: Tensor,
-    payload: Tensor,
-    scale: Tensor,
-    bias: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    out_dtype: torch.dtype,
-) -> Tensor:
-    _check(x, payload, scale)
-    with no_autocast(x):
-        return serve("linear_fp8_weight", reference, x, payload, scale, bias, out_dtype)
-
-
-@linear_fp8_weight.register_fake
-def _(x, payload, scale, bias, out_dtype):  # type: ignore[no-untyped-def]
-    _check(x, payload, scale)
+@define_op(reference.linear_fp8_weight, check=_check, served=True)
+def linear_fp8_weight(x, payload, scale, bias, out_dtype):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], payload.shape[0]), dtype=out_dtype)
 
 
-@torch.library.custom_op("megacpp::linear_fp8_weight_backward", mutates_args=())
-def linear_fp8_weight_backward(grad: Tensor, payload: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
-    with no_autocast(grad):
-        return serve("linear_fp8_weight_backward", reference, grad, payload, scale, out_dtype)
-
-
-@linear_fp8_weight_backward.register_fake
-def _(grad, payload, scale, out_dtype):  # type: ignore[no-untyped-def]
+@define_op(reference.linear_fp8_weight_backward, served=True)
+def linear_fp8_weight_backward(grad, payload, scale, out_dtype):  # type: ignore[no-untyped-def]
     return grad.new_empty((*grad.shape[:-1], payload.shape[1]), dtype=out_dtype)
 
 

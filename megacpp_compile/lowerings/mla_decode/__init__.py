@@ -26,14 +26,14 @@ Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1; `absorb` in 
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacpp_compile.errors import AbsorbedInTrainingError, OperandError
 from megacpp_compile.fx.sizes import hint, rows
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast, serve
+from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.mla_decode import reference
 
@@ -70,24 +70,8 @@ def _check(
         raise OperandError("megacpp::mla_decode", problem)
 
 
-@torch.library.custom_op("megacpp::mla_decode", mutates_args=())
-def mla_decode(
-    q: Tensor,
-    rows: Tensor,
-    lengths: Tensor,
-    row_scale: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    codebook: Optional[Tensor],  # noqa: UP045
-    scale: float,
-    d_v: int,
-) -> tuple[Tensor, Tensor]:
-    _check(q, rows, lengths, row_scale, codebook, d_v)
-    with no_autocast(q):
-        return serve("mla_decode", reference, q, rows, lengths, row_scale, codebook, scale, d_v)
-
-
-@mla_decode.register_fake
-def _(q, rows, lengths, row_scale, codebook, scale, d_v):  # type: ignore[no-untyped-def]
-    _check(q, rows, lengths, row_scale, codebook, d_v)
+@define_op(reference.mla_decode, check=_check, served=True)
+def mla_decode(q, rows, lengths, row_scale, codebook, scale, d_v):  # type: ignore[no-untyped-def]
     outer = q.shape[:-1]
     return q.new_empty((*outer, d_v)), q.new_empty(outer, dtype=compute_dtype(q.dtype))
 

@@ -11,53 +11,27 @@ Source: RMSNorm, https://arxiv.org/abs/1910.07467.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, rows
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.norm_linear import reference
 
 REFERENCE_SERVES = {"tpu": "a norm in front of a GEMM, which XLA fuses into the GEMM's operand"}
 
 
-@torch.library.custom_op("megacpp::norm_linear", mutates_args=())
-def norm_linear(
-    x: Tensor,
-    w_norm: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    w: list[Tensor],
-    b: list[Tensor],
-    eps: float,
-) -> tuple[list[Tensor], Tensor]:
-    with no_autocast(x):
-        return reference.norm_linear(x, w_norm, w, b, eps)
-
-
-@norm_linear.register_fake
-def _(x, w_norm, w, b, eps):  # type: ignore[no-untyped-def]
+@define_op(reference.norm_linear)
+def norm_linear(x, w_norm, w, b, eps):  # type: ignore[no-untyped-def]
     outer = x.shape[:-1]
     y = [x.new_empty((*outer, one.shape[0]), dtype=one.dtype) for one in w]
     return y, x.new_empty((*outer, 1), dtype=compute_dtype(x.dtype))
 
 
-@torch.library.custom_op("megacpp::norm_linear_backward", mutates_args=())
-def norm_linear_backward(
-    grad: list[Tensor],
-    x: Tensor,
-    w_norm: Optional[Tensor],  # noqa: UP045
-    w: list[Tensor],
-    rrms: Tensor,
-    biased: bool,
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    with no_autocast(x):
-        return reference.norm_linear_backward(grad, x, w_norm, w, rrms, biased)
-
-
-@norm_linear_backward.register_fake
-def _(grad, x, w_norm, w, rrms, biased):  # type: ignore[no-untyped-def]
+@define_op(reference.norm_linear_backward)
+def norm_linear_backward(grad, x, w_norm, w, rrms, biased):  # type: ignore[no-untyped-def]
     d_norm = rrms.new_empty(0) if w_norm is None else w_norm.new_empty(w_norm.shape)
     d_b = [one.new_empty(one.shape[0]) for one in w] if biased else []
     return x.new_empty(x.shape), d_norm, [one.new_empty(one.shape) for one in w], d_b

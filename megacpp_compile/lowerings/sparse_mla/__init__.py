@@ -30,7 +30,7 @@ base 2, and FlashMLA +inf for a query without rows.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from torch import Tensor
 from megacpp_compile.errors import ForwardOnlyError, OperandError
 from megacpp_compile.fx.sizes import hint, rows
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast, serve
+from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.sparse_mla import reference
 
@@ -71,51 +71,14 @@ def _check(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Tensor | None, d_v:
         raise OperandError("megacpp::sparse_mla", problem)
 
 
-@torch.library.custom_op("megacpp::sparse_mla", mutates_args=())
-def sparse_mla(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    kv_scale: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    scale: float,
-    d_v: int,
-    causal: bool = True,
-    offset: int = 0,
-    fp8_gemms: bool = False,
-) -> tuple[Tensor, Tensor]:
-    _check(q, kv, indices, kv_scale, d_v, fp8_gemms)
-    with no_autocast(q):
-        return serve("sparse_mla", reference, q, kv, indices, kv_scale, scale, d_v, causal, offset, fp8_gemms)
-
-
-@sparse_mla.register_fake
-def _(q, kv, indices, kv_scale, scale, d_v, causal=True, offset=0, fp8_gemms=False):  # type: ignore[no-untyped-def]
-    _check(q, kv, indices, kv_scale, d_v, fp8_gemms)
+@define_op(reference.sparse_mla, check=_check, served=True)
+def sparse_mla(q, kv, indices, kv_scale, scale, d_v, causal=True, offset=0, fp8_gemms=False):  # type: ignore[no-untyped-def]
     outer = q.shape[:-1]
     return q.new_empty((*outer, d_v)), q.new_empty(outer, dtype=compute_dtype(q.dtype))
 
 
-@torch.library.custom_op("megacpp::sparse_mla_backward", mutates_args=())
-def sparse_mla_backward(
-    grad: Tensor,
-    grad_lse: Optional[Tensor],  # noqa: UP045
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    d_v: int,
-    causal: bool,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
-    with no_autocast(q):
-        args = grad, grad_lse, q, kv, indices, out, lse, scale, d_v, causal, offset
-        return serve("sparse_mla_backward", reference, *args)
-
-
-@sparse_mla_backward.register_fake
-def _(grad, grad_lse, q, kv, indices, out, lse, scale, d_v, causal, offset):  # type: ignore[no-untyped-def]
+@define_op(reference.sparse_mla_backward, served=True)
+def sparse_mla_backward(grad, grad_lse, q, kv, indices, out, lse, scale, d_v, causal, offset):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), kv.new_empty(kv.shape)
 
 

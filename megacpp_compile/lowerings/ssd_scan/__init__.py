@@ -23,60 +23,23 @@ Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 6 (the block decompos
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, shaped_like
+from megacpp_compile.lowerings._op import compute_dtype, define_op, save_operands, saved_operands, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.ssd_scan import _hopper_ops, reference
 
 
-@torch.library.custom_op("megacpp::ssd_scan", mutates_args=())
-def ssd_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    initial_state: Optional[Tensor],  # noqa: UP045
-    chunk_size: int,
-    out_dtype: torch.dtype,
-    seq_idx: Optional[Tensor] = None,  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor]:
-    with no_autocast(x):
-        return reference.ssd_scan(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype, seq_idx)
-
-
-@ssd_scan.register_fake
-def _(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype, seq_idx=None):  # type: ignore[no-untyped-def]
+@define_op(reference.ssd_scan)
+def ssd_scan(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype, seq_idx=None):  # type: ignore[no-untyped-def]
     return _hopper_ops.promised(x, B, chunk_size, out_dtype, compute_dtype(x, dt, A, B, C, D, initial_state))
 
 
-@torch.library.custom_op("megacpp::ssd_scan_backward", mutates_args=())
-def ssd_scan_backward(
-    dy: Tensor,
-    dfinal: Optional[Tensor],  # noqa: UP045
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Optional[Tensor],  # noqa: UP045
-    initial_state: Optional[Tensor],  # noqa: UP045
-    states: Tensor,
-    chunk_size: int,
-    seq_idx: Optional[Tensor] = None,  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with no_autocast(x):
-        return reference.ssd_scan_backward(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx)
-
-
-@ssd_scan_backward.register_fake
-def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx=None):  # type: ignore[no-untyped-def]
+@define_op(reference.ssd_scan_backward)
+def ssd_scan_backward(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx=None):  # type: ignore[no-untyped-def]
     return shaped_like(states, (x, dt, A, B, C, D, initial_state))
 
 
