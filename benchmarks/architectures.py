@@ -240,9 +240,6 @@ def alone() -> Iterator[None]:
 
 def measure(name: str, rows: Sequence[str], file: Path, turns: int = 7) -> None:
     """One model here; `file` has what is known after each step of the way."""
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    torch._dynamo.config.recompile_limit = 64
     torch.cuda.set_per_process_memory_fraction(0.97 / int(os.environ.get("SLOTS", "1")))
     torch.compile(lambda x: (x * 2).sin())(torch.ones(8, device=DEVICE))  # what a process compiles once
     subject = Subject(name)
@@ -359,7 +356,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not torch.cuda.is_available():
         parser.exit(2, f"{parser.prog} needs a CUDA GPU, and torch finds none.\n")
-    if args.one:
+    if args.one:  # a process of its own
+        warnings.filterwarnings("ignore")
+        logging.disable(logging.WARNING)
+        torch._dynamo.config.recompile_limit = 64
         measure(names[0], args.rows, args.one)
         return 0
     models = run(names, args.rows, args.slots, args.limit)

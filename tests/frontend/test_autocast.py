@@ -244,7 +244,7 @@ def test_transformers_deepseek_v3():
     model = Logits(transformers.DeepseekV3ForCausalLM(config))
     ids = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(1))
     frames = check(model, (ids,), around=autocast, tolerance=BF16)
-    assert frames.fired == PER_BLOCK, frames.misses
+    assert frames.fired == PER_BLOCK | {"attention": 1}, frames.misses
 
 
 # --- what may not be merged or moved

@@ -11,7 +11,7 @@ accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 STEPS = 3
-SITES = {"down_norm_up": 2, "mla_rope_kv": 1, "mla_rope_q": 1}
+SITES = {"down_norm_up": 2, "mla_rope_kv": 1, "mla_rope_q": 1, "attention": 1}
 
 
 def model() -> torch.nn.Module:
