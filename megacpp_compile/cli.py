@@ -17,7 +17,9 @@ import importlib
 import json
 import logging
 import os
+import platform
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,7 +35,11 @@ directory; the example is one of a checkout and needs transformers.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, the command's own (1: the doctor found a trap, the gate is
     blocked, a run failed), or 2 where a sentence on stderr says what is wrong."""
-    given = _parser().parse_args(argv)
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if given.command is None:
+        parser.print_help()
+        return 0
     from megacpp_compile.errors import MegacppError
     from megacpp_compile.report.user_code import first_line
 
@@ -53,9 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Version(argparse.Action):
+    """Prints releases; torch is imported for it alone."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import torch
+
+        import megacpp_compile
+
+        ours = f"megacpp_compile {megacpp_compile.__version__}"
+        print(f"{ours}, torch {torch.__version__}, Python {platform.python_version()}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megacpp", description="What megacpp_compile makes of a model.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action=_Version, nargs=0, help="this package's, torch's and Python's")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def command(name: str, run: Any, help: str, example: str) -> argparse.ArgumentParser:
         form = argparse.RawDescriptionHelpFormatter
@@ -142,10 +162,16 @@ def _plan(given: argparse.Namespace) -> None:
 
 
 def _passes(_: argparse.Namespace) -> None:
-    from megacpp_compile.passes._driver import all_passes
+    from megacpp_compile.config.options import Config
+    from megacpp_compile.passes._driver import all_passes, enabled_passes
 
-    for p in all_passes():
-        print(f"{p.name:16s} {(sys.modules[p.__name__].__doc__ or '').splitlines()[0]}")  # type: ignore[attr-defined]
+    passes, on = all_passes(), {p.name for p in enabled_passes(Config())}
+    width = max(len(p.name) for p in passes)
+    for p in passes:
+        about = (sys.modules[p.__name__].__doc__ or "").partition("\n\n")[0]  # type: ignore[attr-defined]
+        off = "" if p.name in on else " Off by default."
+        for i, line in enumerate(textwrap.wrap(" ".join(about.split()) + off, 96)):
+            print(f"{'' if i else p.name:{width}}  {line}")
 
 
 def _doctor(given: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ import megacpp_compile
 from megacpp_compile import cli
 from megacpp_compile.errors import BadOptionError, ForwardError, NotAModuleError, RequirementError
 from megacpp_compile.memory import pareto
+from megacpp_compile.passes._driver import pass_names
 
 
 class Block(nn.Sequential):
@@ -264,3 +265,29 @@ def test_the_example_of_the_help(capsys):
     assert cli.main(["estimate", "examples.explain_hf:build", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert 0 < found["compiled"] < found["eager"]
+
+
+def test_without_a_command_it_says_what_there_is(capsys):
+    assert cli.main([]) == 0
+    assert "explain" in capsys.readouterr().out
+
+
+def test_versions(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert f"megacpp_compile {megacpp_compile.__version__}, torch {torch.__version__}" in capsys.readouterr().out
+
+
+def test_passes_are_told_whole(capsys):
+    """In sentences, below each other, and which are off."""
+    assert cli.main(["passes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    about: dict[str, str] = {}
+    for line in lines:
+        name, text = line[:24].strip(), line[24:]
+        assert line[22:24] == "  " and len(line) <= 120
+        about[name or list(about)[-1]] = f"{about.get(name or list(about)[-1], '')} {text}".strip()
+    assert tuple(about) == pass_names() and all(text.endswith(".") for text in about.values())
+    off = {name for name, text in about.items() if text.endswith("Off by default.")}
+    assert off == {"gated_linear_attention", "norm_linear"}

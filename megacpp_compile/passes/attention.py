@@ -1,5 +1,4 @@
-"""Attention that a model spells out: a softmax between the product of queries with keys and that with values; and what
-torch's own op is handed a mask for that only compares places.
+"""Attention that a model spells out, or that torch's op is handed a mask of places for.
 
 Before: `softmax(q @ k.transpose(-1, -2) * scale + mask, -1) @ v` in any spelling: products of any kind, or sums of two;
         grouped heads; scores divided, capped, biased and masked; a column more for sinks; a softmax by exponentials
