@@ -110,9 +110,10 @@ def _is_quicker(device: str, found: Attention, plan: _Plan) -> bool:
         square = same_size(length([*found.queries]), length([*found.keys]))
         plain = plan.left is None and plan.documents is None and not plan.hidden and found.dropout is None
         return diagonal and square and plain
-    # As data, one row for all queries is read, such as of padding.
+    # As data, one row for all queries is read, such as of padding. A single query is left: it reads all that it sees.
     rows = all(same_size(value(h.node).shape[-2], 1) for h in plan.hidden if value(h.node).dim() > 1)
-    return device == "cuda" and plan.dtype in (torch.float16, torch.bfloat16) and rows
+    several = not any(same_size(length([*d]), 1) for d in (found.queries, found.keys))
+    return device == "cuda" and plan.dtype in (torch.float16, torch.bfloat16) and rows and several
 
 
 def _decide(view: GraphView, found: Attention) -> Match | MatchFailure:

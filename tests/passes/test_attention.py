@@ -539,6 +539,20 @@ def test_masks_of_torchs_op_on_gpus(monkeypatch, mask, more, wanted):
     assert told(assert_fires(NAME, *block(torchs(mask), *more))) == wanted
 
 
+def last_row_alone(m, q, k, v):
+    """A step of decoding: the last token's query, and all keys so far."""
+    seen = torch.arange(T)[None] <= T - 2
+    return nn.functional.scaled_dot_product_attention(q[:, :, -1:], k, v, seen)
+
+
+def test_a_single_query_is_left_to_torch(monkeypatch):
+    asked, original = [], attention._is_quicker
+    monkeypatch.setattr(attention, "_is_quicker", lambda *args: asked.append(args) or False)
+    check_graph(*block(last_row_alone))
+    _, found, plan = asked[0]
+    assert not original("cuda", found, dataclasses.replace(plan, dtype=torch.bfloat16))
+
+
 def dense_and_causal(q, k, seen):
     return causal(q, k) & seen
 
