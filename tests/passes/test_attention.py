@@ -354,6 +354,27 @@ def numbered(m, q, k, v, positions=None):
     return (scored(q, k) + mask).softmax(-1) @ v
 
 
+def numbered_by_twos(m, q, k, v):
+    """Positions of which none follows another: a document each."""
+    return numbered(m, q, k, v, 2 * torch.arange(q.shape[2])[None])
+
+
+def numbered_backwards(m, q, k, v, positions):
+    """Queries by the numbers of other tokens."""
+    numbers, b = in_order(q, positions), torch.arange(q.shape[0])[:, None, None, None]
+    i, j = torch.arange(q.shape[2])[None, None, :, None], torch.arange(k.shape[2])[None, None, None, :]
+    same = numbers[b, q.shape[2] - 1 - i] == numbers[b, j]
+    return scored(q, k).masked_fill(~(same | (i == j)), -1e4).softmax(-1) @ v
+
+
+def numbered_from_the_start(m, q, k, v):
+    """What is told of the first token is no difference that the others have."""
+    positions = torch.arange(q.shape[2])[None].expand(q.shape[0], -1)
+    numbers = (torch.diff(positions, prepend=positions[:, :1] - 7, dim=-1) != 1).cumsum(-1) * torch.arange(q.shape[2])
+    same = numbers[:, None, :, None] == numbers[:, None, None, :]
+    return scored(q, k).masked_fill(~(same & causal(q, k)), INF).softmax(-1) @ v
+
+
 def torchs(mask, **others):
     """`scaled_dot_product_attention` with a mask."""
     def body(m, q, k, v, *more):
@@ -433,6 +454,9 @@ SPELLINGS = {
     "no_key_for_the_first": (lambda: block(no_key_for_the_first), "mask"),
     "numbered": (lambda: block(numbered), "left 2 right 0"),
     "numbered_by_positions": (lambda: block(numbered, POSITIONS), "documents left 2 right 0"),
+    "numbered_by_twos": (lambda: block(numbered_by_twos), "documents left 2 right 0"),
+    "numbered_backwards": (lambda: block(numbered_backwards, POSITIONS), "mask"),
+    "numbered_from_the_start": (lambda: block(numbered_from_the_start), "documents right 0"),
     "torchs": (lambda: block(torchs(causal)), "right 0"),
     "torchs_scaled": (lambda: block(torchs(by_position, scale=0.2)), "right 0"),
     "torchs_added": (lambda: block(torchs(added_triangle)), "right 0"),
