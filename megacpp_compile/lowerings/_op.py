@@ -57,19 +57,21 @@ OUTSIDE_OF_GRAPHS: dict[str, Callable[..., Any]] = {}
 
 
 def define_op(
-    reference: Callable[..., Any], *, check: Callable[..., None] | None = None, served: bool = False
-) -> Callable[[Callable[..., Any]], Any]:
+    reference: Callable[..., Any], *, check: Callable[..., None] | None = None, served: bool = False,
+    outside: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Any]], Any]:  # fmt: skip
     """Makes an op `megacpp::NAME` of its reference, called NAME, and of the decorated function, its fake.
 
     The schema is the reference's signature, without parameters that default to a function or a class, which are its
-    own. Outside of a lowered graph the reference runs, with autocast off, or with `served` what serves it in one.
+    own. Outside of a lowered graph the reference runs, with autocast off, or with `served` what serves it in one, or
+    `outside`, whose results share no memory with operands.
     check: raises for operands that the op does not take, fake ones as well; its parameters are named as the op's.
     """
     name, taken = reference.__name__, _taken(reference)
     names = [p.name for p in taken]
     asked = [names.index(n) for n in inspect.signature(check).parameters] if check else []
     module = sys.modules[reference.__module__]
-    OUTSIDE_OF_GRAPHS[name] = functools.partial(serve, name, module) if served else reference
+    OUTSIDE_OF_GRAPHS[name] = outside or (functools.partial(serve, name, module) if served else reference)
 
     def checked(args: Sequence[Any]) -> None:
         if check is not None:  # torch leaves out arguments at the end that are as they would be

@@ -22,45 +22,26 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint, rows
-from megacpp_compile.lowerings._op import compute_dtype, define_op, no_autocast
+from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._sum_gradient import summed
 from megacpp_compile.lowerings._traits import HandedOver, OpTraits, declare
 from megacpp_compile.lowerings.down_norm_up import reference
 
 
-@torch.library.custom_op("megacpp::down_norm_up", mutates_args=())
-def down_norm_up(
-    x: Tensor,
-    w_down: Tensor,
-    b_down: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    w_norm: Optional[Tensor],  # noqa: UP045
-    w_up: list[Tensor],
-    eps: float,
-    start: int,
-    size: int,
-    keep_latent: bool = False,
-    x_side: Optional[Tensor] = None,  # noqa: UP045
-    w_side: Optional[Tensor] = None,  # noqa: UP045
-    normed: Optional[torch.dtype] = None,  # noqa: UP045
-    group: Optional[str] = None,  # noqa: UP045
-    sum_dtype: Optional[torch.dtype] = None,  # noqa: UP045
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    with no_autocast(x):
-        up, rest, rrms, latent = reference.down_norm_up(
-            x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, x_side, w_side, normed, group, sum_dtype
-        )
-        # `rest` is a slice of a buffer that dies here: own memory keeps the latent's half of it from living on.
-        return up, rest.clone(memory_format=torch.contiguous_format), rrms, latent
+def _outside(*args: Any) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    up, rest, rrms, latent = reference.down_norm_up(*args)
+    # `rest` is a slice of a buffer that dies here: own memory keeps the latent's half of it from living on.
+    return up, rest.clone(memory_format=torch.contiguous_format), rrms, latent
 
 
-@down_norm_up.register_fake
-def _(  # type: ignore[no-untyped-def]
+@define_op(reference.down_norm_up, outside=_outside)
+def down_norm_up(  # type: ignore[no-untyped-def]
     x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent=False, x_side=None, w_side=None, normed=None,
     group=None, sum_dtype=None,
 ):  # fmt: skip

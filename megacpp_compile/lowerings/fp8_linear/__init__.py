@@ -74,13 +74,8 @@ def fp8_quantize_delayed(x, largest, format, turned):  # type: ignore[no-untyped
     return x.new_empty(x.shape, dtype=dtype), columns, number, torch.empty_like(number)
 
 
-@torch.library.custom_op("megacpp::push_maxima", mutates_args=())
-def push_maxima(history: Tensor, latest: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return reference.push_maxima(history, latest, grads)
-
-
-@push_maxima.register_fake
-def _(history, latest, grads):  # type: ignore[no-untyped-def]
+@define_op(reference.push_maxima)
+def push_maxima(history, latest, grads):  # type: ignore[no-untyped-def]
     return torch.empty_like(history), history.new_empty((history.shape[1], ALIGNED))
 
 

@@ -13,69 +13,37 @@ Upstream: Megatron-Core `fused_mla_yarn_rope_apply.py`, DeepSeek-V3 `modeling_de
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import no_autocast, wide
+from megacpp_compile.lowerings._op import define_op, wide
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.mla_rope_kv import reference
 
 
-@torch.library.custom_op("megacpp::mla_rope_kv", mutates_args=())
-def mla_rope_kv(
-    kv: Tensor,
-    k_rope: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    nope_dim: int,
-    interleaved_in: bool,
-    interleaved_out: bool,
-    rope_first: bool,
-    out_dtype: torch.dtype,
-    cu_seqlens: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-) -> tuple[Tensor, Tensor]:
-    with no_autocast(kv):
-        # A custom op may not return a view of its input, so the eager body copies; lowered graphs take the view.
-        own = kv.clone()
-        k_rope, cos, sin = wide(k_rope, cos, sin)
-        k, v = reference.mla_rope_kv(
-            own, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype, cu_seqlens
-        )
-        return k.contiguous(), v
+def _outside(kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    # A custom op may not return a view of its input, so this copies; lowered graphs take the view.
+    k, v = reference.mla_rope_kv(kv.clone(), *wide(k_rope, cos, sin), *others)
+    return k.contiguous(), v
 
 
-@mla_rope_kv.register_fake
-def _(kv, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype, cu_seqlens=None):  # type: ignore[no-untyped-def]
+@define_op(reference.mla_rope_kv, outside=_outside)
+def mla_rope_kv(  # type: ignore[no-untyped-def]
+    kv, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype, cu_seqlens=None
+):
     k = kv.new_empty((*kv.shape[:-1], nope_dim + k_rope.shape[-1]), dtype=out_dtype)
     return k, torch.empty_like(kv)[..., nope_dim:]  # with kv's strides, as the view it becomes
 
 
-@torch.library.custom_op("megacpp::mla_rope_kv_backward", mutates_args=())
-def mla_rope_kv_backward(
-    grad_k: Tensor,
-    grad_v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    nope_dim: int,
-    interleaved_in: bool,
-    interleaved_out: bool,
-    rope_first: bool,
-    shared_dims: list[int],
-    kv_dtype: torch.dtype,
-    rope_dtype: torch.dtype,
-    cu_seqlens: Optional[Tensor] = None,  # noqa: UP045
-) -> tuple[Tensor, Tensor]:
-    with no_autocast(grad_k):
-        flags = (nope_dim, interleaved_in, interleaved_out, rope_first, shared_dims, kv_dtype, rope_dtype, cu_seqlens)
-        grad_k, grad_v, cos, sin = wide(grad_k, grad_v, cos, sin)
-        d_kv, d_rope = reference.mla_rope_kv_backward(grad_k, grad_v, cos, sin, *flags)
-        return d_kv.contiguous(), d_rope.contiguous()
+def _backward_outside(grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    d_kv, d_rope = reference.mla_rope_kv_backward(*wide(grad_k, grad_v, cos, sin), *others)
+    return d_kv.contiguous(), d_rope.contiguous()
 
 
-@mla_rope_kv_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
+@define_op(reference.mla_rope_kv_backward, outside=_backward_outside)
+def mla_rope_kv_backward(  # type: ignore[no-untyped-def]
     grad_k, grad_v, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, shared_dims, kv_dtype, rope_dtype,
     cu_seqlens=None,
 ):  # fmt: skip

@@ -13,39 +13,23 @@ Upstream: Megatron-Core `fused_mla_yarn_rope_apply.py`, DeepSeek-V3 `modeling_de
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import no_autocast, wide
+from megacpp_compile.lowerings._op import define_op, wide
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.mla_rope_q import reference
 
 
-@torch.library.custom_op("megacpp::mla_rope_q", mutates_args=())
-def mla_rope_q(
-    q: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    nope_dim: int,
-    interleaved_in: bool,
-    interleaved_out: bool,
-    rope_first: bool,
-    inverse: bool,
-    out_dtype: torch.dtype,
-    cu_seqlens: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-) -> Tensor:
-    with no_autocast(q):
-        q, cos, sin = wide(q, cos, sin)
-        out = reference.mla_rope_q(
-            q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, cu_seqlens
-        )
-        return out.contiguous()
+def _outside(q: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> Tensor:
+    return reference.mla_rope_q(*wide(q, cos, sin), *others).contiguous()
 
 
-@mla_rope_q.register_fake
-def _(q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, cu_seqlens=None):  # type: ignore[no-untyped-def]
+@define_op(reference.mla_rope_q, outside=_outside)
+def mla_rope_q(  # type: ignore[no-untyped-def]
+    q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, cu_seqlens=None
+):
     return q.new_empty(q.shape, dtype=out_dtype)
 
 

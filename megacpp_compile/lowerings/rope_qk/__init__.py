@@ -12,40 +12,25 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import no_autocast, wide
+from megacpp_compile.lowerings._op import define_op, wide
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.rope_qk import reference
 
 
-@torch.library.custom_op("megacpp::rope_qk", mutates_args=())
-def rope_qk(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    nope_dim: int,
-    interleaved_in: bool,
-    interleaved_out: bool,
-    rope_first: bool,
-    inverse: bool,
-    out_dtype: torch.dtype,
-    cu_seqlens: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-) -> tuple[Tensor, Tensor]:
-    with no_autocast(q):
-        q, k, cos, sin = wide(q, k, cos, sin)
-        q, k = reference.rope_qk(
-            q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, cu_seqlens
-        )
-        return q.contiguous(), k.contiguous()
+def _outside(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    q, k = reference.rope_qk(*wide(q, k, cos, sin), *others)
+    return q.contiguous(), k.contiguous()
 
 
-@rope_qk.register_fake
-def _(q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, cu_seqlens=None):  # type: ignore[no-untyped-def]
+@define_op(reference.rope_qk, outside=_outside)
+def rope_qk(  # type: ignore[no-untyped-def]
+    q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, cu_seqlens=None
+):
     return q.new_empty(q.shape, dtype=out_dtype), k.new_empty(k.shape, dtype=out_dtype)
 
 
