@@ -52,6 +52,10 @@ for _operator in ("getitem", "iter", "len", "float", "add", "radd", "sub", "rsub
     setattr(DroppedOutput, f"__{_operator}__", _raises)
 
 
+# Methods that hand the same numbers on in another dtype, as accelerate does with outputs under mixed precision.
+_CASTS = frozenset(("float", "double", "half", "bfloat16", "to", "type", "type_as"))
+
+
 class Outputs:
     """A frame without the outputs at the places of `dropped`, by name; `gm` is the frame's own where there are none."""
 
@@ -76,7 +80,7 @@ def without(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> O
     """Dynamo's graph `gm` without the outputs that `config` drops. Never changes `gm`. Raises
     BadOptionError for a name that is nearly that of an output.
 
-    An output has the name of the variable that held it. It stays where the frame records no gradients, as evaluation
+    An output has the name of the variable that held it, also where the caller is given a cast of that. It stays where the frame records no gradients, as evaluation
     reads it, and where no loss, one number, is computed from it: what leaves such a frame is on its way to one.
     """
     trains = any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
@@ -86,7 +90,7 @@ def without(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> O
     losses = [n for n in outputs if isinstance(n, Node) and _is_loss(dynamo_value(n))]  # type: ignore[union-attr]
     dropped = {
         i: name for i, node in enumerate(outputs)  # type: ignore[arg-type]
-        if isinstance(node, Node) and (name := _named(node, config)) and _computed_from(losses, node)
+        if isinstance(node, Node) and (name := _dropped(node, losses, config))
     }  # fmt: skip
     if not dropped:
         beside = [n for n in outputs if isinstance(n, Node) and _computed_from(losses, n)]  # type: ignore[union-attr]
@@ -109,6 +113,16 @@ def _check_names(config: Config, beside: Sequence[str]) -> None:
             raise BadOptionError("drop_outputs", name, wanted, beside)
     named = listed(map(repr, config.drop_outputs))
     warn_once(f"option 'drop_outputs' names {named}; the outputs beside the loss are {listed(map(repr, beside))}")
+
+
+def _dropped(output: Node, losses: Sequence[Node], config: Config) -> str:
+    """The name by which `output`, or what it is a cast of, is dropped; "" where it stays."""
+    node = output
+    while not ((name := _named(node, config)) and _computed_from(losses, node)):
+        if node.op != "call_method" or node.target not in _CASTS or not isinstance(node.args[0], Node):
+            return ""
+        node = node.args[0]
+    return "" if output in losses else name
 
 
 def _named(node: Node, config: Config) -> str:

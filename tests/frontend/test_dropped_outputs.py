@@ -68,6 +68,26 @@ def test_training(no_kernels, capped):
     assert isinstance(out.logits, DroppedOutput)
 
 
+@pytest.mark.parametrize("cast", [torch.Tensor.float, lambda t: t.to(torch.float32)], ids=["float", "to"])
+def test_a_cast_for_the_caller(no_kernels, cast):
+    """As accelerate makes one of each output under mixed precision."""
+
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Model().bfloat16()
+
+        def forward(self, x, labels):
+            out = self.inner(x, labels)
+            return Output(cast(out.loss), cast(out.logits))
+
+    x, labels = arguments()
+    with megacpp_compile.record() as report:
+        out = compiled(Cast())(x.bfloat16(), labels)
+    out.loss.backward()
+    assert report.counts["linear_cross_entropy"] == 1 and isinstance(out.logits, DroppedOutput)
+
+
 def test_without_it_the_report_names_it(no_kernels):
     with megacpp_compile.record() as report:
         out = compiled(Model(), {})(*arguments())
