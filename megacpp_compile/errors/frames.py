@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megacpp_compile.errors._base import MegacppError, place
 
@@ -70,19 +71,23 @@ class SequenceShardedError(MegacppError):
         )
 
 
-class DroppedOutputError(MegacppError):
-    """Something reads an output that the option 'drop_outputs' has dropped.
+class DroppedOutputError(MegacppError, AttributeError):
+    """Something reads an output that the option 'drop_outputs' has dropped. Who asks by `hasattr` whether it is a
+    tensor, as accelerate does of every output, is told that it is not.
 
     Args:
         name: the output's name.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
         super().__init__(
             f"the output {name!r} is read, and the option 'drop_outputs' has dropped it: it was never made as a whole. "
             f"Take {name!r} out of 'drop_outputs', or do not read it."
         )
+        self.name = name  # which AttributeError has a place of its own for
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name,)
 
 
 class VerificationError(MegacppError):

@@ -80,8 +80,9 @@ def without(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> O
     """Dynamo's graph `gm` without the outputs that `config` drops. Never changes `gm`. Raises
     BadOptionError for a name that is nearly that of an output.
 
-    An output has the name of the variable that held it, also where the caller is given a cast of that. It stays where the frame records no gradients, as evaluation
-    reads it, and where no loss, one number, is computed from it: what leaves such a frame is on its way to one.
+    An output has the name of the variable that held it, also where the caller is given a cast of that. It stays where
+    the frame records no gradients, as evaluation reads it, and where no loss, one number, is computed from it: what
+    leaves such a frame is on its way to one.
     """
     trains = any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     if not config.drop_outputs or not trains or not torch.is_grad_enabled():

@@ -150,6 +150,7 @@ def test_any_use_is_an_error(use):
 def test_what_trainers_do_to_every_output():
     dropped = DroppedOutput("logits")
     assert not isinstance(dropped, torch.Tensor) and not hasattr(dropped, "__wrapped__")
+    assert not hasattr(dropped, "dtype"), "as accelerate asks before it casts outputs under mixed precision"
     assert "drop_outputs" in repr(dropped) and "logits" in repr(copy.deepcopy(dropped))
     assert "logits" in repr(pickle.loads(pickle.dumps(dropped)))
     assert torch.utils._pytree.tree_leaves({"logits": dropped}) == [dropped]
