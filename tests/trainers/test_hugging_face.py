@@ -14,12 +14,12 @@ STEPS = 3
 SITES = {"down_norm_up": 2, "mla_rope_kv": 1, "mla_rope_q": 1, "attention": 1}
 
 
-def model() -> torch.nn.Module:
+def model(layers: int = 1) -> torch.nn.Module:
     torch.manual_seed(3)
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=2, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
-        first_k_dense_replace=1, max_position_embeddings=32,
+        first_k_dense_replace=layers, max_position_embeddings=32,
     ))
 
 
