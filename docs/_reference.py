@@ -29,6 +29,8 @@ TOPICS = {
     "Resuming": ("check_resume",),
     "Compiling once": ("save_cache", "load_cache", "CompileCache"),
 }
+# Modules that bring another package along, or are for loops around it, and so no attributes of this one.
+INTEGRATIONS = ("integrations.transformers.MegacppCallback", "integrations.training.prepare")
 COMMANDS = ("explain", "estimate", "plan", "passes", "doctor", "evidence")
 
 
@@ -70,10 +72,12 @@ def pages() -> dict[str, str]:
         entries = [directive(homes[name], heading=f"{PACKAGE}.{name}", toc_label=name) for name in names]
         made[file] = "\n".join([f"# {topic}", "", *entries])
         index.append(f"- [{topic}]({file}): " + ", ".join(f"`{name}`" for name in names))
+    entries = [directive(f"{PACKAGE}.{path}", heading=f"{PACKAGE}.{path}") for path in INTEGRATIONS]
+    made["trainers.md"] = "\n".join(["# Trainers", "", *entries])
     whole = directive(f"{PACKAGE}.errors", show_root_heading="false", show_root_toc_entry="false")
     made["errors.md"] = "\n".join(["# Errors", "", whole])
     made["command_line.md"] = command_line()
-    index += ["- [Errors](errors.md)", "- [Command line](command_line.md)"]
+    index += ["- [Trainers](trainers.md)", "- [Errors](errors.md)", "- [Command line](command_line.md)"]
     made["index.md"] = "\n".join(index) + "\n"
     return made
 

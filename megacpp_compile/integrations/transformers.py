@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from megacpp_compile._torch import dynamo
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import AlreadyCompiledError
 from megacpp_compile.integrations.training import logits_variables, prepare
@@ -50,14 +51,15 @@ class MegacppCallback(TrainerCallback):
         self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        """Raises AlreadyCompiledError where `torch_compile=True` has compiled it."""
-        if args.torch_compile:
+        """Raises AlreadyCompiledError where the trainer compiles it (`torch_compile=True`, accelerate's settings)."""
+        trainer = _calling_trainer()
+        if args.torch_compile or isinstance(getattr(trainer, "model_wrapped", None), dynamo.OptimizedModule):
             raise AlreadyCompiledError("", type(model).__name__)
         if args.n_gpu > 1:
             log.logger.warning("not compiled: DataParallel copies the model in every step; start a process a GPU")
             return
         if model not in self._compiled:  # by an earlier `train()`
-            drop = self.drop_logits and _says_what_becomes_of_logits(_calling_trainer(), model)
+            drop = self.drop_logits and _says_what_becomes_of_logits(trainer, model)
             prepare(model, self.options, blocks=self.blocks, drop_logits=drop)
             self._compiled.add(model)
         self._recording.close()  # of a training that ended in an error
@@ -69,7 +71,8 @@ class MegacppCallback(TrainerCallback):
             return
         self._waiting = False
         self._recording.close()
-        log.logger.info("after the first step: %s", summary(self.report))
+        if state.is_world_process_zero:
+            log.logger.info("after the first step: %s", summary(self.report))
         if (trainer := _calling_trainer()) is not None:
             asked = control.should_log
             trainer.log(figures(self.report))

@@ -139,10 +139,27 @@ def test_a_model_without_logits_is_said(prepared, tmp_path, caplog):
     assert prepared[0]["drop_logits"] is False and "Alone returns as logits" in caplog.text
 
 
-def test_the_trainer_s_own_compilation_is_refused(prepared, tmp_path):
+@pytest.mark.parametrize("how", [{"torch_compile": True, "torch_compile_backend": "eager"}, {}], ids=["Trainer", "accelerate"])
+def test_the_trainer_s_own_compilation_is_refused(prepared, tmp_path, monkeypatch, how):
+    if not how:
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     with pytest.raises(AlreadyCompiledError):
-        trainer(tmp_path, MegacppCallback(), torch_compile=True, torch_compile_backend="eager").train()
+        trainer(tmp_path, MegacppCallback(), **how).train()
     assert not prepared
+
+
+def test_figures_reach_what_the_trainer_logs_to(prepared, tmp_path):
+    """TensorBoard's and W&B's callbacks among them, which stand before ours; the step's own row is logged, too."""
+    rows = []
+
+    class Sees(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            rows.append((state.global_step, set(logs)))
+
+    trainer(tmp_path, Sees(), MegacppCallback()).train()
+    ours, loss, *others = rows
+    assert ours[0] == 1 and {"megacpp/sites", "megacpp/saved_bytes", "megacpp/compile_seconds"} < ours[1]
+    assert loss[0] == 1 and "loss" in loss[1] and not [r for _, r in others if "megacpp/sites" in r]
 
 
 def test_a_second_training_goes_on_with_the_first_s_model(prepared, tmp_path):
@@ -160,19 +177,47 @@ def test_in_a_loop_of_one_s_own(no_kernels, layers):
     import accelerate
 
     ids = torch.arange(24).view(2, 12)
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     net = model(layers)
-    want = net(input_ids=ids, labels=ids)
+    want = net(**batch)
     net = prepare(net, {"drop_outputs": "hidden"}, blocks=layers > 1)
     prepared = accelerate.Accelerator(cpu=True).prepare(net)
     with megacpp_compile.record() as report:
-        out = prepared(input_ids=ids, labels=ids)
+        out = prepared(**batch)
         out.loss.backward()
     assert report.counts["linear_cross_entropy"] == 1 and isinstance(out.logits, DroppedOutput)
     torch.testing.assert_close(out.loss, want.loss)
     prepared.eval()
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients):
-            torch.testing.assert_close(prepared(input_ids=ids, labels=ids).logits, want.logits)
+            torch.testing.assert_close(prepared(**batch).logits, want.logits)
+
+
+@pytest.mark.end_to_end
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("layers", [1, 4], ids=["whole", "blocks"])
+def test_inside_of_wrappers(no_kernels, one_rank, wrap, layers):
+    """Which come behind it, as accelerate's do."""
+    from torch.distributed.fsdp import fully_shard
+
+    ids = torch.arange(24).view(2, 12)
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    want = model(layers)(**batch)
+    net = prepare(model(layers), blocks=layers > 1)
+    if wrap == "DDP":
+        net = nn.parallel.DistributedDataParallel(net)
+    else:
+        for layer in net.model.layers:
+            fully_shard(layer, mesh=one_rank)
+        fully_shard(net, mesh=one_rank)
+    with megacpp_compile.record() as report:
+        out = net(**batch)
+        out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), want.loss.detach())
+    assert report.counts["linear_cross_entropy"] == 1 and report.counts["mla_rope_q"]
+    net.eval()
+    torch.testing.assert_close(net(**batch).logits, want.logits)
 
 
 @pytest.mark.end_to_end
