@@ -75,7 +75,7 @@ class _Version(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megacpp", description="What megacpp_compile makes of a model.")
     parser.add_argument("--version", action=_Version, nargs=0, help="this package's, torch's and Python's")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command")
 
     def command(name: str, run: Any, help: str, example: str) -> argparse.ArgumentParser:
         form = argparse.RawDescriptionHelpFormatter
