@@ -608,9 +608,26 @@ def test_floats_do_not_keep_a_pattern_of_inductor_from_a_frame(no_kernels, monke
     """The layer's own norms keep theirs as inputs, of which a graph that is traced for attention alone knows nothing."""
     compiled, real = [], inductor._compile
     monkeypatch.setattr(inductor, "_compile", lambda *args, **kw: compiled.append(args) or real(*args, **kw))
+    monkeypatch.setattr(inductor, "_no_kernel_serves", lambda operands: False)
     torch._dynamo.reset()
     model = models.Layer(models.MLA(24, 2, 14, 10, 6, 4, 5), 24, 32)
     x, tables = torch.randn(2, 6, 24, requires_grad=True), models.rotary_tables(6, 4, torch.device("cpu"), torch.float32)
     y = torch.compile(model, backend=megacpp, dynamic=True)(x, *tables)
     assert relative_error(y, model(x, *tables)) < 1e-5
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_attention_that_torch_multiplies_out_is_left_to_it(no_kernels, monkeypatch, batch):
+    """Values of 5 channels and keys of 10, for which CPU has no kernel: the op's products and softmax are no pattern to
+    replace by the op. With a batch of one that pattern of torch 2.13's failed, and the frame was compiled again."""
+    compiled, real = [], inductor._compile
+    monkeypatch.setattr(inductor, "_compile", lambda *args, **kw: compiled.append(args) or real(*args, **kw))
+    counters.clear()
+    torch._dynamo.reset()
+    model = models.MLA(24, 2, 0, 10, 6, 4, 5)
+    tables = models.rotary_tables(6, 4, torch.device("cpu"), torch.float32)
+    x = torch.randn(batch, 6, 24, requires_grad=True)
+    y = torch.compile(model, backend=megacpp)(x, *tables)
+    assert relative_error(y, model(x, *tables)) < 1e-5
+    assert len(compiled) == 1 and counters["inductor"]["fuse_attention"] == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megacpp_compile._torch._registry import find
@@ -58,3 +60,34 @@ def _said() -> str:
     context = find("torch._dynamo.utils.get_metrics_context")
     noted = getattr(context() if context is not None else None, "_metrics", {})
     return str(noted.get("cudagraph_skip_reason", ""))
+
+
+@contextlib.contextmanager
+def attention_left(where: Callable[[Mapping[str, Any]], bool]) -> Iterator[None]:
+    """Inductor's patterns of attention leave matches as they are whose operands, by the pattern's names, are such as
+    `where` tells. Asked before anything is traced: a pattern traces itself and its replacement anew for each match."""
+    patterns = find("torch._inductor.fx_passes.joint_graph.patterns")
+    apply = getattr(patterns, "apply", None)
+    if apply is None or not hasattr(patterns, "patterns"):
+        yield
+        return
+
+    def check(given: Callable[[Any], bool], match: Any) -> bool:
+        attention = {"query", "key", "value"} <= match.kwargs.keys()
+        return not (attention and where(match.kwargs)) and given(match)
+
+    def apply_checked(graph: Any) -> Any:  # Inductor registers its patterns when it first applies them
+        checks = [(entry, entry.extra_check) for entries in patterns.patterns.values() for entry in entries]
+        for entry, given in checks:
+            entry.extra_check = functools.partial(check, given)
+        try:
+            return apply(graph)
+        finally:
+            for entry, given in reversed(checks):
+                entry.extra_check = given
+
+    patterns.apply = apply_checked
+    try:
+        yield
+    finally:
+        patterns.apply = apply

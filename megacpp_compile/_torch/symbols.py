@@ -298,6 +298,8 @@ _ROWS = (
     Symbol("", "torch._inductor.config.max_autotune_gemm", "leaving GEMMs to Inductor's own choice", ALONE),
     Symbol("", "torch._inductor.config.static_launch_user_defined_triton_kernels", "torch's launcher for our kernels",
            "Triton launches them"),
+    Symbol("", "torch._inductor.fx_passes.joint_graph.patterns", "keeping patterns from attention no kernel serves",
+           "they match, and take their time"),
     Symbol("", "torch._inductor.pattern_matcher", "telling errors of Inductor's patterns", ALONE),
     Symbol("", "torch._inductor.output_code.CompiledFxGraph", "telling whether code is captured as CUDA graphs",
            "the report does not say whether a frame is captured"),

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 from megacpp_compile._torch.functorch import backward_with_forward, floats_of_the_frame, keep_saved_tensors
+from megacpp_compile._torch.inductor import attention_left
 from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile._torch.triton_kernels import kernels_read_once
 from megacpp_compile.backends import cuda_graphs, static_launch
@@ -29,6 +30,7 @@ from megacpp_compile.backends.inductor_stages import why_alone
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import fake_inputs
 from megacpp_compile.frontend.checkpoint import checkpoint_tags, has_regions
+from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
 from megacpp_compile.remat.across_ranks import default_group, of_ranks
 from megacpp_compile.remat.offload import Offload
@@ -121,8 +123,21 @@ def _compile(
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
     if own := inner.get("inner_compile", usual and usual.default):
         inner = {"inner_compile": functools.partial(_keeping_saved_tensors, own)}
-    with backward_with_forward(), kernels_read_once(), floats_of_the_frame():
+    with backward_with_forward(), kernels_read_once(), floats_of_the_frame(), attention_left(_no_kernel_serves):
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
+
+
+def _no_kernel_serves(operands: Mapping[str, Any]) -> bool:
+    """Whether torch multiplies attention out on CPU, as where values have other channels than keys: Inductor's pattern
+    of what torch's op then comes to would put the very same in its place, and would trace it for each layer."""
+    from megacpp_compile.lowerings.attention._sdpa_calls import chosen
+    from megacpp_compile.lowerings.attention._sdpa_choice import UNFUSED
+
+    q, v = value(operands["query"]), value(operands["value"])
+    if q.device.type != "cpu" or q.dim() != 4:
+        return False
+    # By the heads' widths alone: the pattern takes an axis of length one for another, and fails on what it then traces.
+    return chosen(q, q, q.new_empty((*q.shape[:-1], v.shape[-1])), causal=False) == UNFUSED
 
 
 @stages.in_stage("code")
@@ -132,8 +147,8 @@ def _keeping_saved_tensors(inner_compile: Callable[..., Any], *args: Any, **kwar
 
 
 def from_pattern_matcher(error: BaseException) -> bool:
-    """Whether Inductor failed inside its pattern matcher. Torch 2.13's does on MLA in float32 on CPU with a batch of
-    one: its attention pattern 29 takes an axis of length one for another and traces a replacement that can't be."""
+    """Whether Inductor failed inside its pattern matcher, as where a pattern takes an axis of length one for another
+    and traces a replacement that can't be."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__") == "torch._inductor.pattern_matcher":

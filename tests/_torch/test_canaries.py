@@ -492,6 +492,21 @@ def test_inductor_runs_passes_where_they_are_put(monkeypatch, no_kernels):
     assert RAN == [*HOOKS, *HOOKS[1:]]  # the joint graph, forward, backward
 
 
+@pytest.mark.parametrize("channels", [8, 16])
+def test_inductor_leaves_attention_where_it_is_told(no_kernels, channels):
+    from torch._inductor import compile_fx as module
+
+    def spelled(q, k, v):
+        return (q @ k.mT).div(3.0).softmax(-1) @ v
+
+    door.counters.clear()
+    q, k, v = torch.randn(3, 2, 4, 6, channels)
+    with inductor.attention_left(lambda operands: operands["query"].meta["val"].shape[-1] == 8):
+        y = compiled(spelled, lambda gm, i: module.compile_fx(gm, i), q, k, v)
+    torch.testing.assert_close(y, spelled(q, k, v))
+    assert (door.counters["inductor"]["fuse_attention"] == 0) == (channels == 8)
+
+
 def test_the_log_takes_artifacts():
     torch_log.trace_structured("artifact", metadata_fn=dict, payload_fn=str)
     inspect.signature(torch_log.trace_structured).bind("artifact", metadata_fn=dict, payload_fn=str)
