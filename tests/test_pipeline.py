@@ -618,7 +618,7 @@ def test_floats_do_not_keep_a_pattern_of_inductor_from_a_frame(no_kernels, monke
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_attention_that_torch_multiplies_out_is_left_to_it(no_kernels, monkeypatch, batch):
+def test_attention_that_torch_multiplies_out_is_left_to_it(no_kernels, monkeypatch, recwarn, batch):
     """Values of 5 channels and keys of 10, for which CPU has no kernel: the op's products and softmax are no pattern to
     replace by the op. With a batch of one that pattern of torch 2.13's failed, and the frame was compiled again."""
     compiled, real = [], inductor._compile
@@ -631,3 +631,4 @@ def test_attention_that_torch_multiplies_out_is_left_to_it(no_kernels, monkeypat
     y = torch.compile(model, backend=megacpp)(x, *tables)
     assert relative_error(y, model(x, *tables)) < 1e-5
     assert len(compiled) == 1 and counters["inductor"]["fuse_attention"] == 0
+    assert not [w for w in recwarn if issubclass(w.category, FutureWarning)]

@@ -37,7 +37,7 @@ def trace_again(gm: GraphModule, env: ShapeEnv | None) -> None:
     if not all(symbols) or any(user.target not in _WITH_TENSORS for n in read for user in n.users):
         return
     kept = {str(s) for each in symbols for s in each}
-    given = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})  # as torch 2.9 has it
+    given = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # as torch 2.9 has it
     floats = {str(s) for s in given if s in env.replacements and str(s).startswith("zf")}
     fixed = {name for name in floats - kept if not TensorifyState.should_specialize(name)}
     for name in fixed:
