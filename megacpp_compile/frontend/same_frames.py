@@ -33,7 +33,7 @@ def key_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Hashable | None:
     values = [dynamo_value(n) for n in nodes]
     if any(n.op in ("get_attr", "call_module") for n in nodes) or any(map(_has_class, _flat([values, example_inputs]))):
         return None
-    places = {node: _At(i) for i, node in enumerate(nodes)}
+    places = {node: f"<{i}>" for i, node in enumerate(nodes)}
     lines: list[tuple[str, ...]] = [
         (n.op, str(fx.map_arg((n.args, n.kwargs), places.__getitem__)), _described(value), *_place(n))
         for n, value in zip(nodes, values, strict=True)
@@ -51,13 +51,6 @@ def key_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Hashable | None:
 def _place(node: Node) -> tuple[str, str]:
     """Where in the model a call is. Of an input Dynamo says at which line of the frame it has it."""
     return (module_fqn(node), source_line(node)) if node.op != "placeholder" else ("", "")
-
-
-class _At(str):
-    """A node, by its place in the graph."""
-
-    def __new__(cls, place: int) -> _At:
-        return super().__new__(cls, f"<{place}>")
 
 
 def _described(value: Any) -> str:
