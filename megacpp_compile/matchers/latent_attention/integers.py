@@ -35,9 +35,13 @@ class Sum:
 
     def __add__(self, other: Sum) -> Sum:
         rank = max(len(self.steps), len(other.steps))
-        a, b = ((0,) * (rank - len(x.steps)) + x.steps for x in (self, other))
-        steps = (DATA if DATA in both else sum(both) for both in zip(a, b, strict=True))
+        pairs = zip(self.over(rank), other.over(rank), strict=True)
+        steps = (DATA if DATA in both else sum(both) for both in pairs)
         return Sum(tuple(steps), self.number + other.number, _merged(self, other))
+
+    def over(self, rank: int) -> tuple[int, ...]:
+        """The steps over so many dimensions, of which those in front may be none of this sum's."""
+        return (0,) * (rank - len(self.steps)) + self.steps
 
     def plus(self, number: int) -> Sum:
         return dataclasses.replace(self, number=self.number + number)
@@ -78,7 +82,7 @@ def viewed(node: Node, sums: Sequence[Sum]) -> list[Sum]:
     """`sums` over the dimensions of the view that `node` is of its operand."""
     source = node.args[0]
     there, here = value(source).shape, value(node).shape
-    padded = [(0,) * (len(there) - len(s.steps)) + s.steps for s in sums]
+    padded = [s.over(len(there)) for s in sums]
     if node.target in IDENTITIES or node.target in DTYPES:
         return list(sums)
     if node.target in EXPANSIONS:
@@ -136,12 +140,11 @@ def _difference(x: Node) -> Sum:
     source, order, dim, before, behind = [*x.args, *(None,) * 4][:5]
     of, rank = sum_of(source), value(source).dim()
     dim = (-1 if dim is None else dim) % rank  # type: ignore[operator]
-    steps = [0] * (rank - len(of.steps)) + list(of.steps)
-    step, steps[dim] = steps[dim], 0
+    step = of.over(rank)[dim]
     if order not in (None, 1) or x.kwargs or behind is not None or step == DATA:
         raise NotRows("it is data")
     if before is not None:
-        first = dataclasses.replace(of, steps=tuple(steps)) + -_at_first(sum_of(before), dim, rank)
+        first = _at_first(of, dim, rank) + -_at_first(sum_of(before), dim, rank)
         if not same_size(value(before).shape[dim], 1) or first.parts or any(first.steps) or first.number != step:
             raise NotRows("it is data")
     return Sum((0,) * rank, step)
@@ -149,11 +152,10 @@ def _difference(x: Node) -> Sum:
 
 def _at_first(of: Sum, dim: int, rank: int) -> Sum:
     """A sum at the first place along `dim`."""
-    steps = [0] * (rank - len(of.steps)) + list(of.steps)
+    steps = of.over(rank)
     if steps[dim] == DATA:
         raise NotRows("it is data")
-    steps[dim] = 0
-    return dataclasses.replace(of, steps=tuple(steps))
+    return dataclasses.replace(of, steps=(*steps[:dim], 0, *steps[dim + 1 :]))
 
 
 def _running_sum(x: Node) -> Sum:

@@ -65,7 +65,7 @@ def rows_seen(core: Core, tokens: Any) -> tuple[list[Seen], list[Rows]]:
 
 def _limit(limit: Sum, core: Core) -> Seen:
     return last_row(
-        dict(zip(core.scores_axes, (0,) * (len(core.scores_axes) - len(limit.steps)) + limit.steps, strict=True)), limit
+        dict(zip(core.scores_axes, limit.over(len(core.scores_axes)), strict=True)), limit
     )
 
 

@@ -137,7 +137,7 @@ def _by_distance(found: Attention, term: Term, node: Node, kind: str, fill: floa
 
 def _sides(found: Attention, term: Term, limit: Sum) -> tuple[Distance | None, Distance | None]:
     """(left, right) of a sum that is at most 0 where a key is seen. Raises NotRows."""
-    steps = (0,) * (len(term.dims) - len(limit.steps)) + limit.steps
+    steps = limit.over(len(term.dims))
     of: dict[str, int] = {"t": 0, "s": 0}
     for step, dim in zip(steps, term.dims, strict=True):
         if step and dim in (found.keys, found.queries) and dim:
