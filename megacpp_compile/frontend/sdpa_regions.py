@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacpp_compile._torch.attention import backend_from_string, current_backends, set_backends
 
-SDPA_KERNEL = "sdpa_kernel"  # of the metadata that tracing hands on
+_KEY = "sdpa_kernel"  # of the metadata that tracing hands on
 Choice = tuple[tuple[str, ...], bool]  # names of kernels, and whether they are in the order of preference
 
 
@@ -30,12 +30,12 @@ def mark(graph: fx.Graph) -> None:
             choice = tuple(_name(b) for b in backends), bool(ordered)
             choice = None if choice == _outside(choice[1]) else choice  # the end of a region sets what was before it
         elif choice is not None:
-            node.meta["custom"] = {**(node.meta.get("custom") or {}), SDPA_KERNEL: choice}
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), _KEY: choice}
 
 
 def choice_of(node: Node) -> Choice | None:
     """The kernels that `node` may take, where its frame says so."""
-    found = (node.meta.get("custom") or {}).get(SDPA_KERNEL)
+    found = (node.meta.get("custom") or {}).get(_KEY)
     return found and (tuple(found[0]), bool(found[1]))
 
 

@@ -31,16 +31,16 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile._torch import inductor
-from megacpp_compile.frontend.sdpa_regions import SDPA_KERNEL
+from megacpp_compile.frontend.sdpa_regions import choice_of
 from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, UNIT_DIMS, uncast
 from megacpp_compile.lowerings.attention._dropout import WORDS
-from megacpp_compile.lowerings.attention._sdpa_calls import kernel_of_masked
+from megacpp_compile.lowerings.attention._sdpa_calls import chosen
 from megacpp_compile.lowerings.attention._sdpa_choice import UNFUSED
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.latent_attention.core import SDPA
+from megacpp_compile.matchers.latent_attention.core import SDPA, arguments_of
 from megacpp_compile.matchers.latent_attention.products import product_of
 from megacpp_compile.matchers.softmax_attention.conditions import Distance, Hidden, conditions_of, narrowest
 from megacpp_compile.matchers.softmax_attention.find import attentions
@@ -79,15 +79,16 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             if _OWN not in (found.node.meta.get("stack_trace") or ""):
                 yield found
         elif _OWN not in (found.softmax.meta.get("stack_trace") or ""):
-            if found.softmax.target is not SDPA or _gains(view, found):
-                yield _decide(view, found)
+            plan = _plan(found)
+            if found.softmax.target is not SDPA or _gains(view, found, plan):
+                yield _decide(view, found, plan)
 
 
-def _gains(view: GraphView, found: Attention) -> bool:
+def _gains(view: GraphView, found: Attention, plan: _Plan | MatchFailure) -> bool:
     """Whether a call of torch's op computes less without its mask, which torch's kernels read for all keys, hidden or
     not, or is multiplied out by torch. What was chosen for it, by the option `fa4` or under `sdpa_kernel`, is left."""
-    plan, node = _plan(found), found.softmax
-    if view.config.fa4 or SDPA_KERNEL in (node.meta.get("custom") or {}) or isinstance(plan, MatchFailure):
+    node = found.softmax
+    if view.config.fa4 or choice_of(node) is not None or isinstance(plan, MatchFailure):
         return False
     if found.dropout is not None and _as_eager(view):
         return False
@@ -99,8 +100,9 @@ def _gains(view: GraphView, found: Attention) -> bool:
 
 def _is_multiplied_out(found: Attention) -> bool:
     """Whether torch would have all scores of this call of its op in memory, on a GPU."""
-    operands = [value(a) for a in (*found.softmax.args[:3], found.scores.terms[0].node)]
-    return operands[0].device.type == "cuda" and kernel_of_masked(*operands) == UNFUSED
+    given = arguments_of(found.softmax)
+    q, k, v, mask = (value(given[name]) for name in ("query", "key", "value", "attn_mask"))
+    return q.device.type == "cuda" and chosen(q, k, v, False, mask) == UNFUSED
 
 
 def _is_quicker(device: str, found: Attention, plan: _Plan) -> bool:
@@ -116,11 +118,10 @@ def _is_quicker(device: str, found: Attention, plan: _Plan) -> bool:
     return device == "cuda" and plan.dtype in (torch.float16, torch.bfloat16) and rows and several
 
 
-def _decide(view: GraphView, found: Attention) -> Match | MatchFailure:
+def _decide(view: GraphView, found: Attention, plan: _Plan | MatchFailure) -> Match | MatchFailure:
     if found.dropout is not None and _as_eager(view):
         reason = "probabilities are dropped at random, and `fallback_random` asks for eager's own random numbers"
         return MatchFailure(found.dropout.node, "dropout", reason)
-    plan = _plan(found)
     if isinstance(plan, MatchFailure):
         return plan
     if (other := in_other_modes(view, sorted(found.inside), found.result)) is not None:

@@ -30,16 +30,10 @@ def objection(name: str, args: Sequence[Any]) -> str | None:
     return None
 
 
-def chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
+def chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> str:
     """The kernel that torch would take for such a call, as `kernel_of` calls it."""
-    grouped = not same_size(q.shape[1], k.shape[1])
-    return kernel_of(q.device.type, (*map(_layout, (q, k, v)), None), 0.0, causal, grouped)
-
-
-def kernel_of_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> str:
-    """The kernel that torch would take for a call with a mask."""
-    grouped = not same_size(q.shape[1], k.shape[1])
-    return kernel_of(q.device.type, tuple(map(_layout, (q, k, v, mask))), 0.0, False, grouped)
+    operands = (*map(_layout, (q, k, v)), None if mask is None else _layout(mask))
+    return kernel_of(q.device.type, operands, 0.0, causal, not same_size(q.shape[1], k.shape[1]))
 
 
 def _layout(t: Tensor) -> Layout:

@@ -68,12 +68,18 @@ def cores(graph: fx.Graph) -> Iterator[Core]:
             yield from _of_softmax(node)
 
 
-def _of_op(node: Node) -> Iterator[Core]:
+def arguments_of(node: Node) -> dict[str, Any]:
+    """The arguments of a call of torch's op by name."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    q, k, v = (given[name] for name in names[:3])
-    scale, mask = given.get("scale"), given.get("attn_mask")
-    if any(value(t).dim() != 4 for t in (q, k, v)) or isinstance(scale, Node) or given.get("dropout_p", 0.0) != 0.0:
+    usual: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None,
+                             "enable_gqa": False}  # fmt: skip
+    return usual | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _of_op(node: Node) -> Iterator[Core]:
+    given = arguments_of(node)
+    q, k, v, mask, scale = (given[name] for name in ("query", "key", "value", "attn_mask", "scale"))
+    if any(value(t).dim() != 4 for t in (q, k, v)) or isinstance(scale, Node) or given["dropout_p"] != 0.0:
         return
     if not all(same_size(value(t).shape[1], value(q).shape[1]) for t in (k, v)):
         return
@@ -84,7 +90,7 @@ def _of_op(node: Node) -> Iterator[Core]:
     yield Core(
         Operand(node, tuple("bhtc")), ((Operand(q, tuple("bhtc")), Operand(k, tuple("bhsc"))),),  # type: ignore[arg-type]
         Operand(v, tuple("bhsc")), channels**-0.5 if scale is None else float(scale), masks, tuple("bhts"),  # type: ignore[arg-type]
-        bool(given.get("is_causal", False)),
+        bool(given["is_causal"]),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.latent_attention.core import SDPA
+from megacpp_compile.matchers.latent_attention.core import SDPA, arguments_of
 from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import (
@@ -41,8 +41,6 @@ from megacpp_compile.matchers.softmax_attention.probabilities import (
 )
 from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, less_maximum
 from megacpp_compile.matchers.ssd.atoms import Atom, NoAxes, flat
-
-_OPERANDS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def attentions(graph: fx.Graph, weights: frozenset[Node]) -> Iterator[Attention | MatchFailure]:
@@ -115,12 +113,11 @@ class _Reader(ScoresReader):
 
     def call(self, node: Node) -> Attention | None:
         """A call of torch's op that is handed a mask."""
-        given = {**dict(zip(_OPERANDS, node.args, strict=False)), **node.kwargs}
-        mask, scale = given.get("attn_mask"), given.get("scale")
-        tensors = [given[name] for name in _OPERANDS[:3]]
+        given = arguments_of(node)
+        mask, scale, tensors = given["attn_mask"], given["scale"], [given[name] for name in ("query", "key", "value")]
         channels, rank = value(tensors[0]).shape[-1], value(node).dim()
-        dropped = number_of(given.get("dropout_p", 0.0))
-        if not isinstance(mask, Node) or dropped is None or given.get("is_causal") or isinstance(scale, Node):
+        dropped = number_of(given["dropout_p"])
+        if not isinstance(mask, Node) or dropped is None or given["is_causal"] or isinstance(scale, Node):
             return None
         if not isinstance(channels, int) or rank < 3 or any(value(t).dim() != rank for t in tensors):
             return None

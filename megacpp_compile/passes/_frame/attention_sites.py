@@ -28,6 +28,7 @@ from megacpp_compile.fx.views import COPIES, PERMUTATIONS
 from megacpp_compile.lowerings._registry import choose
 from megacpp_compile.lowerings.attention._sdpa_calls import chosen as chosen_kernel
 from megacpp_compile.lowerings.attention._sdpa_choice import UNFUSED, UNKNOWN, kernel_of
+from megacpp_compile.matchers.latent_attention.core import arguments_of
 from megacpp_compile.nn.attention import attention_order, bodies, fa4, fastest
 from megacpp_compile.nn.attention.eligibility import Call
 from megacpp_compile.report.attention import AttentionSite
@@ -134,7 +135,7 @@ def _spelled_row(node: Node, of: Callable[[Any], Any]) -> AttentionSite:
 
 def _sdpa_row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool, body: str) -> AttentionSite:
     call = OURS if body else SDPA
-    given = _arguments(node)
+    given = arguments_of(node)
     q, k, v = (of(given[name]) for name in ("query", "key", "value"))
     mask = of(given["attn_mask"])
     # Floats of the model are inputs under `dynamic=True`.
@@ -182,14 +183,6 @@ def _made(
     node: Node, call: str, requested: str, effective: str, kernel: str, tag: str = "", reason: str = ""
 ) -> AttentionSite:
     return AttentionSite(module_fqn(node), source_line(node), call, requested, effective, kernel, tag, reason)
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a call of torch's op by name."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    usual: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None,
-                             "enable_gqa": False}  # fmt: skip
-    return usual | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _layout(tensor: Any, grad: bool) -> Any:
@@ -276,7 +269,7 @@ def _call(node: Node) -> tuple[str, str] | None:
 
 def _swap(captured: Captured, node: Node) -> None:
     """Put the op in the place of torch's."""
-    given = _arguments(node)
+    given = arguments_of(node)
     q, k, v = given["query"], given["key"], given["value"]
     scale = given["scale"] if given["scale"] is not None else hint(value(q).shape[-1]) ** -0.5
     build = Builder(captured.gm.graph, captured.fake_mode, node, node)
