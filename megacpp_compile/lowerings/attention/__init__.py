@@ -14,12 +14,15 @@
     left, right    query i sees keys i - left to i + right; None: all on that side. Causal attention has right = 0, or
                s - t where the queries are the last ones; a window of w tokens left = w - 1. By them, every query sees
                a key
+    words      None, or int64 [s + b * h * t], random numbers that are not negative: by them probabilities are dropped,
+               the same ones in backward (`_dropout`)
+    dropout    with which probability; the others are divided by 1 - dropout. lse is that of all
     returns    out [b, h, t, e] in v's dtype, laid out as q; lse [b, h, t], natural logarithm of the sum of exponentials
                of the scores less `top`; top [b, h, t], each row's largest score with a mask or a bias, under which
                scores may be too low for a number to hold their logarithm, too; else without elements, and 0
 
 Computed in float32 (float64 for float64); kernels round probabilities to v's dtype before they multiply values.
-Saved for backward: q, k, v, mask, bias, sinks, documents, out, lse, top.
+Saved for backward: q, k, v, mask, bias, sinks, documents, words, out, lse, top.
 Source: FlashAttention-2, arXiv:2307.08691.
 """
 
