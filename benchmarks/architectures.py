@@ -9,8 +9,9 @@ that is more than 2.2 B parameters), a vocabulary of 16384 words and at most 16 
 trained in bfloat16 on 2 x 4096 tokens, 2 x 2048 where eager has no room for more. A row is `torch.compile(model, ...)`
 of the model as it is: its first step with empty caches, its peak, its gradients against eager's in float32 (bfloat16
 above 0.7 B parameters), and, in turns with the other rows, seven times its step; where a row is slower than Inductor's,
-the kernels of each. A process for each model, `--slots` at a time, of which one has the GPU while it is timed. The columns are those of PyTorch's own dashboard.
-`python -m benchmarks.architectures_page` makes a page and a picture of the result.
+the kernels of each. A process for each model, `--slots` at a time, of which one has the GPU while it is timed. The
+columns are those of PyTorch's own dashboard. `python -m benchmarks.architectures_page` makes a page and a picture of
+the result.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from megacpp_compile.backends.float32_gradients import keep_float32
 from megacpp_compile.backends.joined_pieces import compute_apart
 from megacpp_compile.backends.joined_results import Join
 from megacpp_compile.backends.overlap import overlap
+from megacpp_compile.backends.static_launch import compile_ahead
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import NotLoweredError
 from megacpp_compile.fx.aliasing import memory_of, overwritable
@@ -35,7 +36,7 @@ from megacpp_compile.lowerings._registry import Choice, choose, semantic_ops
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.report import stages
 from megacpp_compile.report.records import lowering_text
-from megacpp_compile.targets import Target
+from megacpp_compile.targets import CUDA, Target
 
 Tell = Callable[[str, str], None]
 _BACKWARD = "_backward"
@@ -80,6 +81,8 @@ class LowerSemanticOps(GraphPass):
         compute_apart(graph)
         if self.config.overlap_collectives:
             overlap(graph)
+        if self.target is CUDA:
+            compile_ahead(graph)
 
     def key(self) -> tuple[Any, ...]:
         return self.target.name, self.config.cache_key(), self.regions

@@ -1,4 +1,4 @@
-"""How the kernels of a CUDA frame are launched: by torch's own launcher, which no C compiler has to build.
+"""How the kernels of a CUDA frame are compiled and launched: by torch's own launcher, which no C compiler has to build.
 
 For a kernel that Inductor did not write itself Triton has a launcher compiled, 0.2 s each and one after the other.
 Torch has one that is ready, uses it for all it writes, and for others only where `SETTING` says so, as it knows nothing
@@ -17,11 +17,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx import GraphModule
 
+from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile._torch.inductor import has_triton_package
-from megacpp_compile.fx.edit import all_nodes
+from megacpp_compile._torch.pytree import tree_map
+from megacpp_compile.fx.edit import all_nodes, value
+from megacpp_compile.fx.sizes import hint
+from megacpp_compile.lowerings._kernels.trace_options import compiling_ahead
+from megacpp_compile.lowerings._op import KERNEL_OPS
 from megacpp_compile.report import log
 from megacpp_compile.targets import CUDA, Target
 
@@ -40,6 +46,39 @@ def start_workers(target: Target) -> None:
         maybe_warm_pool()
     except Exception as error:  # Inductor starts them itself, and has more to say of it
         log.logger.info("compile workers were not started ahead: %s: %s", type(error).__name__, error)
+
+
+def compile_ahead(graph: fx.Graph) -> None:
+    """Begin to compile, in threads, what ops of ours in a lowered graph will launch: Inductor takes them for calls, and
+    would have each kernel compiled where it first runs, one after the other."""
+    from megacpp_compile._torch.inductor import get_compile_threads
+
+    ops = [node for node in graph.nodes if node.target in KERNEL_OPS]
+    if not ops or get_compile_threads() <= 1 or not has_triton_package():
+        return
+    seen = set()
+    for node in ops:
+        args, named = fx.map_arg((node.args, node.kwargs), value)
+        call = str(node.target), repr(args), repr(named)
+        if call in seen:
+            continue
+        seen.add(call)
+        try:
+            with FakeTensorMode(), torch.no_grad(), compiling_ahead():
+                args, named = tree_map(_without_symbols, (args, named))
+                KERNEL_OPS[node.target](*args, **named)
+        except Exception as error:  # it will be compiled when it is launched, and what is wrong is said then
+            log.logger.info("the kernels of %s were not begun ahead: %s: %s", node.target, type(error).__name__, error)
+
+
+def _without_symbols(operand: Any) -> Any:
+    """An operand as it is expected at the first call, of a mode that guards nothing."""
+    if isinstance(operand, torch.SymInt):
+        return hint(operand)
+    if not isinstance(operand, torch.Tensor):
+        return operand
+    size, steps = (tuple(map(hint, of)) for of in (operand.shape, operand.stride()))
+    return torch.empty_strided(size, steps, dtype=operand.dtype, device=operand.device)
 
 
 def patches(gm: GraphModule, target: Target, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,10 @@ def first_tensor(args: Sequence[Any]) -> Tensor:
     return next(t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor))
 
 
+# Ops for lowerings to call -> what computes them.
+KERNEL_OPS: dict[OpOverload, Callable[..., Any]] = {}
+
+
 def kernel_op(name: str) -> Callable[[Callable[..., Any]], OpOverload]:
     """Makes the decorated function, which writes into none of its operands, an op for lowerings to call: opaque to what
     compiles around it, and past autograd. `torch.library.register_fake` says what its results are like.
@@ -140,6 +144,7 @@ def kernel_op(name: str) -> Callable[[Callable[..., Any]], OpOverload]:
         torch.library.impl(name, "default", lambda *args, **named: unseen()(*args, **named))
         namespace, own = name.split("::")
         overload: OpOverload = getattr(getattr(torch.ops, namespace), own).default
+        KERNEL_OPS[overload] = fn
         return overload
 
     return made

@@ -1,14 +1,21 @@
-"""A launch of a Gluon kernel that is like one before goes to what that one was compiled to, and no other does."""
+"""A launch of a Gluon kernel that is like one before goes to what that one was compiled to, and no other does. What a
+graph will launch is compiled ahead."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 triton = pytest.importorskip("triton")
 gluon = pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from megacpp_compile.lowerings._kernels import gluon_launch  # noqa: E402
+from megacpp_compile.backends.static_launch import compile_ahead  # noqa: E402
+from megacpp_compile.lowerings._kernels import gluon_launch, grouped, hopper_grouped, kept_tensors  # noqa: E402
+from megacpp_compile.lowerings._kernels.trace_options import compiling_ahead  # noqa: E402
 
 
 class Kernel(triton.JITFunction):
@@ -17,7 +24,11 @@ class Kernel(triton.JITFunction):
     arg_names = ("rows", "flags", "count", "scale", "WIDTH")
 
     def __init__(self):
-        self.compiled, self.launched = [], []
+        self.compiled, self.launched, self.warmed, self.ready = [], [], [], threading.Event()
+
+    def warmup(self, *args, grid, **options):
+        assert self.ready.wait(60)
+        self.warmed.append((args, options))
 
     def __getitem__(self, grid):
         def launch(**args):
@@ -38,7 +49,9 @@ class Compiled:
 @pytest.fixture
 def launched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(gluon_launch, "_compiled", {})
+    monkeypatch.setattr(gluon_launch, "_begun", {})
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     return Kernel()
 
@@ -83,3 +96,112 @@ def test_what_is_remembered_is_bounded(launched, monkeypatch):
     for count in (1, 2, 3, 3):
         gluon_launch.launch(launched, (1,), **arguments(count=count))
     assert len(launched.compiled) == 3 and len(launched.launched) == 1 and len(gluon_launch._compiled) == 1
+
+
+class TestAhead:
+    def test_a_launch_waits_for_its_kernel(self, launched):
+        """Calls that a kernel is compiled for alike begin one job, of what `warmup` takes in the place of tensors."""
+        with compiling_ahead():
+            for given in (arguments(), arguments(scale=0.25)):
+                gluon_launch.launch(launched, (5,), **given)
+        assert not launched.compiled and len(gluon_launch._begun) == 1
+        threading.Timer(0.05, launched.ready.set).start()
+        gluon_launch.launch(launched, (5,), **arguments())
+        (((rows, flags, count, scale, width), options),) = launched.warmed
+        assert (flags, count, scale, width, options) == (torch.float32, 3, 0.5, 128, {"num_warps": 4})
+        assert isinstance(rows, gluon.TensorDescriptor) and rows.base.dtype == torch.bfloat16
+        assert len(launched.compiled) == 1, "it is Triton that finds what is compiled"
+
+    def test_a_job_that_failed(self, launched):
+        launched.warmup = lambda *args, **options: 1 / 0
+        with compiling_ahead():
+            gluon_launch.launch(launched, (5,), **arguments())
+        gluon_launch.launch(launched, (5,), **arguments())
+        assert len(launched.compiled) == 1
+
+    def test_begun_for_what_is_launched(self, launched, monkeypatch):
+        """A view counts as aligned as its offset is, whether it is somewhere or not."""
+        whole = torch.zeros(4096, dtype=torch.bfloat16)
+        for view in (whole, whole[1:], whole[8:]):
+            key = gluon_launch._key(launched, {"rows": view, "count": 3})
+            with compiling_ahead():
+                assert gluon_launch._key(launched, {"rows": view, "count": 3}) == key
+
+    def test_numbers_on_no_device(self):
+        """What is remembered for real calls is never a tensor without data."""
+        made = kept_tensors.remembered(lambda n: kept_tensors.kept_numbers([n], torch.int32, torch.device("cpu")))
+        with FakeTensorMode(), compiling_ahead():
+            assert made(3).shape == (1,)
+        assert made(3).tolist() == [3]
+
+
+ROWS, WIDE, EXPERTS = 16384, 512, 4
+
+
+def experts(layers=2):
+    """A graph of the ops of experts, each layer with weights of its own, without results."""
+    graph = torch.fx.Graph()
+
+    def tensor(*shape, dtype=torch.bfloat16):
+        node = graph.placeholder("t")
+        node.meta["val"] = torch.empty(*shape, dtype=dtype, device="cuda")
+        return node
+
+    with FakeTensorMode():
+        x, hidden, gates = tensor(ROWS, WIDE), tensor(ROWS, WIDE), tensor(ROWS, dtype=torch.float32)
+        ends, take = tensor(EXPERTS, dtype=torch.int32), tensor(ROWS, dtype=torch.int64)
+        for _ in range(layers):
+            gate, up, down = ([tensor(WIDE, WIDE) for _ in range(EXPERTS)] for _ in range(3))
+            graph.call_function(grouped.gated, (x, gate, up, ends, take, "silu"))
+            graph.call_function(grouped.rows, ([hidden], down, ends, False))
+            graph.call_function(grouped.gradients, (x, down, [hidden, hidden], gates, ends, take, "silu"))
+            graph.call_function(grouped.weights, (x, hidden, ends, take, None))
+            graph.call_function(grouped.sums, (hidden, ends))
+    return graph
+
+
+class TestCompileAhead:
+    @pytest.fixture
+    def begun(self, launched, monkeypatch):
+        if hopper_grouped.kernels.missing:
+            pytest.skip(hopper_grouped.kernels.missing)
+        names = []
+        monkeypatch.setattr(gluon_launch, "_begin", lambda kernel, grid, args: names.append(kernel.__name__))
+        monkeypatch.setattr(hopper_grouped, "on_hopper", lambda device: True)
+        monkeypatch.setattr(hopper_grouped, "multiprocessors", lambda device: 132)
+        return names
+
+    def test_experts(self, begun):
+        """The kernels of one layer, without a tensor made on a device."""
+        compile_ahead(experts())
+        rows, weights = "grouped_rows_hopper", "grouped_weights_hopper"
+        assert begun == [rows, rows, rows, "gated_gradients_of_rows", weights, "grouped_sums"]
+
+    def test_an_op_that_fails_is_left(self, begun, monkeypatch, caplog):
+        monkeypatch.setattr(hopper_grouped, "gated", lambda *args, **named: 1 / 0)
+        with caplog.at_level("INFO", "megacpp_compile"):
+            compile_ahead(experts(layers=1))
+        assert len(begun) == 5 and "gated.default were not begun ahead: ZeroDivisionError" in caplog.text
+
+    def test_one_compile_thread(self, begun, monkeypatch):
+        """Whoever asks Inductor for one thread gets no others from us."""
+        with torch._inductor.config.patch(compile_threads=1):
+            compile_ahead(experts())
+        assert not begun
+
+    def test_symbols_are_not_guarded(self, begun):
+        """Of a length that may change, the kernels for the one at hand are begun, and nothing is asked of it."""
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        env, graph = ShapeEnv(), torch.fx.Graph()
+        mode = FakeTensorMode(shape_env=env)
+        hidden, ends = graph.placeholder("hidden"), graph.placeholder("ends")
+        (rows,) = mode.from_tensor(torch.empty(ROWS)).shape
+        with mode:
+            hidden.meta["val"] = torch.empty(rows, WIDE, dtype=torch.bfloat16, device="cuda")
+            ends.meta["val"] = torch.empty(EXPERTS, dtype=torch.int32, device="cuda")
+        graph.call_function(grouped.sums, (hidden, ends))
+        assert isinstance(rows, torch.SymInt)
+        before = len(env.guards)
+        compile_ahead(graph)
+        assert begun == ["grouped_sums"] and len(env.guards) == before

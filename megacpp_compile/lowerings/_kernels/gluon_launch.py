@@ -3,16 +3,23 @@
 With some ten descriptors of tiles Triton takes 0.2 ms of the host for a launch: it checks each of them, and describes
 each in words for its cache of compiled kernels. A call that differs from one before in no way that a kernel is compiled
 for goes to what that one was compiled to.
+
+Inductor does not know these kernels, so none of its workers compiles them. Threads of ours do, while it compiles the
+graph that will launch them (`compile_ahead` in backends/static_launch.py): most of a compilation is in C++ and ptxas.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+from megacpp_compile.lowerings._kernels.trace_options import ahead
 
 # What a launch of a compiled kernel takes was looked up in these releases. Others launch every time as the first.
 KNOWN = "3.6."
@@ -50,16 +57,37 @@ def numbers(dtype: torch.dtype) -> Any:
     }[dtype]
 
 
+def address(t: Tensor) -> int:
+    """Where `t` begins. A tensor that is nowhere yet is told as aligned as its offset is: torch allocates in 512s."""
+    return _offset(t) if ahead() else t.data_ptr()
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Of each; there may be hundreds, which a launch waits for."""
+    return list(map(_offset if ahead() else Tensor.data_ptr, tensors))
+
+
+def _offset(t: Tensor) -> int:
+    return int(t.storage_offset()) * t.element_size()
+
+
 _compiled: dict[Any, Any] = {}
+# Calls whose kernels were begun ahead.
+_begun: dict[Any, Future[None]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **args: Any) -> None:
     """`kernel[grid](**args)`, with descriptors for those that are `Tile`s."""
+    if ahead():
+        _begin(kernel, grid, args)
+        return
     known = triton.__version__.startswith(KNOWN) and isinstance(kernel, triton.JITFunction)
-    key = (id(kernel), torch.cuda.current_device(), *args, *map(_kind, args.values())) if known else None
+    key = _key(kernel, args) if known else None
     if (compiled := _compiled.get(key)) is not None:
         compiled[(*grid, 1, 1)[:3]](*(args[name] for name in kernel.arg_names))
         return
+    # Whatever of this kernel is being compiled is most likely this call's; what it failed with, the launch meets again.
+    wait([job for begun, job in _begun.items() if begun[0] == id(kernel)])
     compiled = kernel[grid](**{name: _described(arg) for name, arg in args.items()})
     if known and compiled is not None:
         if len(_compiled) >= MOST:
@@ -67,12 +95,58 @@ def launch(kernel: Any, grid: tuple[int, ...], **args: Any) -> None:
         _compiled[key] = compiled
 
 
+@functools.cache
+def pool(threads: int) -> ThreadPoolExecutor:
+    """Where kernels are compiled ahead."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="megacpp-kernels")
+
+
+def _begin(kernel: Any, grid: tuple[int, ...], args: dict[str, Any]) -> None:
+    """Has a thread compile the kernel for such a call, unless one does."""
+    key = _key(kernel, args)
+    if key in _begun or not isinstance(kernel, triton.JITFunction):
+        return
+    from megacpp_compile._torch.inductor import get_compile_threads
+
+    if len(_begun) >= MOST:
+        _begun.clear()
+    nowhere = {name: _nowhere(arg) for name, arg in args.items()}
+    _begun[key] = pool(get_compile_threads()).submit(_warm, kernel, grid, nowhere, torch.cuda.current_device())
+
+
+def _warm(kernel: Any, grid: tuple[int, ...], args: dict[str, Any], device: int) -> None:
+    given = [args.pop(name) for name in kernel.arg_names]
+    with torch.cuda.device(device):
+        kernel.warmup(*given, grid=grid, **args)
+
+
+class _Memory(NamedTuple):
+    """What a description of tiles asks of the tensor that they are tiles of."""
+
+    dtype: torch.dtype
+
+    @staticmethod
+    def data_ptr() -> int:
+        return 0
+
+
+def _nowhere(arg: Any) -> Any:
+    """An argument as Triton's `warmup` takes it: of a tensor, taken for aligned, its dtype."""
+    if isinstance(arg, Tile):
+        return _described(arg._replace(base=_Memory(arg.base.dtype)))  # type: ignore[arg-type]
+    return arg.dtype if isinstance(arg, Tensor) else arg
+
+
+def _key(kernel: Any, args: dict[str, Any]) -> Any:
+    return (id(kernel), torch.cuda.current_device(), *args, *map(_kind, args.values()))
+
+
 def _kind(arg: Any) -> Any:
     """What of an argument a kernel is compiled for, or more: of a number all of it."""
     if isinstance(arg, Tile):
-        return arg.base.dtype, arg.base.data_ptr() % 16, *arg.block_shape
+        return arg.base.dtype, address(arg.base) % 16, *arg.block_shape
     if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16
+        return arg.dtype, address(arg) % 16
     return float if isinstance(arg, float) else arg
 
 

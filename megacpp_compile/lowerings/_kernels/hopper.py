@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.errors import TritonError
 
-from megacpp_compile.lowerings._kernels.gluon_launch import Tile, tile_layout
+from megacpp_compile.lowerings._kernels.gluon_launch import Tile, address, tile_layout
+from megacpp_compile.lowerings._kernels.trace_options import ahead
 from megacpp_compile.report import log
 from megacpp_compile.targets.chips import on_hopper
 
@@ -65,7 +66,7 @@ def _beside(device: torch.device) -> Any:
 
 def side_by_side(device: torch.device, first: Callable[[], None], second: Callable[[], None]) -> None:
     """Launches both, `first` before `second`, which may run beside it. What is launched afterwards waits for both."""
-    if device.type != "cuda":
+    if device.type != "cuda" or ahead():
         first()
         second()
         return
@@ -85,7 +86,7 @@ def tokens(t: Tensor, lanes: int, count: int = CHUNK) -> Tile:
     batch, length, heads, width = t.shape
     steps = [t.stride(0) if batch > 1 else length * t.stride(1), t.stride(1)]
     adjacent = t.stride(3) == 1 and (heads == 1 or t.stride(2) == width)
-    if not adjacent or t.data_ptr() % 16 or any(step * t.element_size() % 16 for step in steps):
+    if not adjacent or address(t) % 16 or any(step * t.element_size() % 16 for step in steps):
         t, steps = t.clone(memory_format=torch.contiguous_format), [length * heads * width, heads * width]
     return _descriptor(t, [batch, length, heads * width], [*steps, 1], [1, count, lanes])
 

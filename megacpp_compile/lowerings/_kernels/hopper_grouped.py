@@ -15,9 +15,9 @@ from megacpp_compile._torch import present
 from megacpp_compile._torch.ops import grouped_mm
 from megacpp_compile.lowerings._activation import Activation
 from megacpp_compile.lowerings._kernels import triton_gated, triton_gated_gradients, triton_grouped
-from megacpp_compile.lowerings._kernels.gluon_launch import Tile, launch, tile_layout
+from megacpp_compile.lowerings._kernels.gluon_launch import Tile, address, addresses, launch, tile_layout
 from megacpp_compile.lowerings._kernels.hopper import GluonKernels, lacking
-from megacpp_compile.lowerings._kernels.kept_tensors import kept_numbers
+from megacpp_compile.lowerings._kernels.kept_tensors import kept_numbers, remembered
 from megacpp_compile.lowerings._kernels.triton_launch import power_of_2
 from megacpp_compile.lowerings._kernels.triton_quantise import FLOAT8
 from megacpp_compile.targets.chips import multiprocessors, on_hopper
@@ -203,7 +203,7 @@ def _aligned(*tensors: Tensor) -> bool:
         t.dtype in DTYPES
         and t.stride(-1) == 1
         and not any(n * t.element_size() % ALIGNED for n in (t.shape[-1], *t.stride()[:-1]))
-        and t.data_ptr() % ALIGNED == 0
+        and address(t) % ALIGNED == 0
         for t in tensors
     )
 
@@ -247,22 +247,22 @@ def _lying(weights: list[Tensor], transposed: bool = False, halves: bool = False
         return None
     if turned != transposed and first.dtype == FLOAT8:
         return None
-    addresses = begins = list(map(Tensor.data_ptr, weights))
+    places = begins = addresses(weights)
     if first.dim() == 3:
         between = first.stride(0) * size
-        addresses = [a + e * between for a in addresses for e in range(first.shape[0])]
+        places = [a + e * between for a in places for e in range(first.shape[0])]
     if halves:
         rows //= 2
-        addresses = addresses + [a + rows * step * size for a in addresses]
-    begin, unit, units, places = _places(tuple(addresses), first.device)
+        places = places + [a + rows * step * size for a in places]
+    begin, unit, units, behind = _places(tuple(places), first.device)
     aligned = not any(byte % ALIGNED for byte in (begin, unit, step * size, lanes * size))
     if not aligned or units > MOST_UNITS or unit > LARGEST_UNIT:
         return None
     base = weights[begins.index(min(begins))]
-    return _Lying(base, [units, rows, lanes], [unit // size, step, 1], places, turned != transposed)
+    return _Lying(base, [units, rows, lanes], [unit // size, step, 1], behind, turned != transposed)
 
 
-@functools.lru_cache(maxsize=256)
+@remembered
 def _places(addresses: tuple[int, ...], device: torch.device) -> tuple[int, int, int, Tensor]:
     """(the first address, bytes of a unit, how many units all span, how many units each lies behind the first)"""
     first = min(addresses)

@@ -6,12 +6,30 @@ hands out again: nothing but their results may stay there. Another thread's allo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megacpp_compile._torch.modes import in_own_thread
+from megacpp_compile.lowerings._kernels.trace_options import ahead
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+# Results that `remembered` keeps.
+MOST = 256
+
+
+def remembered(make: Made) -> Made:
+    """`make`, whose last results are kept, but none while kernels are compiled ahead: its tensors hold no data."""
+    keeping = functools.lru_cache(MOST)(make)
+
+    @functools.wraps(make)
+    def call(*args: Any) -> Any:
+        return make(*args) if ahead() else keeping(*args)
+
+    return call  # type: ignore[return-value]
 
 
 def kept(make: Callable[[], Tensor], device: torch.device) -> Tensor:
@@ -32,6 +50,8 @@ def kept(make: Callable[[], Tensor], device: torch.device) -> Tensor:
 
 def kept_numbers(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`numbers` on the device, kept there as by `kept`."""
+    if ahead():
+        return torch.empty(len(numbers), dtype=dtype, device=device)
     made = torch.tensor(numbers, dtype=dtype)
     if device.type != "cuda":
         return made

@@ -1,4 +1,4 @@
-"""Two flags that a kernel launch reads: whether to measure block sizes, and whether to become a node of a graph."""
+"""Flags that a kernel launch reads: whether to measure block sizes, to become a node of a graph, or only to compile."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 _measure: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_autotune", default=False)
 _traced: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_traced", default=False)
+_ahead: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_ahead", default=False)
 
 
 def measuring() -> bool:
@@ -18,6 +19,11 @@ def measuring() -> bool:
 def traced() -> bool:
     """Whether a launch is to be recorded in a graph rather than made."""
     return _traced.get()
+
+
+def ahead() -> bool:
+    """Whether a launch only has its kernel compiled, of tensors that are nowhere yet."""
+    return _ahead.get()
 
 
 @contextlib.contextmanager
@@ -38,3 +44,13 @@ def tracing() -> Iterator[None]:
         yield
     finally:
         _traced.reset(token)
+
+
+@contextlib.contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """A context in which ops run on fake tensors, so that what they would launch is compiled."""
+    token = _ahead.set(True)
+    try:
+        yield
+    finally:
+        _ahead.reset(token)

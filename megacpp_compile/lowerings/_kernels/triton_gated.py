@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp_compile.lowerings._activation import Activation
+from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.triton_activations import product
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_grouped import (
@@ -155,10 +156,11 @@ def gated(
     blocks = {**block_sizes(x.dtype, n), **({"BN": 128, "num_stages": 3} if narrow else {}), **sizes}
     if total:
         operands, arguments = arguments_of([*w_gate, *w_up], x, offsets)
-        grouped_gated[programs(total, offsets.shape[0], n, blocks)](
-            x=x, gates=operands[0], ups=operands[-1], take=take, x_scale=scales[0], w_scale=scales[1], b_gate=b_gate,
-            b_up=b_up, h_gate=gate, h_up=up, out=out, rows=total, xs=x.stride(0), hs=gate.stride(0), NAME=curve.name,
-            CURVE=curve.constants, BS=2 * n if fused else n, **arguments, **blocks,
+        launch(
+            grouped_gated, programs(total, offsets.shape[0], n, blocks), x=x, gates=operands[0], ups=operands[-1],
+            take=take, x_scale=scales[0], w_scale=scales[1], b_gate=b_gate, b_up=b_up, h_gate=gate, h_up=up, out=out,
+            rows=total, xs=x.stride(0), hs=gate.stride(0), NAME=curve.name, CURVE=curve.constants,
+            BS=2 * n if fused else n, **arguments, **blocks,
         )  # fmt: skip
     return hidden[0], hidden[-1] if not fused else hidden[0].new_empty(0), out
 
@@ -175,8 +177,9 @@ def interleaved(
     blocks = {**block_sizes(x.dtype, n), **sizes}
     if total:
         operands, arguments = arguments_of(weights, x, offsets)
-        grouped_interleaved[programs(total, offsets.shape[0], n, blocks)](
-            x=x, weights=operands[0], take=take, bias=None if bias is None else bias.contiguous(), hidden=hidden,
-            out=out, rows=total, xs=x.stride(0), NAME=curve.name, CURVE=curve.constants, **arguments, **blocks,
+        launch(
+            grouped_interleaved, programs(total, offsets.shape[0], n, blocks), x=x, weights=operands[0], take=take,
+            bias=None if bias is None else bias.contiguous(), hidden=hidden, out=out, rows=total, xs=x.stride(0),
+            NAME=curve.name, CURVE=curve.constants, **arguments, **blocks,
         )  # fmt: skip
     return hidden, out

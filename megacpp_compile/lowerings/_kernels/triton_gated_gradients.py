@@ -160,9 +160,10 @@ def gradients(
     dots = gates.new_empty((-(-n // blocks["BN"]), rows))
     if rows:
         operands, arguments = arguments_of([w.transpose(-1, -2) for w in weights], grad, offsets)
-        gated_gradients[programs(rows, offsets.shape[0], n, blocks)](
-            x=grad, weights=operands[0], take=take, x_scale=scale, h_gate=gate, h_up=up,
-            gates=gates.contiguous(), d_hidden=d_hidden, out=out, dots=dots, rows=rows, xs=grad.stride(0),
-            hs=gate.stride(0), NAME=curve.name, CURVE=curve.constants, **arguments, **blocks,
+        launch(
+            gated_gradients, programs(rows, offsets.shape[0], n, blocks), x=grad, weights=operands[0], take=take,
+            x_scale=scale, h_gate=gate, h_up=up, gates=gates.contiguous(), d_hidden=d_hidden, out=out, dots=dots,
+            rows=rows, xs=grad.stride(0), hs=gate.stride(0), NAME=curve.name, CURVE=curve.constants, **arguments,
+            **blocks,
         )  # fmt: skip
     return d_hidden, out, dots.sum(0)

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.kept_tensors import kept_numbers
+from megacpp_compile.lowerings._kernels.gluon_launch import addresses, launch
+from megacpp_compile.lowerings._kernels.kept_tensors import kept_numbers, remembered
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import accumulator, multiply, power_of_2
 from megacpp_compile.lowerings._op import compute_dtype
@@ -176,12 +177,12 @@ def equal_strides(weights: Sequence[Tensor]) -> bool:
 
 def table_of(weights: Sequence[Tensor], device: torch.device) -> Tensor:
     """Where each weight begins, as a tensor on the device, which later calls read too."""
-    return _table(tuple(map(Tensor.data_ptr, weights)), device)
+    return _table(tuple(addresses(weights)), device)
 
 
-@functools.lru_cache(maxsize=256)
-def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    return kept_numbers(addresses, torch.int64, device)
+@remembered
+def _table(begins: tuple[int, ...], device: torch.device) -> Tensor:
+    return kept_numbers(begins, torch.int64, device)
 
 
 def arguments_of(operands: list[Tensor], x: Tensor, offsets: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
@@ -229,11 +230,11 @@ def rows(
     operands, arguments = arguments_of(operands, x, offsets)
     # Worth 5 % where weights are read across (1.17 to 1.10 and 2.06 to 1.98 ms on an H200), and nothing elsewhere.
     blocks = {**block_sizes(x.dtype, n, roomy=transposed and _shared_memory(x.device) >= 4 * 48 << 10), **sizes}
-    grouped_rows[programs(total, offsets.shape[0], n, blocks)](
-        x=x, x2=xs[-1], weights=operands[0], weights2=operands[-1], take=offsets if take is None else take,
-        x_scale=scales[0], w_scale=scales[1], bias=None if bias is None else bias.contiguous(), out=out, rows=total,
-        xs=x.stride(0), xs2=xs[-1].stride(0), depth=operands[0].shape[-1], SECOND=len(xs) == 2, TAKE=take is not None,
-        **arguments, **blocks,
+    launch(
+        grouped_rows, programs(total, offsets.shape[0], n, blocks), x=x, x2=xs[-1], weights=operands[0],
+        weights2=operands[-1], take=offsets if take is None else take, x_scale=scales[0], w_scale=scales[1],
+        bias=None if bias is None else bias.contiguous(), out=out, rows=total, xs=x.stride(0), xs2=xs[-1].stride(0),
+        depth=operands[0].shape[-1], SECOND=len(xs) == 2, TAKE=take is not None, **arguments, **blocks,
     )  # fmt: skip
     return out
 
@@ -243,8 +244,9 @@ def sums(rows: Tensor, offsets: Tensor, take: Tensor | None, factors: Tensor | N
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     n, blocks = rows.shape[1], {"BM": 32, "BN": 64, "num_warps": 4}
     out = torch.empty((offsets.shape[0], n), dtype=compute_dtype(rows), device=rows.device)
-    grouped_sums[(-(-n // blocks["BN"]), offsets.shape[0])](
-        rows, offsets, take, None if factors is None else factors.contiguous(), out, rows.stride(0), N=n,
+    launch(
+        grouped_sums, (-(-n // blocks["BN"]), offsets.shape[0]), rows=rows, ends=offsets, take=take,
+        factors=None if factors is None else factors.contiguous(), out=out, rs=rows.stride(0), N=n,
         ACC=accumulator(rows.dtype), **blocks,
     )  # fmt: skip
     return out
@@ -261,9 +263,10 @@ def weights(
         {"BM": 16, "BN": 32, "BK": 32, "num_warps": 4, "num_stages": 2})  # fmt: skip
     blocks.update(sizes)
     across = -(-n // blocks["BN"]) * -(-k // blocks["BK"])
-    grouped_weights[(across, experts)](
-        grad, x, offsets, offsets if take_grad is None else take_grad, offsets if take_x is None else take_x, out,
-        grad.stride(0), x.stride(0), N=n, K=k, TAKE_GRAD=take_grad is not None, TAKE_X=take_x is not None,
+    launch(
+        grouped_weights, (across, experts), grad=grad, x=x, ends=offsets,
+        take_grad=offsets if take_grad is None else take_grad, take_x=offsets if take_x is None else take_x, out=out,
+        gs=grad.stride(0), xs=x.stride(0), N=n, K=k, TAKE_GRAD=take_grad is not None, TAKE_X=take_x is not None,
         **multiply(x.dtype), ACC=accumulator(x.dtype), **blocks,
     )  # fmt: skip
     return out
