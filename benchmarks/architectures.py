@@ -341,6 +341,16 @@ def run(names: Sequence[str], rows: Sequence[str], slots: int, limit: float) -> 
     return [json.loads(f.read_text()) for name in names if (f := folder / f"{name}.json").exists()]
 
 
+def write(file: Path, models: Sequence[dict[str, Any]], where: dict[str, Any]) -> None:
+    """Put what was measured, each model with its conditions, into `file`, where other models stay. One whose time was
+    over replaces none."""
+    known = {m["name"]: m for m in json.loads(file.read_text())["architectures"]} if file.exists() else {}
+    for model in models:
+        if model.get("done") or model["name"] not in known:
+            known[model["name"]] = {**model, "conditions": where}
+    file.write_text(json.dumps({"architectures": [*known.values()]}, indent=1) + "\n")
+
+
 def ratio(model: dict[str, Any], row: str, key: str, to: str = "inductor") -> float | None:
     """Of a row's figure to another row's, where both are there."""
     ours, theirs = (model.get(name, {}).get(key) for name in (row, to))
@@ -364,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=["inductor", "megacpp", "none"], help="backends")
     parser.add_argument("--slots", type=int, default=3, help="processes for each GPU")
     parser.add_argument("--limit", type=float, default=3600, help="seconds, after which no model is begun")
-    parser.add_argument("--out", type=Path, help="JSON file; default: none is written")
+    parser.add_argument("--out", type=Path, help="JSON file, where other models stay; default: none is written")
     parser.add_argument("--list", action="store_true", help="print the architectures, and leave")
     parser.add_argument("--one", type=Path, help="measure the one NAME in this process, into this file")
     args = parser.parse_args(argv)
@@ -382,8 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     models = run(names, args.rows, args.slots, args.limit)
     if args.out:
-        document = {"conditions": conditions(torch.device(DEVICE), 0), "architectures": models}
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        write(args.out, models, conditions(torch.device(DEVICE), 0))
     return 0
 
 

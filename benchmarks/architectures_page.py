@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,20 @@ RATIOS = (("megacpp", "least_ms"), ("none", "least_ms"), ("megacpp", "peak_mib")
 
 
 def page(document: dict[str, Any], picture: str | None) -> str:
-    where, models = document["conditions"], document["architectures"]
-    versions = f"torch {where['torch']}, Triton {where['triton']}, transformers {where['packages'].get('transformers')}"
-    parts = [HEAD, f"{where['device']}, {versions}, commit {where['commit']}, {where['date']}.\n"]
+    models = document["architectures"]
+    runs = Counter(_conditions(model["conditions"]) for model in models)
+    parts = [HEAD, "\n".join(f"- {where}: {count} of {len(models)}" for where, count in runs.items()) + "\n"]
     parts += [f"![Training steps as ratios to Inductor's]({picture})\n"] if picture else []
     parts.append("\n".join(f"- {text}" for text in summary(models)) + "\n")
     heads = ("architecture", "M parameters", "Inductor", "megacpp", "of Inductor", "policy none", "peak", "first step",
              "error", "fused sites")  # fmt: skip
     rows = [heads, ("---",) * len(heads), *map(_cells, models)]
     return "\n".join(parts) + "\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def _conditions(where: dict[str, Any]) -> str:
+    versions = f"torch {where['torch']}, Triton {where['triton']}, transformers {where['packages'].get('transformers')}"
+    return f"{where['device']}, {versions}, commit {where['commit']}, {where['date']}"
 
 
 def summary(models: Sequence[dict[str, Any]]) -> list[str]:

@@ -481,14 +481,16 @@ class TestArchitectures:
         assert ours["ms"] == 6 / 66 and ours["peak_mib"] == 3 and len(ours["turns_ms"]) == 2
         assert 0 < ours["error_of_gradients"] < 0.05 and measured["eager"]["reference"] == "float32"
         assert architectures.ratio(measured, "megacpp", "least_ms") == 1
-        document = {"conditions": conditions(torch.device("cpu"), 0),
-                    "architectures": [measured, {"name": "other", "inductor": {"error": "OutOfMemoryError"}}]}  # fmt: skip
-        (tmp_path / "all.json").write_text(json.dumps(document))
+        where, file = conditions(torch.device("cpu"), 0), tmp_path / "all.json"
+        architectures.write(file, [{"name": "other", "inductor": {"error": "OutOfMemoryError"}}], where)
+        architectures.write(file, [measured], {**where, "commit": "later"})
+        architectures.write(file, [{"name": "llama", "failed": "its time was over"}], where)
         page, picture = tmp_path / "page.md", tmp_path / "picture.png"
         given = ["--results", str(tmp_path / "all.json"), "--figure", str(picture), str(page)]
         assert architectures_page.main(given) == 0
         text = page.read_text()
         assert "time over Inductor's: geometric mean 1.000 of 1" in text and "inductor failed: other" in text
+        assert "commit later" in text and text.count(": 1 of 2") == 2
         assert "| llama* |" in text and picture.stat().st_size > 1000
 
     def test_a_backend_that_fails_is_a_row(self, measured, monkeypatch, tmp_path):

@@ -34,7 +34,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
         style.quiet(axis, "x")
     axes[0].set_yticks(range(len(timed)), [m["name"] for m in timed], fontsize=8)
     axes[0].invert_yaxis()
-    style.title(figure, document, "What does a training step take, of Inductor's?",
+    newest = max((m["conditions"] for m in document["architectures"]), key=lambda where: where["date"])
+    style.title(figure, {"conditions": newest}, "What does a training step take, of Inductor's?",
                 "blue: Inductor; red: less than it; transformers' code, 4 layers at real widths, bfloat16")  # fmt: skip
     figure.savefig(path, dpi=150)
     plt.close(figure)
