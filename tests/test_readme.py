@@ -1,4 +1,4 @@
-"""The program of docs/first_report.md runs and prints what the page says it prints."""
+"""The programs of README and docs/first_report.md run and print what the pages say they print."""
 
 import re
 import runpy
@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 
-PAGE = Path(__file__).parent.parent / "docs" / "first_report.md"
+import megacpp_compile
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "first_report.md"
 
 
 def _settled(text):
@@ -28,3 +31,19 @@ def test_the_example_prints_what_it_says(tmp_path, monkeypatch, capsys, no_kerne
     with inductor_config.patch(fx_graph_cache=False):  # as on its first run
         runpy.run_path(str(tmp_path / "example.py"), run_name="__main__")
     assert _settled(capsys.readouterr().out) == _settled(shown)
+
+
+@pytest.mark.end_to_end
+def test_readme_s_report_is_part_of_what_is_printed(tmp_path, monkeypatch, no_kernels):
+    pytest.importorskip("rich")
+    text = (ROOT / "README.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class Attention" in block)
+    (tmp_path / "ex.py").write_text(f"import torch\n{code}")
+    monkeypatch.setenv("COLUMNS", "120")
+    torch._dynamo.reset()
+    with inductor_config.patch(fx_graph_cache=False), megacpp_compile.record() as report:
+        runpy.run_path(str(tmp_path / "ex.py"), run_name="__main__")
+    shown = _settled(re.search(r"```text\n(.*?)```", text, re.S).group(1))
+    line = next(line for line in shown if "ex.py:" in line)
+    printed = [re.sub(r"ex\.py:\d+", re.search(r"ex\.py:\d+", line)[0], each) for each in _settled(str(report))]
+    assert [each for each in shown if each not in printed] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import json
 import re
@@ -54,9 +55,11 @@ def test_links_lead_somewhere(page):
 def test_readme_is_a_quickstart_and_its_options_are_options():
     first, *_ = blocks(ROOT / "README.md")
     assert len(first.splitlines()) <= 5 and 'backend="megacpp"' in first
-    found = next(block for block in blocks(ROOT / "README.md") if block.startswith("options = {"))
-    options = ast.literal_eval(found[len("options = ") : found.index("\n}") + 2])
-    Config.from_options(options, pass_names(), environ={})
+    for page in (ROOT / "README.md", ROOT / "docs" / "options.md"):  # the last has them all
+        found = next(block for block in blocks(page) if block.startswith("options = {"))
+        options = ast.literal_eval(found[len("options = ") : found.index("\n}") + 2])
+        Config.from_options(options, pass_names(), environ={})
+    assert set(options) == {field.name for field in dataclasses.fields(Config)}, "docs/options.md has them all"
 
 
 @pytest.mark.parametrize("module", ["figures.__main__", "recall_table", "performance_page", "targets_page"])
