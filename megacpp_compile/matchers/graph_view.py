@@ -11,8 +11,11 @@ from torch.fx import Node
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.config.options import Config
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.rope.frozen_tables import frozen_tables
 from megacpp_compile.matchers.rope.heads import Heads, find_heads
+from megacpp_compile.matchers.softmax_attention.find import attentions
+from megacpp_compile.matchers.softmax_attention.parts import Attention
 
 
 class GraphView:
@@ -53,6 +56,11 @@ class GraphView:
         """Every attention head with a rotary embedding, and the near misses."""
         trained = self.trained if torch.is_grad_enabled() else frozenset[Node]()  # a frame has its mode while compiled
         return find_heads(self.graph, self.weights - frozen_tables(self.graph, self.weights, trained))
+
+    @functools.cached_property
+    def attentions(self) -> list[Attention | MatchFailure]:
+        """Every attention that is spelled out or handed to torch's op, and the near misses."""
+        return list(attentions(self.graph, self.weights))
 
     @functools.cached_property
     def mode_states(self) -> ModeStates:

@@ -43,7 +43,6 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.latent_attention.core import SDPA, arguments_of
 from megacpp_compile.matchers.latent_attention.products import product_of
 from megacpp_compile.matchers.softmax_attention.conditions import Distance, Hidden, conditions_of, narrowest
-from megacpp_compile.matchers.softmax_attention.find import attentions
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Groups, Term
 from megacpp_compile.matchers.ssd.atoms import length
 from megacpp_compile.passes._rewrites.arrange import arrange
@@ -74,7 +73,7 @@ class _Plan:
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    for found in attentions(view.graph, view.weights):
+    for found in view.attentions:
         if isinstance(found, MatchFailure):
             if _OWN not in (found.node.meta.get("stack_trace") or ""):
                 yield found
@@ -88,7 +87,7 @@ def _gains(view: GraphView, found: Attention, plan: _Plan | MatchFailure) -> boo
     """Whether a call of torch's op computes less without its mask, which torch's kernels read for all keys, hidden or
     not, or is multiplied out by torch. What was chosen for it, by the option `fa4` or under `sdpa_kernel`, is left."""
     node = found.softmax
-    if view.config.fa4 or choice_of(node) is not None or isinstance(plan, MatchFailure):
+    if not found.scores.terms or view.config.fa4 or choice_of(node) is not None or isinstance(plan, MatchFailure):
         return False
     if found.dropout is not None and _as_eager(view):
         return False

@@ -12,9 +12,10 @@ low in one more channel. A query that sees no row is 0 where eager's is NaN. Low
 to the result, and one of the keys changes no weight of a row.
 Taken where it needs fewer multiply-adds by `choose_form`, whose counts are the site's note; for symbolic sizes, those
 that the frame was first compiled with.
-Refused: training, for which it is no gain (tag `training`); caches of expanded keys (`expanded-cache`); keys or values
-that something else reads, too (`escapes`); masks that hide other rows than those behind a last one (`mask`); steps of
-so many tokens that the expanded form takes fewer multiply-adds (`expanded-cheaper`).
+Refused: training, for which it is no gain (tag `training`, also of what a model absorbs itself); caches of expanded
+keys (`expanded-cache`); keys or values that something else reads, too (`escapes`); masks that hide other rows than those
+behind a last one (`mask`); steps of so many tokens that the expanded form takes fewer multiply-adds
+(`expanded-cheaper`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.latent_attention.decodes import find_decodes
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention
+from megacpp_compile.matchers.softmax_attention.absorbed import absorbed
 from megacpp_compile.passes._rewrites.absorbed import inputs_of, readable
 from megacpp_compile.passes._rewrites.absorbed_weights import weights_fit
 from megacpp_compile.passes._rewrites.decode import emit
@@ -49,6 +51,20 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield one
         elif (decided := _decide(view, one, gradients)) is not None:
             yield decided
+    yield from _absorbed_in_training(view) if view.trained else ()
+
+
+def _absorbed_in_training(view: GraphView) -> Iterator[MatchFailure]:
+    """What a model absorbs itself where it is trained."""
+    for one in view.attentions:
+        found = None if isinstance(one, MatchFailure) or not view.has_backward(one.result) else absorbed(one)
+        if found is not None:
+            n, r, p = found.nope, found.latent, found.shared
+            yield MatchFailure(
+                found.product, "training", f"queries are multiplied by W_uk ahead of the scores: over latents these "
+                f"take {r + p} channels instead of {n + p}, and results {r} a head: train on the keys and values that "
+                "the latents expand to, and absorb W_uk and W_uv for decoding alone"
+            )  # fmt: skip
 
 
 def _low_rank(found: LatentAttention) -> LowRank:

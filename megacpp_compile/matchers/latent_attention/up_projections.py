@@ -65,8 +65,8 @@ class Term:
     def narrowed(self) -> Term | None:
         """The same from what its latents are a product of, or None."""
         at, times = self.latents[-1], self.times
-        while (scaled := _scaled(at)) is not None:
-            at, times = scaled[0], times.by(scaled[1])
+        while (one := scaled(at)) is not None:
+            at, times = one[0], times.by(one[1])
         product = product_of(at.node)
         sides = None if product is None else _sides(_channels_of_rank(at), product)
         if sides is None:
@@ -111,8 +111,8 @@ def _summands(at: Elements, times: Times) -> list[Term | Constant] | None:
         (latents, weight), width = sides
         added = [] if bias is None else [Constant(levels(Elements(bias, last.samples, last.index[-1:])), times)]
         return [Term(latents, weight, width, times), *added]
-    if (scaled := _scaled(last)) is not None:
-        found = _summands(scaled[0], times.by(scaled[1]))
+    if (one := scaled(last)) is not None:
+        found = _summands(one[0], times.by(one[1]))
     else:
         found = _of_both(last, times)
     if found is None and not last.depends("s") and not last.depends("b"):
@@ -134,7 +134,7 @@ def _of_both(at: Elements, times: Times) -> list[Term | Constant] | None:
     return found
 
 
-def _scaled(at: Elements) -> tuple[Elements, Any] | None:
+def scaled(at: Elements) -> tuple[Elements, Any] | None:
     """(the elements of what `at.node` multiplies by a number, that number)."""
     node = at.node
     if node.target in (aten.mul.Tensor, aten.mul.Scalar) and not isinstance(value(node.args[1]), torch.Tensor):
@@ -149,7 +149,7 @@ def _sides(last: Elements, product: Product) -> tuple[tuple[list[Elements], list
     if not isinstance(width, int):
         return None
     samples = {**last.samples, "r": places(width, True)}
-    both = [_factor(last, factor, samples) for factor in product.factors]
+    both = [factor_elements(last, factor, samples) for factor in product.factors]
     for latents, weight in (both, both[::-1]):
         if any(latents.depends(axis) for axis in "hc") or any(weight.depends(axis) for axis in "bs"):
             continue
@@ -158,7 +158,7 @@ def _sides(last: Elements, product: Product) -> tuple[tuple[list[Elements], list
     return None
 
 
-def _factor(at: Elements, factor: Factor, samples: Mapping[str, np.ndarray]) -> Elements:
+def factor_elements(at: Elements, factor: Factor, samples: Mapping[str, np.ndarray]) -> Elements:
     """The elements of a factor that the elements `at` of a product are made of, along "r"."""
     zero = np.zeros([1] * len(AXES), dtype=np.int64)
     of = {CONTRACTED: along("r", samples["r"]), BROADCAST: zero, **dict(enumerate(at.index))}

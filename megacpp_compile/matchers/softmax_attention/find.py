@@ -44,9 +44,10 @@ from megacpp_compile.matchers.ssd.atoms import Atom, NoAxes, flat
 
 
 def attentions(graph: fx.Graph, weights: frozenset[Node]) -> Iterator[Attention | MatchFailure]:
-    """Every attention that is spelled out in `graph`, or handed to torch's op with a mask, and what nearly is one.
-    weights: the model's parameters."""
+    """Every attention that is spelled out in `graph`, or handed to torch's op, and what nearly is one that is spelled
+    out or handed a mask. weights: the model's parameters."""
     for node in graph.nodes:
+        told = node.target is not SDPA or arguments_of(node)["attn_mask"] is not None
         try:
             if node.target is SDPA:
                 found = _Reader(weights).call(node)
@@ -56,10 +57,10 @@ def attentions(graph: fx.Graph, weights: frozenset[Node]) -> Iterator[Attention 
                 continue
             if found is not None:
                 yield found
-        except NotAttention as no:
-            yield no.failure
-        except NoAxes as no:
-            yield MatchFailure(node, "views", f"its dimensions can't be told apart: {no}")
+        except (NotAttention, NoAxes) as no:
+            views = MatchFailure(node, "views", f"its dimensions can't be told apart: {no}")
+            if told:
+                yield no.failure if isinstance(no, NotAttention) else views
 
 
 class _Reader(ScoresReader):
@@ -112,12 +113,12 @@ class _Reader(ScoresReader):
         return self.roles(softmax, scores, values, end, result_dims, keys)
 
     def call(self, node: Node) -> Attention | None:
-        """A call of torch's op that is handed a mask."""
+        """A call of torch's op."""
         given = arguments_of(node)
         mask, scale, tensors = given["attn_mask"], given["scale"], [given[name] for name in ("query", "key", "value")]
         channels, rank = value(tensors[0]).shape[-1], value(node).dim()
         dropped = number_of(given["dropout_p"])
-        if not isinstance(mask, Node) or dropped is None or given["is_causal"] or isinstance(scale, Node):
+        if dropped is None or given["is_causal"] and mask is not None or isinstance(scale, Node):
             return None
         if not isinstance(channels, int) or rank < 3 or any(value(t).dim() != rank for t in tensors):
             return None
@@ -129,8 +130,9 @@ class _Reader(ScoresReader):
         for own, theirs in zip((*scores.dims[:-2], scores.dims[-1]), values.repeated[:-1], strict=True):
             if own and theirs:
                 self.axes.same(list(own), list(theirs))
-        kind = "seen" if value(mask).dtype == torch.bool else "bias"
-        scores = dataclasses.replace(scores, terms=(Term(mask, kind, grouped(scores.dims)),))
+        if isinstance(mask, Node):
+            kind = "seen" if value(mask).dtype == torch.bool else "bias"
+            scores = dataclasses.replace(scores, terms=(Term(mask, kind, grouped(scores.dims)),))
         result_dims = [*scores.dims[:-1], values.repeated[-1]]
         self.inside, self.dropout = [node], Dropout(node, dropped) if dropped else None
         return self.roles(node, scores, values, node, result_dims, scores.dims[-1])
