@@ -16,9 +16,11 @@ from typing import Any
 
 
 def read(path: Path, backend: str) -> dict[str, Any]:
-    for run in json.loads(path.read_text()):
+    found = json.loads(path.read_text())
+    about = found if isinstance(found, dict) else {"runs": found}
+    for run in about["runs"]:
         if run["backend"] == backend and run["losses"]:
-            return {**run, "name": f"{backend} on {run.get('device', path.stem)}"}
+            return {**run, "name": f"{backend} on {run.get('device', about.get('device', path.stem))}"}
     sys.exit(f"{path}: no losses of {backend!r}")
 
 
@@ -59,11 +61,12 @@ def plot(path: Path, runs: list[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="the first is what others are compared to")
-    parser.add_argument("--backend", default="megacpp", help="which run of each file (default: megacpp)")
+    which = "which run of each file (default: megacpp); given twice, the first is what the other is compared to, too"
+    parser.add_argument("--backend", action="append", help=which)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="figure; needs matplotlib")
     parser.add_argument("--tolerance", type=float, help="fail where a relative difference is larger")
     args = parser.parse_args()
-    runs = [read(path, args.backend) for path in args.files]
+    runs = [read(path, backend) for path in args.files for backend in args.backend or ["megacpp"]]
     worst = [largest(relative(runs[0]["losses"], run["losses"])) for run in runs[1:]]
     for run, difference in zip(runs[1:], worst, strict=True):
         print(f"{run['name']} beside {runs[0]['name']}: largest relative difference {difference:.1e}")

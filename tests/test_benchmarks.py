@@ -366,6 +366,18 @@ def test_losses_over_each_other(tmp_path, monkeypatch, capsys, other, code):
     assert "megacpp on xla beside megacpp on cpu: largest relative difference" in capsys.readouterr().out
 
 
+def test_losses_of_one_run_over_each_other(tmp_path, monkeypatch, capsys):
+    """As `train_fp8.py` writes them, with what all runs have in common beside them."""
+    runs = [{"backend": name, "losses": [2.0, 1.0 + i]} for i, name in enumerate(("eager", "inductor", "megacpp:fp8"))]
+    (file := tmp_path / "fp8.json").write_text(json.dumps({"device": "H200", "runs": runs}))
+    backends = ["--backend", "inductor", "--backend", "megacpp:fp8"]
+    monkeypatch.setattr(sys, "argv", ["overlay.py", str(file), *backends])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "examples/overlay.py"), run_name="__main__")
+    said = "megacpp:fp8 on H200 beside inductor on H200: largest relative difference 5.0e-01"
+    assert said in capsys.readouterr().out
+
+
 def test_decoding_with_a_model(monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     from benchmarks import decode_model
