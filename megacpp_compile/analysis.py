@@ -28,7 +28,7 @@ from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.frontend.same_frames import key_of
 from megacpp_compile.fx import assumptions
-from megacpp_compile.fx.provenance import is_backward, outermost_frame
+from megacpp_compile.fx.provenance import is_backward, modules_called, outermost_frame
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
@@ -153,6 +153,7 @@ def _analyse(
     if left is not config:
         frame.chosen = {"keep_latents": config.keep_latents}
     log.graph("dynamo", gm)
+    frame.modules = modules_called(gm.graph) if collector.active() else {}
     calls_ops = any(map(_is_own, gm.graph.nodes))
     if is_backward(gm):
         frame.name, frame.reason = "backward (compiled autograd)", "its ops are lowered, and no pass looks at it"
@@ -213,7 +214,7 @@ def _rewrite(
     for row in mixers_by_rule(captured.gm.graph, wanted):
         effects.warn_of_untested(config, TARGETS[frame.target], row.requested, row.rule)
     count_saved = frame.grad and (collector.active() or config.explain)
-    reviewer = Reviewer(captured, example_inputs, config, count_saved)
+    reviewer = Reviewer(captured, example_inputs, config, count_saved, collector.active())
     outcome = run_passes(captured, config, reviewer if shards is None else shards.refusing(reviewer), log.graph)
     outcome.misses += captured.given_up
     if outcome.sites:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from megacpp_compile._torch import autograd, calls, dynamo
 from megacpp_compile.fx.module_names import canonical
@@ -35,7 +35,11 @@ def module_classes(node: Node) -> list[str]:
     """Class names of the modules around the node, the innermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     kinds = [entry[1] for entry in stack.values() if isinstance(entry, tuple)]
-    return [getattr(kind, "__name__", str(kind).rpartition(".")[2]) for kind in reversed(kinds)]
+    return [_class_name(kind) for kind in reversed(kinds)]
+
+
+def _class_name(kind: Any) -> str:
+    return str(getattr(kind, "__name__", str(kind).rpartition(".")[2]))
 
 
 def modules_of(node: Node) -> dict[int, str]:
@@ -45,6 +49,18 @@ def modules_of(node: Node) -> dict[int, str]:
         number = key.partition("@")[0]  # a second call of the module adds "@1"
         if isinstance(entry, tuple) and number.isdigit():
             found[int(number)] = str(entry[0])
+    return found
+
+
+def modules_called(graph: Graph) -> dict[str, str]:
+    """Name -> class of the modules that the graph has nodes of, each after the one around it, in the order of their
+    first calls; "" is the module whose code is compiled."""
+    found, seen = dict[str, str](), set[str]()
+    for node in graph.nodes:
+        for key, entry in (node.meta.get("nn_module_stack") or {}).items():
+            if key not in seen and isinstance(entry, tuple):
+                seen.add(key)
+                found.setdefault(local_path(str(entry[0]))[1], _class_name(entry[1]))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from megacpp_compile._torch.fakes import FakeTensor
 from megacpp_compile.config.options import Config
@@ -17,7 +17,7 @@ from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import attribute_of, value
 from megacpp_compile.fx.mode_states import mode_states
 from megacpp_compile.fx.sizes import nbytes
-from megacpp_compile.fx.subgraph import between
+from megacpp_compile.fx.subgraph import Part, between, described
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes._rewrites.differentiated import Differentiated
@@ -25,12 +25,18 @@ from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report import replay, saved_bytes
 from megacpp_compile.report.records import MissedFusion, Site
 
+_READERS = 8  # of a site that are listed
+
 
 class Reviewer:
-    """Refuses a rewrite that `verify="each"` finds wrong; with `count_saved`, notes what a site keeps for backward."""
+    """Refuses a rewrite that `verify="each"` finds wrong; notes what a site keeps for backward with `count_saved`, and
+    its graph before and after with `keep_graphs`."""
 
-    def __init__(self, captured: Captured, example_inputs: Sequence[Any], config: Config, count_saved: bool) -> None:
-        self.captured, self.config, self.count = captured, config, count_saved
+    def __init__(
+        self, captured: Captured, example_inputs: Sequence[Any], config: Config, count_saved: bool,
+        keep_graphs: bool = False,
+    ) -> None:  # fmt: skip
+        self.captured, self.config, self.count, self.keep_graphs = captured, config, count_saved, keep_graphs
         self.inputs = replay.concrete(example_inputs)
         self.cache: dict[Any, int | None] = {}
         graph = captured.gm.graph
@@ -49,8 +55,8 @@ class Reviewer:
             refusal = self._verify(p, match, new, site)
             if refusal is not None:
                 return refusal
-        if self.count:
-            self._count(match, new, site)
+        if self.count or self.keep_graphs:
+            self._describe(match, new, site)
         return None
 
     def unverified(self) -> list[MissedFusion]:
@@ -96,11 +102,15 @@ class Reviewer:
             known = {**known, **worst, "pass_name": p.name, "fqn": site.fqn}
         self.verified = {**known, "sites": known["sites"] + 1}
 
-    def _count(self, match: Match, new: list[Node], site: Site) -> None:
-        """Fill in the bytes of `site`, or why nobody knows them: a number in a report is worth no frame."""
-        gm = self.captured.gm
+    def _describe(self, match: Match, new: list[Node], site: Site) -> None:
+        """Fill in the graph and the bytes of `site`, or why nobody knows them: what a report says is worth no frame."""
         try:
-            before, after = (self._saved(gm, match.inputs, outputs) for outputs in (match.outputs, new))
+            parts = [between(self.captured.gm, match.inputs, outputs) for outputs in (match.outputs, new)]
+            if self.keep_graphs:
+                site.graph = _drawn(*parts)
+            if not self.count:
+                return
+            before, after = map(self._saved, parts)
         except Exception as error:
             site.set_saved(None, None, f"{type(error).__name__}: {error}".splitlines()[0][:100])
         else:
@@ -108,14 +118,23 @@ class Reviewer:
                 before += nbytes(value(match.dies))
             site.set_saved(before, after, "sizes known at run time only" if None in (before, after) else "")
 
-    def _saved(self, gm: GraphModule, inputs: list[Node], outputs: list[Node]) -> int | None:
-        part = between(gm, inputs, outputs)
+    def _saved(self, part: Part) -> int | None:
         nodes = [*part.inputs, *part.calls]
         asked = tuple((n in self.trained, n.meta.get("recompute")) for n in nodes)
         key = part.code(), _values(part.inputs), asked
         if key not in self.cache:
             self.cache[key] = saved_bytes.saved_bytes(part, self.captured.fake_mode, self.trained)
         return self.cache[key]
+
+
+def _drawn(before: Part, after: Part) -> dict[str, Any]:
+    """`Site.graph`: both versions, and who reads the new one; the old one has the same readers."""
+    made = {*after.outputs, *after.calls, *before.calls}
+    readers = sorted({user for n in after.outputs for user in n.users} - made)[:_READERS]
+    pairs = list(zip(before.outputs, after.outputs, strict=True))
+    of_old = {r: [old for old, new in pairs if new in r.all_input_nodes] for r in readers}
+    of_new = {r: [new for _, new in pairs if new in r.all_input_nodes] for r in readers}
+    return {"before": described(before, of_old), "after": described(after, of_new)}
 
 
 def _values(nodes: Sequence[Node]) -> tuple[Any, ...]:

@@ -94,16 +94,17 @@ class Run:
         run = [n for n in self.order if n not in self.virtual and self.facts.kinds[n] != "view"]
         return run, {n: {p: None for a in self.facts.inputs[n] for p in self.reads.get(a, {})} for n in run}
 
-    def peak(
+    def levels(
         self,
         began: Mapping[Memory, int],
         lasting: Set[Memory],
         returning: Mapping[Memory, int],
         until: Mapping[Memory, Node] = MappingProxyType({}),
-    ) -> int:
-        """Bytes at the peak. began: tensors that are alive before, with their bytes; lasting: tensors that are not
-        freed; returning: offloaded tensors, with their bytes, in the order in which they are asked for; until: the
-        nodes up to which tensors live that are on their way off the device, if nothing later reads them."""
+    ) -> list[int]:
+        """Bytes as the run begins, and while each of its kernels runs. began: tensors that are alive before, with their
+        bytes; lasting: tensors that are not freed; returning: offloaded tensors, with their bytes, in the order in
+        which they are asked for; until: the nodes up to which tensors live that are on their way off the device, if
+        nothing later reads them."""
         order, reads = self.kernels()
         stays = (set(lasting) | {p for n in self.lasting for p in self.reads.get(n, {})}) - set(until)
         readers: dict[Memory, list[Node]] = {}
@@ -119,7 +120,7 @@ class Run:
         early = _Early({p: size for p, size in returning.items() if p in last})
         began = {**began, **early.begin()}
         alive = {p: size for p, size in began.items() if p in last or p in stays}
-        now, top = sum(alive.values()), sum(began.values())
+        now, found = sum(alive.values()), [sum(began.values())]
         for i, group in enumerate(order):
             operands = dict.fromkeys(p for n in group for p in reads[n])
             back = early.read(operands)
@@ -131,11 +132,11 @@ class Run:
             alive |= new
             now += sum(new.values())
             inside = max(self.facts.workspaces.get(n, 0) for n in group)
-            top = max(top, now - reused + inside)
+            found.append(now - reused + inside)
             for piece in [*dying, *back, *new, *left.get(i, ())]:
                 if piece in alive and piece not in stays and last.get(piece, i) <= i:
                     now -= alive.pop(piece)
-        return top
+        return found
 
     def _reused(self, group: Sequence[Node], free: list[int], new: Mapping[Memory, int]) -> int:
         """Bytes of operands (`free`, each read by one node) that the kernel writes its results over."""

@@ -33,6 +33,7 @@ class Peak:
         saved: between the two, the outputs included.
         gradients: what backward returns.
         outputs: what the forward returns to the model.
+        over_time: the bytes of the forward, and of the backward, as they begin and while each kernel runs.
     """
 
     forward: int
@@ -40,6 +41,7 @@ class Peak:
     saved: int
     gradients: int
     outputs: int = 0
+    over_time: tuple[list[int], list[int]] = dataclasses.field(default=([], []), repr=False, compare=False)
 
     def of(self, copies: int = 1, passed_on: bool = False) -> int:
         """Bytes at the peak of `copies` such graphs, whose forwards run one after the other and then their backwards.
@@ -80,12 +82,15 @@ class PeakModel:
         returning = {b: size for n in reversed(elsewhere) for b, size in first.sizes_of(n)}
         began = dict(between)
         gradients = sum({b: size for n in self.gradients for b, size in second.sizes_of(n)}.values())
+        forward = first.levels({}, frozenset(between), {}, self._leaving(first, elsewhere))
+        backward = [level + tangents for level in second.levels(began, outputs, returning)]
         return Peak(
-            forward=first.peak({}, frozenset(between), {}, self._leaving(first, elsewhere)),
-            backward=second.peak(began, outputs, returning) + tangents,
+            forward=max(forward),
+            backward=max(backward),
             saved=sum(between.values()),
             gradients=gradients,
             outputs=sum({b: size for n in self.outputs for b, size in first.sizes_of(n)}.values()),
+            over_time=(forward, backward),
         )
 
     def _leaving(self, first: Run, elsewhere: Mapping[Node, str]) -> dict[Memory, Node]:

@@ -24,7 +24,7 @@ from megacpp_compile.remat.decisions import selection_inputs
 from megacpp_compile.remat.joint_graph import joint
 from megacpp_compile.remat.kinds import blocks_of
 from megacpp_compile.remat.nodes import is_selection
-from megacpp_compile.remat.peak import PeakModel
+from megacpp_compile.remat.peak import Peak, PeakModel
 from megacpp_compile.remat.plan import ALONE, BlockRef, Plan, StepContext, kept_bytes, last_layer
 from megacpp_compile.remat.planner import make_plan
 from megacpp_compile.report import stages
@@ -32,6 +32,7 @@ from megacpp_compile.report.records import Frame
 
 # One checkpointed region for the whole graph: torch would save the values that pass between two.
 _REGION = 1 << 19
+_LEVELS = 256  # of a step's bytes over time that a report holds, about
 
 # Called with the plan, the block of every forward node, and the predicted peak (`report.Frame.peak`).
 OnPlan = Callable[[Plan, dict[Node, BlockRef], dict[str, Any]], None]
@@ -134,7 +135,16 @@ def predicted(
         "predicted": before + step,
         "transient": found.of() - found.saved,
         "limit": None if policy.peak_gib is None else int(policy.peak_gib * 2**30),
+        "over_time": _over_time(found, step - found.of()),
     }
+
+
+def _over_time(found: Peak, others: int) -> dict[str, list[int]]:
+    """The bytes of a step over time, the most of neighbours where there are many. others: bytes that equal graphs hold
+    meanwhile."""
+    group = -(-sum(map(len, found.over_time)) // _LEVELS)
+    joined = ([max(run[i : i + group]) + others for i in range(0, len(run), group)] for run in found.over_time)
+    return dict(zip(("forward", "backward"), joined, strict=True))
 
 
 def recompute_views(graph: fx.Graph, and_of: frozenset[Any] = frozenset()) -> None:

@@ -38,6 +38,8 @@ class Site:
         frame: index of the frame within its report; set on collection.
         node: name of the op's node in the FX graph.
         note: what the pass decided, and by what, "" where there was nothing to decide.
+        graph: the plain code ("before") and what stands in its place ("after"), each with its neighbours, as
+            `fx.subgraph.described` has them; None where no report was open, and for an op that the model itself calls.
     """
 
     pass_name: str
@@ -53,6 +55,7 @@ class Site:
     frame: int = 0
     node: str = ""
     note: str = ""
+    graph: dict[str, Any] | None = None
     # Each report holds a copy, as frames are numbered per report; all copies share this list.
     _copies: list[Site] = field(default_factory=list, repr=False, compare=False)
 
@@ -147,7 +150,9 @@ class Frame:
         peak: under a policy, bytes allocated on the device at the peak of a training step: "before" the step (what
             its graph reads, or all that there was when a limit asked for it), "step" on top, "predicted" (both), and
             the "limit" that was asked for or None. With one artifact for several blocks, of all of them; "transient"
-            is what one of them takes beyond what it saves.
+            is what one of them takes beyond what it saves. "over_time" has the bytes on top of "before" while the
+            kernels of "forward" and of "backward" run one after another, neighbours joined where there are many: of
+            the last of several blocks, and of its backward, which the peak is in.
         auto: under `policy="auto"`, an `AutoPlan` as a dict: what was chosen for a frame that is trained. It has no
             figures where the code came from a cache.
         block: the repeated block it was compiled for, the first of those that run it; "" outside of
@@ -170,6 +175,8 @@ class Frame:
         cuda_graph: where CUDA graphs are asked for, "captured" or "not captured: why", as Inductor decided for the code
             it made, and what it leaves out; "" where nobody asked. Of a backward that is compiled when it first runs
             nothing is known yet.
+        modules: name -> class of the modules that it has code of, "" being the one whose code is compiled, in the order
+            of their first calls; empty where no report was open.
     """
 
     index: int = 0
@@ -201,6 +208,7 @@ class Frame:
     auto: dict[str, Any] | None = None
     backward: dict[str, list[str]] = field(default_factory=dict)
     verified: dict[str, Any] | None = None
+    modules: dict[str, str] = field(default_factory=dict)
 
     @property
     def outcome(self) -> str:

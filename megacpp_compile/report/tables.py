@@ -245,7 +245,7 @@ def grouped(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for item in items:
         skeleton = tuple("#" if part.isdecimal() else part for part in item.fqn.split("."))
-        rest = tuple(value for key, value in plain(item).items() if key not in ("fqn", "node", "frame"))
+        rest = tuple(value for key, value in plain(item).items() if key not in ("fqn", "node", "frame", "graph"))
         groups.setdefault((skeleton, rest), []).append(item)
     for members in groups.values():
         yield from _merged(members)

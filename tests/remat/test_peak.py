@@ -64,6 +64,9 @@ def test_a_limit_reaches_the_graph_and_the_report():
     model = models.llama(2)
     high = step(model, (models.hidden(),), {"policy": {"peak_gib": 1.0}})
     (found,) = [f.peak for f in high.report.frames]
+    over_time = found["over_time"]
+    assert max(over_time["forward"] + over_time["backward"]) == found["step"]
+    assert over_time["forward"][0] == 0 and len(over_time["backward"]) > 20
     assert found["limit"] == 2**30 and found["predicted"] == found["before"] + found["step"] < 2**30
     assert found["before"] >= sum(p.nbytes for p in model.parameters())
     assert high.remat["ablock"]["entries"] == ["1 GiB"]

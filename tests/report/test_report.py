@@ -145,7 +145,7 @@ def test_json_keys():
     assert data["sites"][3] == {
         "pass": "down_norm_up", "op": "megacpp::down_norm_up", "fqn": "model.layers.3.self_attn", "source": SOURCE,
         "requested": "reference", "effective": "reference", "reason": "", "saved_before": 780 * 2**20,
-        "saved_after": 652 * 2**20, "saved_reason": "", "frame": 0, "node": "op_3", "note": "",
+        "saved_after": 652 * 2**20, "saved_reason": "", "frame": 0, "node": "op_3", "note": "", "graph": None,
     }
     assert set(data["misses"][0]) == {"pass", "fqn", "source", "node", "tag", "reason", "frame"}
 
@@ -219,6 +219,12 @@ def modules(*fqns):
 ])
 def test_grouping_claims_no_module_that_is_not_there(renderer, fqns, shown):
     assert modules(*fqns) == shown
+
+
+def test_sites_that_differ_in_their_graphs_alone_are_grouped(renderer):
+    """The graphs of equal layers differ in the names of their nodes."""
+    graphs = ({"before": {"nodes": [{"name": f"mm_{i}"}], "left_out": 0}} for i in range(2))
+    assert "layers.{0..1} ×2" in str(reported(*(site(f"layers.{i}", graph=graph) for i, graph in enumerate(graphs))))
 
 
 def test_frames_of_equal_regions_are_grouped_and_sites_that_differ_are_not(renderer):
