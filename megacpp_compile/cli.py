@@ -1,11 +1,11 @@
 """`megacpp`: the command line.
 
-megacpp explain package.module:callable [--json]    report of the model that the callable builds
-megacpp estimate package.module:callable [--json]   memory of its training step, on fake tensors
-megacpp plan package.module:callable [--plot FILE]  policies: the time of each against the peak of memory
-megacpp passes                                      the passes, in the order they run
-megacpp doctor [--json]                             what this machine has, who serves attention on it, known traps
-megacpp evidence run|status|gate                    what is proved of attention, where, and what a promotion lacks
+megacpp explain package.module:callable [--html FILE]  report of the model that the callable builds
+megacpp estimate package.module:callable [--json]      memory of its training step, on fake tensors
+megacpp plan package.module:callable [--plot FILE]     policies: the time of each against the peak of memory
+megacpp passes                                         the passes, in the order they run
+megacpp doctor [--json]                                what this machine has, who serves attention on it, known traps
+megacpp evidence run|status|gate                       what is proved of attention, where, and what a promotion lacks
 """
 
 from __future__ import annotations
@@ -93,8 +93,10 @@ def _parser() -> argparse.ArgumentParser:
                               )  # fmt: skip
         return made
 
-    command("explain", _explain, "what would be fused in a model, what not, and why, without running it",
-            "megacpp explain examples.explain_hf:build --option strict=true")  # fmt: skip
+    explain = command("explain", _explain, "what would be fused in a model, what not, and why, without running it",
+                      "megacpp explain examples.explain_hf:build --option strict=true")  # fmt: skip
+    explain.add_argument("--html", metavar="FILE", help="write it as one page for a browser, too: modules, source "
+                                                        "lines, each site's graph before and after")  # fmt: skip
     estimate = command("estimate", _estimate, "memory of a model's training step, without allocating any",
                        "megacpp estimate examples.explain_hf:build --optimizer adamw_master")  # fmt: skip
     estimate.add_argument("--optimizer", default="adamw", type=_number_or_text, metavar="NAME",
@@ -135,6 +137,8 @@ def _explain(given: argparse.Namespace) -> None:
     options = _options(given.option)
     model, args, kwargs = _load(given.target)
     report = explain(model, *args, options=options, **kwargs)
+    if given.html:
+        report.to_html(given.html)
     print(report.to_json(indent=1) if given.json else report)
 
 

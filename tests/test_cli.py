@@ -20,6 +20,7 @@ from megacpp_compile import cli
 from megacpp_compile.errors import BadOptionError, ForwardError, NotAModuleError, RequirementError
 from megacpp_compile.memory import pareto
 from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.report.report import Report
 
 
 class Block(nn.Sequential):
@@ -88,12 +89,20 @@ def test_a_bad_option_costs_a_sentence(built, capsys, pair, says):
         assert says in sentence(capsys, command, "built:stack", "--option", pair)
 
 
+def test_explain_writes_a_page_too(built, capsys, tmp_path):
+    page = tmp_path / "report.html"
+    assert cli.main(["explain", "built:stack", "--html", str(page), "--json"]) == 0
+    told = Report.from_json(capsys.readouterr().out)
+    assert page.read_text(encoding="utf-8") == told.to_html() and told.frames
+
+
 # Values that no command can mean, of every option that takes one but --option.
 MEANINGLESS = [
     *((command, "built:stack", "--device", device) for command in ("estimate", "plan")
       for device in ("gpu", "h100", "RTX", "cuda:x", "cuda:-1", "", "5", "mps", "tpu", "xla", "cuda:99999", "no such device")),
     *(("estimate", "built:stack", "--optimizer", name) for name in ("adam", "", "inf", "nan", "-3", "1e400")),
     ("plan", "built:stack", "--plot", "plan.png", "--device", "gpu"),
+    *(("explain", "built:stack", "--html", file) for file in ("no_such_folder/page.html", ".")),
     *(("evidence", action, "--records", records) for action in ("status", "gate")
       for records in ("no_such_folder", "file", "latin", "deep", "list", "folder")),
     *(("evidence", action, "--environments", ids) for action in ("status", "gate") for ids in ("", "a", "a,a", "a,b,c", "a,")),

@@ -96,7 +96,7 @@ def _described(node: Node, role: str, inputs: list[str]) -> dict[str, Any]:
     op = node.op
     if node.op == "placeholder":
         root, path = input_path(node)
-        op = path or root or op
+        op = path if path and not path.isdecimal() else ".".join(filter(None, (root, path))) or op
     elif node.op == "call_function":
         op = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", op)
     return {"name": node.name, "role": role, "op": op, "inputs": inputs, "value": _value_text(value(node))}

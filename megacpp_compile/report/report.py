@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacpp_compile.errors import ReportFormatError
@@ -176,6 +178,25 @@ class Report:
         from megacpp_compile.report.tables import tables
 
         return f"{tables(self, width)}megacpp: {headline(self)}"
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The report as one HTML page, which needs no network: modules with their sites and near misses on their source
+        lines, each site's graph before and after, saved bytes, compile time, attention's kernels, memory of a step.
+
+        path: a file to write it to as well. Raises OSError where that cannot be written.
+        """
+        from megacpp_compile.report.page import page
+
+        text = page(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page of `to_html`, in a frame."""
+        from megacpp_compile.report.page import notebook
+
+        return notebook(self)
 
     def __str__(self) -> str:
         return self.render()

@@ -24,14 +24,20 @@ def headline(report: Collected) -> str:
     captured = sum(frame.captured for frame in report.frames)
     text = f"{captured} of {plural(len(report.frames), 'frame')} captured, "
     text += f"{plural(len(report.sites), 'site')} fused, {plural(len(report.misses), 'near miss', 'near misses')}"
-    known = [(s.saved_before, s.saved_after) for s in report.sites]
-    both = [(before, after) for before, after in known if before is not None and after is not None]
-    if both:
-        before, after = (sum(column) for column in zip(*both, strict=True))
+    before, after, known = saved_bytes(report)
+    if known:
         text += f", saved for backward {bytes_text(before)} → {bytes_text(after)}"
-        if len(both) < len(known):
-            text += f" over the {plural(len(both), 'site')} where known"
+        if known < len(report.sites):
+            text += f" over the {plural(known, 'site')} where known"
     return text
+
+
+def saved_bytes(report: Collected) -> tuple[int, int, int]:
+    """Bytes that the plain code of all sites saves for backward, bytes that their ops save, and over how many sites
+    both are known."""
+    all_sites = ((s.saved_before, s.saved_after) for s in report.sites)
+    both = [(before, after) for before, after in all_sites if before is not None and after is not None]
+    return sum(before for before, _ in both), sum(after for _, after in both), len(both)
 
 
 def summary(report: Collected) -> str:

@@ -28,10 +28,15 @@ def _section(name: str, rows: Sequence[tuple[str, ...]]) -> _Section:
 
 def tables(report: Collected, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
+    return _text(sections(report), width)
+
+
+def sections(report: Collected) -> list[_Section]:
+    """The sections that have rows: title, headers, and rows of text."""
     made = (_regions(report), _fused(report), _recognised(report), _precision(report), _attention(report),
             _eager(report), _missed(report), _verified(report), _frames(report), _seconds(report), _auto(report),
             _remat(report), _peaks(report), _measured(report), _sharded(report))  # fmt: skip
-    return _text([section for section in made if section.rows], width)
+    return [section for section in made if section.rows]
 
 
 def table_text(title: str, headers: Sequence[str], rows: Sequence[tuple[str, ...]], width: int | None = None) -> str:
@@ -67,7 +72,7 @@ def family(fqns: Sequence[str]) -> str:
         return f"{fqns[0]} and others"
     parts = split[0]
     for i in varying:
-        parts[i] = _range_text(sorted(map(int, columns[i])))
+        parts[i] = range_text(sorted(map(int, columns[i])))
     return ".".join(parts)
 
 
@@ -261,11 +266,11 @@ def _merged(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:
             yield from _merged([item for item, n in zip(items, numbers, strict=True) if n[varying] == value])
         return
     ranges = iter(columns)
-    parts = [_range_text(next(ranges)) if part.isdecimal() else part for part in items[0].fqn.split(".")]
+    parts = [range_text(next(ranges)) if part.isdecimal() else part for part in items[0].fqn.split(".")]
     yield ".".join(parts), items[0], len(items)
 
 
-def _range_text(numbers: Sequence[int]) -> str:
+def range_text(numbers: Sequence[int]) -> str:
     """Sorted distinct numbers as `7`, `{0..23}` or `{0..2,7}`."""
     runs: list[list[int]] = []
     for number in numbers:

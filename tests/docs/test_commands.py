@@ -95,6 +95,7 @@ RUNS = {
 # A test that runs it -> commands.
 ELSEWHERE = {
     "tests/evidence/test_evidence.py": ["megacpp evidence gate", "megacpp evidence run PROFILE --environment ID"],
+    "tests/test_cli.py": ["megacpp explain module:callable --html report.html"],
     "tests/memory/test_estimate.py": ["megacpp estimate module:callable", "megacpp estimate examples.explain_hf:build"],
     "tests/memory/test_fit.py": [
         "megacpp plan module:callable --plot plan.png", "megacpp plan package.module:callable --plot plan.png"],
