@@ -11,6 +11,8 @@ Masks that compare places are told to the op as distances (`left`, `right`), so 
 query has to see a key by them, as a query that sees none is NaN or the mean of the values in eager, by how it is
 written. Where that is not known, and where a mask is data, it stays a tensor that the op reads, with the number that it
 writes. Torch's op with such a mask stays torch's: its kernels read masks as well.
+Heads that a model computes one after another (`torch.cat([head(x) for head in heads], -1)`) are one site, where they
+differ in what they read alone; what is no piece of one tensor is stacked. Others are a site each.
 For dropout torch draws a word for each row and key, by which the op drops probabilities: others than eager, with the
 same probability, and the same ones in backward.
 Refused: probabilities that something else reads (`weights-kept`) or changes (`weights-changed`), or drops a second
@@ -39,6 +41,7 @@ from megacpp_compile.lowerings.attention._sdpa_choice import UNFUSED
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.latent_attention.core import SDPA, arguments_of
+from megacpp_compile.matchers.softmax_attention.joined import Site, joined
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Groups
 from megacpp_compile.matchers.softmax_attention.plan import Plan, plan_of
 from megacpp_compile.matchers.ssd.atoms import length
@@ -56,14 +59,32 @@ _OWN = "nn/attention/"
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    found = list(_found(view))
+    sites = joined([one for one in found if isinstance(one, Site)])
+    at = {one.node: one for one in found if isinstance(one, MatchFailure)} | {s.attention.softmax: s for s in sites}
+    for node in sorted(at):
+        one = at[node]
+        yield _decide(view, one) if isinstance(one, Site) else one
+
+
+def _found(view: GraphView) -> Iterator[Site | MatchFailure]:
     for found in view.attentions:
+        node = found.node if isinstance(found, MatchFailure) else found.softmax
+        if _OWN in (node.meta.get("stack_trace") or ""):
+            continue
         if isinstance(found, MatchFailure):
-            if _OWN not in (found.node.meta.get("stack_trace") or ""):
-                yield found
-        elif _OWN not in (found.softmax.meta.get("stack_trace") or ""):
-            plan = plan_of(found)
-            if found.softmax.target is not SDPA or _gains(view, found, plan):
-                yield _decide(view, found, plan)
+            yield found
+            continue
+        plan = plan_of(found)
+        if found.softmax.target is SDPA and not _gains(view, found, plan):
+            continue
+        if found.dropout is not None and _as_eager(view):
+            reason = "probabilities are dropped at random, and `fallback_random` asks for eager's own random numbers"
+            yield MatchFailure(found.dropout.node, "dropout", reason)
+        elif isinstance(plan, MatchFailure):
+            yield plan
+        else:
+            yield Site(found, plan, draws=() if found.dropout is None else (found.dropout.node,))
 
 
 def _gains(view: GraphView, found: Attention, plan: Plan | MatchFailure) -> bool:
@@ -100,19 +121,15 @@ def _is_quicker(device: str, found: Attention, plan: Plan) -> bool:
     return device == "cuda" and plan.dtype in (torch.float16, torch.bfloat16) and rows and several
 
 
-def _decide(view: GraphView, found: Attention, plan: Plan | MatchFailure) -> Match | MatchFailure:
-    if found.dropout is not None and _as_eager(view):
-        reason = "probabilities are dropped at random, and `fallback_random` asks for eager's own random numbers"
-        return MatchFailure(found.dropout.node, "dropout", reason)
-    if isinstance(plan, MatchFailure):
-        return plan
+def _decide(view: GraphView, site: Site) -> Match | MatchFailure:
+    found = site.attention
     if (other := in_other_modes(view, sorted(found.inside), found.result)) is not None:
         return other
-    inputs = _inputs(found, plan)
+    inputs = site.inputs(_inputs(found, site.plan))
     if place(inputs, [found.result], found.result, view.mode_states) is None:
         return MatchFailure(found.softmax, *REGION)
-    draws = () if found.dropout is None else (found.dropout.node,)
-    return Match(found.result, inputs, [found.result], lambda build: _rewrite(build, found, plan), draws=draws)
+    return Match(found.result, inputs, [found.result], lambda build: _rewrite(build, *site.emitted(build)),
+                 draws=site.draws)  # fmt: skip
 
 
 def _as_eager(view: GraphView) -> bool:

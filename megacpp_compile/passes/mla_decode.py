@@ -13,8 +13,8 @@ to the result, and one of the keys changes no weight of a row.
 Taken where it needs fewer multiply-adds by `choose_form`, whose counts are the site's note; for symbolic sizes, those
 that the frame was first compiled with.
 Refused: training, for which it is no gain (tag `training`, also of what a model absorbs itself); caches of expanded
-keys (`expanded-cache`); keys or values that something else reads, too (`escapes`); masks that hide other rows than those
-behind a last one (`mask`); steps of so many tokens that the expanded form takes fewer multiply-adds
+keys (`expanded-cache`); keys or values that something else reads, too (`escapes`); masks that hide other rows than
+those behind a last one (`mask`); steps of so many tokens that the expanded form takes fewer multiply-adds
 (`expanded-cheaper`).
 """
 

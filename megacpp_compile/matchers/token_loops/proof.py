@@ -122,7 +122,7 @@ def _tried(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
 def _read_of_state(loop: Loop) -> Node | None:
     """The first node, smaller than a state, by which alone the state reaches the output, where that is another."""
     own = sorted(of_state(loop))
-    for read in own:
+    for read in (n for n in own if isinstance(value(n), Tensor)):
         if read is loop.output or long_dimensions(read) >= long_dimensions(loop.entering):
             continue
         reached: set[Node] = set()
