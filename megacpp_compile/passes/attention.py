@@ -12,7 +12,8 @@ query has to see a key by them, as a query that sees none is NaN or the mean of 
 written. Where that is not known, and where a mask is data, it stays a tensor that the op reads, with the number that it
 writes. Torch's op with such a mask stays torch's: its kernels read masks as well.
 Heads that a model computes one after another (`torch.cat([head(x) for head in heads], -1)`) are one site, where they
-differ in what they read alone; what is no piece of one tensor is stacked. Others are a site each.
+differ in what they read alone; what is no piece of one tensor is stacked. So are queries in chunks (`for i in range(0,
+t, n)`) whose masks are rows of one, on GPUs, and on CPU where torch's kernel serves. Others are a site each.
 For dropout torch draws a word for each row and key, by which the op drops probabilities: others than eager, with the
 same probability, and the same ones in backward.
 Refused: probabilities that something else reads (`weights-kept`) or changes (`weights-changed`), or drops a second
@@ -41,9 +42,10 @@ from megacpp_compile.lowerings.attention._sdpa_choice import UNFUSED
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.latent_attention.core import SDPA, arguments_of
-from megacpp_compile.matchers.softmax_attention.joined import Site, joined
+from megacpp_compile.matchers.softmax_attention.joined import joined
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Groups
 from megacpp_compile.matchers.softmax_attention.plan import Plan, plan_of
+from megacpp_compile.matchers.softmax_attention.whole import Site
 from megacpp_compile.matchers.ssd.atoms import length
 from megacpp_compile.passes._rewrites.arrange import arrange
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
@@ -60,7 +62,7 @@ _OWN = "nn/attention/"
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     found = list(_found(view))
-    sites = joined([one for one in found if isinstance(one, Site)])
+    sites = joined([one for one in found if isinstance(one, Site)], _fits)
     at = {one.node: one for one in found if isinstance(one, MatchFailure)} | {s.attention.softmax: s for s in sites}
     for node in sorted(at):
         one = at[node]
@@ -87,6 +89,22 @@ def _found(view: GraphView) -> Iterator[Site | MatchFailure]:
             yield Site(found, plan, draws=() if found.dropout is None else (found.dropout.node,))
 
 
+def _fits(site: Site) -> bool:
+    """Whether queries in chunks are better as one: not where all their scores would be in memory, those of one chunk in
+    the model."""
+    found, plan = site.attention, site.plan
+    device = value(found.result).device.type
+    told = (plan.left, plan.documents, found.scores.sinks, found.scores.softcap, found.dropout)
+    plain = all(one is None for one in told) and not plan.hidden and not plan.added
+    return device == "cuda" or device == "cpu" and plain and (plan.right is None or _is_square(found, plan))
+
+
+def _is_square(found: Attention, plan: Plan) -> bool:
+    """Whether each query sees the keys up to its own place."""
+    square = same_size(length([*found.queries]), length([*found.keys]))
+    return square and plan.right is not None and same_size(plan.right.size, 0)
+
+
 def _gains(view: GraphView, found: Attention, plan: Plan | MatchFailure) -> bool:
     """Whether a call of torch's op computes less without its mask, which torch's kernels read for all keys, hidden or
     not, or is multiplied out by torch. What was chosen for it, by the option `fa4` or under `sdpa_kernel`, is left."""
@@ -111,10 +129,8 @@ def _is_multiplied_out(found: Attention) -> bool:
 def _is_quicker(device: str, found: Attention, plan: Plan) -> bool:
     """Whether kernels that are told of this mask are known to be quicker than those that read it."""
     if device == "cpu":
-        diagonal = plan.right is not None and same_size(plan.right.size, 0)
-        square = same_size(length([*found.queries]), length([*found.keys]))
         plain = plan.left is None and plan.documents is None and not plan.hidden and found.dropout is None
-        return diagonal and square and plain
+        return plain and _is_square(found, plan)
     # As data, one row for all queries is read, such as of padding. A single query is left: it reads all that it sees.
     rows = all(same_size(value(h.node).shape[-2], 1) for h in plan.hidden if value(h.node).dim() > 1)
     several = not any(same_size(length([*d]), 1) for d in (found.queries, found.keys))

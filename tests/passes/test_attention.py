@@ -199,10 +199,6 @@ def forgetting(m, q, k, v):
     return decayed.masked_fill(~causal(q, k), INF).softmax(-1) @ v
 
 
-def queries_in_chunks(m, q, k, v):
-    return torch.cat([scored(part, k).softmax(-1) @ v for part in q.chunk(2, 2)], 2)
-
-
 def t5(m, q, k, v):
     bias = m.bias + torch.full((T, T), LOW).triu(1)
     return (q @ k.transpose(3, 2) + bias).float().softmax(-1).type_as(q) @ v
@@ -519,10 +515,6 @@ def test_fires_verified_and_recomputed(name, how):
 def test_numbers_of_a_module_that_are_inputs(body):
     """The lowest number is a global one, which `dynamic=True` makes an input."""
     assert_dynamic(NAME, *lengths(body), everything=True)
-
-
-def test_each_part_of_a_loop_is_a_site():
-    assert_fires(NAME, *block(queries_in_chunks), 2)
 
 
 def test_graph():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from megacpp_compile.passes import attention
 from tests.frames import TOLERANCE, check_graph, largest_error, run, train
 
 from .conditions import conditions, op_of
@@ -361,6 +362,289 @@ def test_documents_of_one_head():
     assert_exact(assert_fires(NAME, module, args, H), module, args)
 
 
+# -- queries in chunks
+
+
+C = 4  # tokens of a chunk, the last of which has fewer
+
+
+def rows(q, i):
+    """The places of a chunk's queries, as a column."""
+    return i + torch.arange(q[:, :, i : i + C].shape[2])[:, None]
+
+
+def by_offset(m, q, k, v):
+    parts = [softmaxed(q[:, :, i : i + C], k, v, mask=torch.arange(T) > rows(q, i)) for i in range(0, T, C)]
+    return torch.cat(parts, 2)
+
+
+def of_keys_so_far(m, q, k, v):
+    parts = [softmaxed(q[:, :, i : i + C], k[:, :, : i + C], v[:, :, : i + C],
+                       mask=torch.arange(min(T, i + C)) > rows(q, i)) for i in range(0, T, C)]  # fmt: skip
+    return torch.cat(parts, dim=2)
+
+
+def rows_of_a_triangle(m, q, k, v):
+    hidden = torch.full((T, T), INF).triu(1)
+    parts = [(scored(q[:, :, i : i + C], k) + hidden[i : i + C]).softmax(-1) @ v for i in range(0, T, C)]
+    return torch.cat(parts, 2)
+
+
+def split(m, q, k, v):
+    return torch.cat([scored(part, k).softmax(-1) @ v for part in q.split(C, 2)], 2)
+
+
+def tokens_first(m, q, k, v):
+    parts = [softmaxed(q[:, :, i : i + C], k, v, mask=torch.arange(T) > rows(q, i)).transpose(1, 2).flatten(2)
+             for i in range(0, T, C)]  # fmt: skip
+    return torch.cat(parts, 1)
+
+
+def projected_by_chunk(m, q, k, v):
+    """Queries that a chunk makes itself."""
+    parts = [softmaxed(q[:, :, i : i + C].tanh(), k, v, mask=torch.arange(T) > rows(q, i)) for i in range(0, T, C)]
+    return torch.cat(parts, 2)
+
+
+def one_left_over(m, q, k, v):
+    """A last chunk of a single query."""
+    q = q[:, :, :5]
+    return torch.cat([softmaxed(q[:, :, i : i + C], k, v, mask=torch.arange(T) > rows(q, i)) for i in (0, 4)], 2)
+
+
+def grouped_chunks(m, q, k, v):
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    return by_offset(m, q, k, v)
+
+
+def heads_in_chunks(m, q, k, v):
+    """A loop in a loop."""
+    def head(q, k, v):
+        parts = [softmaxed(q[:, i : i + C], k, v, mask=torch.arange(T) > i + torch.arange(min(C, T - i))[:, None])
+                 for i in range(0, T, C)]  # fmt: skip
+        return torch.cat(parts, 1)
+
+    return torch.stack([head(q[:, h], k[:, h], v[:, h]) for h in range(H)], 1)
+
+
+def windows(m, q, k, v):
+    def chunk(i):
+        gap = rows(q, i) - torch.arange(T)
+        return softmaxed(q[:, :, i : i + C], k, v, mask=(gap < 0) | (gap > 2))
+
+    return torch.cat([chunk(i) for i in range(0, T, C)], 2)
+
+
+def windows_of_slices(m, q, k, v):
+    """Each chunk of two with the keys that its window reaches."""
+    def chunk(i):
+        first = max(0, i - 2)
+        gap = (i + torch.arange(2))[:, None] - torch.arange(first, i + 2)
+        return softmaxed(q[:, :, i : i + 2], k[:, :, first : i + 2], v[:, :, first : i + 2], mask=(gap < 0) | (gap > 2))
+
+    return torch.cat([chunk(i) for i in range(0, T, 2)], 2)
+
+
+def rows_of_a_buffer(m, q, k, v):
+    parts = [softmaxed(q[:, :, i : i + C], k, v, mask=~m.triangle[:, :, i : min(i + C, T), :T]) for i in range(0, T, C)]
+    return torch.cat(parts, 2)
+
+
+def padded_chunks(m, q, k, v, there):
+    parts = [softmaxed(q[:, :, i : i + C], k, v, mask=~there[:, None, None]) for i in range(0, T, C)]
+    return torch.cat(parts, 2)
+
+
+def padded_keys_so_far(m, q, k, v, there):
+    def chunk(i):
+        n = min(T, i + C)
+        hidden = (torch.arange(n) > rows(q, i)) | ~there[:, None, None, :n]
+        return softmaxed(q[:, :, i:n], k[:, :, :n], v[:, :, :n], mask=hidden)
+
+    return torch.cat([chunk(i) for i in range(0, T, C)], 2)
+
+
+def rows_of_a_bias(m, q, k, v):
+    parts = [(scored(q[:, :, i : i + C], k) + m.bias[:, i : i + C]).softmax(-1) @ v for i in range(0, T, C)]
+    return torch.cat(parts, 2)
+
+
+def chunks_with_sinks(m, q, k, v):
+    def chunk(q):
+        sink = m.sinks[None, :, None, None].expand(q.shape[0], H, q.shape[2], 1)
+        return torch.cat([scored(q, k), sink], -1).softmax(-1)[..., :-1] @ v
+
+    return torch.cat([chunk(q[:, :, i : i + C]) for i in range(0, T, C)], 2)
+
+
+def scaled_by_place(m, q, k, v):
+    parts = [((rows(q, i) + 2.0).log() * (q[:, :, i : i + C] @ k.mT)).softmax(-1) @ v for i in range(0, T, C)]
+    return torch.cat(parts, 2)
+
+
+def cross(m, q, k, v):
+    """Of fewer keys than queries, and none hidden."""
+    parts = [softmaxed(q[:, :, i : i + C], k[:, :, :5], v[:, :, :5]) for i in range(0, T, C)]
+    return torch.cat(parts, 2)
+
+
+CHUNKS = {
+    "by_offset": (lambda: block(by_offset), "right 0"),
+    "of_keys_so_far": (lambda: block(of_keys_so_far), "right 0"),
+    "rows_of_a_triangle": (lambda: block(rows_of_a_triangle), "right 0"),
+    "split": (lambda: block(split), ""),
+    "tokens_first": (lambda: block(tokens_first), "right 0"),
+    "projected_by_chunk": (lambda: block(projected_by_chunk), "right 0"),
+    "one_left_over": (lambda: block(one_left_over), "right 0"),
+    "grouped_chunks": (lambda: block(grouped_chunks, groups=2), "right 0"),
+    "heads_in_chunks": (lambda: block(heads_in_chunks), "right 0"),
+    "windows": (lambda: block(windows), "left 2 right 0"),
+    "windows_of_slices": (lambda: block(windows_of_slices), "left 2 right 0"),
+    "rows_of_a_buffer": (lambda: block(rows_of_a_buffer), "mask"),
+    "padded_keys_so_far": (lambda: block(padded_keys_so_far, THERE), "mask right 0"),
+    "padded_chunks": (lambda: block(padded_chunks, THERE), "mask"),
+    "rows_of_a_bias": (lambda: block(rows_of_a_bias), "bias"),
+    "chunks_with_sinks": (lambda: block(chunks_with_sinks), "sinks"),
+    "scaled_by_place": (lambda: block(scaled_by_place), ""),
+    "cross": (lambda: block(cross), ""),
+}
+
+
+@pytest.fixture
+def on_any_device(monkeypatch):
+    """As on GPUs, whose kernels hold no scores."""
+    monkeypatch.setattr(attention, "_fits", lambda site: True)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks_are_one_site(name, on_any_device):
+    made, wanted = CHUNKS[name]
+    module, args = made()
+    frames = assert_fires(NAME, module, args)
+    assert told(frames) == wanted
+    assert_exact(frames, module, args)
+
+
+@pytest.mark.sampled(4, unit=2)
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks_under_autocast(name, on_any_device):
+    assert_autocast(NAME, *CHUNKS[name][0]())
+
+
+@pytest.mark.parametrize(("body", "one"), [(by_offset, True), (split, True), (windows, False), (rows_of_a_bias, False)])
+def test_where_chunks_stay_small(body, one):
+    """Where the plain body serves, all scores of a chunk are in memory, and of what is one site all of all chunks."""
+    assert_fires(NAME, *block(body), 1 if one else 2)
+
+
+# -- chunks that are none of one mask's rows
+
+
+def a_key_later(m, q, k, v):
+    parts = [softmaxed(q[:, :, i : i + C], k, v, mask=torch.arange(T) > rows(q, i) + (i > 0)) for i in range(0, T, C)]
+    return torch.cat(parts, 2)
+
+
+def each_from_its_start(m, q, k, v):
+    """Causal in each chunk's own places, the same triangle for both."""
+    hidden = torch.ones(3, T, dtype=torch.bool).triu(1)
+    return torch.cat([softmaxed(q[:, :, i : i + 3], k, v, mask=hidden) for i in (0, 3)], 2)
+
+
+def within_chunks(m, q, k, v):
+    """Of a chunk's own keys."""
+    return torch.cat([softmaxed(q[:, :, i : i + 3], k[:, :, i : i + 3], v[:, :, i : i + 3]) for i in (0, 3)], 2)
+
+
+def causal_within_chunks(m, q, k, v):
+    hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    parts = [softmaxed(q[:, :, i : i + 3], k[:, :, i : i + 3], v[:, :, i : i + 3], mask=hidden) for i in (0, 3)]
+    return torch.cat(parts, 2)
+
+
+def all_keys_so_far(m, q, k, v):
+    """Those of its own chunk, too, whatever their places."""
+    return torch.cat([softmaxed(q[:, :, i : i + 3], k[:, :, : i + 3], v[:, :, : i + 3]) for i in (0, 3)], 2)
+
+
+def overlapping(m, q, k, v):
+    parts = [softmaxed(q[:, :, i : i + C], k, v, mask=torch.arange(T) > rows(q, i)) for i in (0, 2)]
+    return torch.cat(parts, 2)
+
+
+def backwards(m, q, k, v):
+    parts = [softmaxed(q[:, :, i : i + 3], k, v, mask=torch.arange(T) > (i + torch.arange(3))[:, None]) for i in (3, 0)]
+    return torch.cat(parts, 2)
+
+
+def along_heads(m, q, k, v):
+    parts = [softmaxed(q[:, :, i : i + 3], k, v, mask=torch.arange(T) > (i + torch.arange(3))[:, None]) for i in (0, 3)]
+    return torch.cat(parts, 1)
+
+
+def along_channels(m, q, k, v):
+    return torch.cat([softmaxed(q[:, :, i : i + 3], k, v) for i in (0, 3)], -1)
+
+
+def other_values(m, q, k, v):
+    return torch.cat([softmaxed(q[:, :, :3], k, v), softmaxed(q[:, :, 3:], k, v.flip(2))], 2)
+
+
+def values_of_other_tokens(m, q, k, v):
+    return torch.cat([softmaxed(q[:, :, :3], k[:, :, :5], v[:, :, :5]), softmaxed(q[:, :, 3:], k[:, :, :5], v[:, :, 1:])], 2)
+
+
+def a_window_in_one(m, q, k, v):
+    gap = torch.arange(T)[:, None] - torch.arange(T)
+    parts = [softmaxed(q[:, :, i : i + 3], k, v, mask=((gap < 0) | (gap > 2 + i))[i : i + 3]) for i in (0, 3)]
+    return torch.cat(parts, 2)
+
+
+def keys_too_few(m, q, k, v):
+    """A chunk that lacks a key its mask would show."""
+    parts = [softmaxed(q[:, :, i : i + 3], k[:, :, : i + 2], v[:, :, : i + 2],
+                       mask=torch.arange(i + 2) > (i + torch.arange(3))[:, None]) for i in (0, 3)]  # fmt: skip
+    return torch.cat(parts, 2)
+
+
+def other_rows_of_a_buffer(m, q, k, v):
+    parts = [softmaxed(q[:, :, i : i + 3], k, v, mask=~m.triangle[:, :, 6 - i : 9 - i, :T]) for i in (0, 3)]
+    return torch.cat(parts, 2)
+
+
+def one_mask_for_both(m, q, k, v):
+    """Rows of a buffer, the same for each chunk."""
+    seen = m.triangle[:, :, 3:6, :T]
+    return torch.cat([softmaxed(q[:, :, i : i + 3], k, v, mask=~seen) for i in (0, 3)], 2)
+
+
+def rows_and_keys_of_a_buffer(m, q, k, v):
+    """Keys that a chunk is not given might be seen by what the buffer holds."""
+    seen = m.triangle[:, :, :T, :T].clone()
+    parts = [softmaxed(q[:, :, i : i + C], k[:, :, : i + C], v[:, :, : i + C], mask=~seen[:, :, i : i + C, : i + C])
+             for i in range(0, T, C)]  # fmt: skip
+    return torch.cat(parts, 2)
+
+
+def scaled_by_chunk(m, q, k, v):
+    return torch.cat([softmaxed(q[:, :, i : i + 3], k, v, 0.3 if i else 0.2) for i in (0, 3)], 2)
+
+
+# What is one attention with as many heads as there are chunks is one site, with all it reads stacked.
+CHUNKS_APART = {
+    a_key_later: 2, each_from_its_start: 1, within_chunks: 1, causal_within_chunks: 1, all_keys_so_far: 2, overlapping: 2,
+    backwards: 2, along_heads: 2, along_channels: 1, other_values: 1, values_of_other_tokens: 1, a_window_in_one: 2,
+    keys_too_few: 2, other_rows_of_a_buffer: 1, one_mask_for_both: 1, scaled_by_chunk: 2,
+    rows_and_keys_of_a_buffer: 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", CHUNKS_APART)
+def test_chunks_that_are_apart(body, on_any_device):
+    module, args = block(body)
+    assert_exact(assert_fires(NAME, module, args, CHUNKS_APART[body]), module, args)
+
+
 test_conditions = conditions(
     NAME,
     disabled=lambda: block(selected),
@@ -370,4 +654,6 @@ test_conditions = conditions(
     autocast_inside=lambda: block(selected),
     length=lambda: lengths(unbound),
     everything=lambda: lengths(grouped, 2),
+    chunks=lambda: block(by_offset),
+    chunks_in_bfloat16=lambda: (block(of_keys_so_far)[0].bfloat16(), (draw(B, T, 12).bfloat16().requires_grad_(),)),
 )
