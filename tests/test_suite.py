@@ -110,10 +110,10 @@ def test_seconds_are_counted_for_what_takes_them(monkeypatch):
     ]  # fmt: skip
 
 
-def item(name="test_x", *marks, case=None, **indices):
-    """One set of parameters of a test, as pytest has it."""
+def item(name="test_x", *marks, case=None):
+    """A test, as pytest has it."""
     found = types.SimpleNamespace(path=Path(f"{name}.py"), originalname=name, name=f"{name}[a]")
-    found.callspec = types.SimpleNamespace(indices=indices, params={"case": case} if case else {})
+    found.callspec = types.SimpleNamespace(params={"case": case} if case else {})
     found.iter_markers = lambda kind: (mark.mark for mark in marks if mark.name == kind)
     found.get_closest_marker = lambda kind: next(found.iter_markers(kind), None)
     return found
@@ -152,14 +152,36 @@ def test_a_tier_runs_what_its_markers_say(tier, names):
     assert {i.originalname for i in items if i not in left} == names
 
 
-@pytest.mark.parametrize(("tier", "kept"), [("unit", 2), ("test", 4), ("all", 10)])
-def test_of_a_sampled_test_a_diagonal_runs(tier, kept):
-    line = [item("of_ten", MARKS.sampled(3, unit=7), a=i, b=i) for i in range(10)]
-    assert len(line) - len(tiers.left_out(tier, [item("another"), *line])) == kept
-    grid = [item("of_grid", MARKS.sampled(3), a=i, b=j) for i in range(3) for j in range(3)]
-    stay = [i for i in grid if i not in tiers.left_out("test", grid)]
-    assert len(stay) == 3 and grid[0] in stay
-    assert all({i.callspec.indices[name] for i in stay} == {0, 1, 2} for name in "ab")
+SAMPLED = """
+import pytest
+
+@pytest.mark.sampled(3, unit=7)
+@pytest.mark.parametrize(("a", "b"), [(i, str(i)) for i in range(10)])
+def test_of_ten(a, b):
+    print("DRAWN", f"ten {a}")
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("a", "xyz")
+@pytest.mark.parametrize("b", range(3))
+def test_of_grid(a, b):
+    print("DRAWN", f"grid {a}{b}")
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("blocks", [True, False])
+def test_of_square(wrap, blocks):
+    print("DRAWN", f"square {wrap} {blocks}")
+"""
+IN_UNIT = ["ten 0", "ten 7", "grid x0", "square DDP True"]
+IN_TEST = ["ten 0", "ten 3", "ten 6", "ten 9", "grid x0", "grid y1", "grid z2", "square DDP True", "square FSDP2 False"]
+
+
+@pytest.mark.parametrize(("tier", "kept"), [("unit", IN_UNIT), ("test", IN_TEST)])
+def test_a_sample_of_a_grid_has_all_values(tmp_path, capsys, monkeypatch, tier, kept):
+    """Where there are as many sets as values; of a list, every nth."""
+    monkeypatch.setattr(tiers, "tier_of", lambda config: tier)
+    found = drawn(suite(tmp_path, SAMPLED, capsys))
+    assert sorted(found) == sorted(f"DRAWN {name}" for name in kept)
 
 
 @pytest.mark.parametrize(

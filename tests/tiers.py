@@ -9,7 +9,7 @@ Without the option the whole suite is `test`, and files or tests that are named 
     end_to_end          not in `unit`: through Inductor's C++, on two ranks, in another process, or seconds long
     exhaustive          in `all` alone: other tests take its branches
     sampled(n, unit=m)  of its sets of parameters one in n, and one in m (without, one in 3n) in `unit`; all in `all`. Of a
-                        grid a diagonal runs, so that values of one parameter come beside several of another
+                        grid those run that bring values which none before them has: a diagonal first
     rare(*cases)        sets with these values of the parameter `case` are in `all` alone
 """
 
@@ -47,8 +47,8 @@ def _left_out(tier: str, items: list[pytest.Item]) -> Iterator[pytest.Item]:
         elif item.get_closest_marker("sampled"):
             families[str(item.path), getattr(item, "originalname", item.name)].append(item)
     for family in families.values():
-        ratio = _ratio(tier, family[0])
-        yield from (item for item, place in zip(family, places(family), strict=True) if place % ratio)
+        kept = sample(family, _ratio(tier, family[0]))
+        yield from (item for item in family if item not in kept)
 
 
 def _is_end_to_end(item: pytest.Item) -> bool:
@@ -63,10 +63,28 @@ def _ratio(tier: str, item: pytest.Item) -> int:
     return mark.kwargs.get("unit", 3 * ratio) if tier == "unit" else ratio
 
 
-def places(family: list[pytest.Item]) -> list[int]:
-    """For each set of parameters of a test the sum of its values' places, in which those that vary as one count once."""
-    indices = [item.callspec.indices for item in family]  # type: ignore[attr-defined]
-    return [sum(place) for place in zip(*{tuple(of[name] for of in indices) for name in indices[0]}, strict=True)]
+def sample(family: list[pytest.Item], ratio: int) -> list[pytest.Item]:
+    """One in `ratio` of a test's sets of parameters, rounded up: next is always the set with most values that no set before
+    it has, and among equals every `ratio`th in order. Those of one decorator are one value."""
+    # Values are told apart as objects: `callspec.indices` counts sets of parameters (pytest 9), not values.
+    params = [item.callspec.params for item in family]  # type: ignore[attr-defined]
+    together = [_names(mark) for mark in family[0].iter_markers("parametrize")]
+    together += [[name] for name in params[0] if not any(name in names for names in together)]
+    values = [{tuple((name, id(of[name])) for name in names) for names in together} for of in params]
+    left = sorted(range(len(family)), key=lambda i: (i % ratio, i))
+    kept: list[pytest.Item] = []
+    seen: set[tuple[tuple[str, int], ...]] = set()
+    for _ in range(-(-len(family) // ratio)):
+        found = max(left, key=lambda i: len(values[i] - seen))
+        left.remove(found)
+        seen |= values[found]
+        kept.append(family[found])
+    return kept
+
+
+def _names(mark: pytest.Mark) -> list[str]:
+    names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
 
 def case_of(item: pytest.Item) -> str | None:
