@@ -31,7 +31,8 @@ class Chromium:
         # It reads from its file descriptor 3 and writes to 4.
         (theirs_in, self.out), (self.into, theirs_out) = [[_beyond_ten(end) for end in os.pipe()] for _ in range(2)]
         command = [BROWSER, "--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-                   "--disable-dev-shm-usage", "--no-first-run", f"--user-data-dir={profile}", "about:blank"]  # fmt: skip
+                   "--disable-dev-shm-usage", "--no-first-run", "--disable-features=IsolateSandboxedIframes",
+                   f"--user-data-dir={profile}", "about:blank"]  # fmt: skip
         arranged = f"import os; os.dup2({theirs_in}, 3); os.dup2({theirs_out}, 4); os.execv({BROWSER!r}, {command!r})"
         self.process = subprocess.Popen(
             [sys.executable, "-S", "-c", arranged], pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL,

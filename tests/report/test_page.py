@@ -4,6 +4,7 @@ import dataclasses
 import html
 import itertools
 import re
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -345,3 +346,32 @@ def test_a_browser_shows_it_and_can_be_clicked(explained, tmp_path):
                 page.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
                 assert page.run("document.documentElement.scrollWidth") == width
         assert page.errors == []
+
+
+@pytest.mark.end_to_end
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on PATH")
+def test_links_of_a_notebook_s_frame_stay_in_it(tmp_path):
+    """Its document has the notebook's address for a base, where "#lines" would lead to otherwise."""
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><title>notebook</title>{filled()._repr_html_()}", encoding="utf-8")
+    with Chromium(tmp_path / "profile") as page:
+        page.open(path)
+
+        def frame():
+            (inner,) = page.call("Page.getFrameTree")["frameTree"]["childFrames"]
+            context = page.call("Page.createIsolatedWorld", frameId=inner["frame"]["id"])["executionContextId"]
+            script = "[document.title, location.protocol, document.activeElement?.textContent, Math.round(document.querySelector('#lines')?.getBoundingClientRect().y)]"
+            return page.call("Runtime.evaluate", expression=script, contextId=context, returnByValue=True)["result"]["value"]
+
+        title, protocol, _, top = frame()
+        assert (title, protocol) == ("megacpp report", "about:") and top > 200
+        focused = []
+        while "Source lines" not in focused:
+            page.press("Tab", 9)
+            focused.append(frame()[2])
+            assert len(focused) < 10, focused
+        page.press("Enter", 13)
+        end = time.monotonic() + 30
+        while (found := frame())[3] == top and time.monotonic() < end:
+            time.sleep(0.02)
+        assert found[:2] == ["megacpp report", "about:"] and 0 <= found[3] < 200 and page.errors == []

@@ -11,6 +11,7 @@ from megacpp_compile.report.text import plural
 
 _WIDTH, _HEIGHT, _GAP, _BETWEEN, _BEND = 190, 58, 20, 34, 14
 _CHARACTERS = 27  # of a line in a box
+_LEAST = 0.85  # of its size that a drawing is shown at: what is wider is scrolled
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int64": "i64", "int32": "i32"}
 
 
@@ -55,7 +56,7 @@ def _drawing(nodes: Sequence[Mapping[str, Any]], label: str) -> Html:
     places, width, height = _places(layers)
     lines = [_edge([places[point] for point in chain]) for chain in chains]
     drawn = [_box(known[b], places[b], [given[i] for i in known[b]["inputs"] if i in given]) for b in boxes]
-    size = f"--width: {width}px"  # the style keeps it readable on a narrow page
+    size = f"max-width: {width}px; min-width: {_LEAST * width:.0f}px"
     return tag("svg", lines, drawn, viewBox=f"0 0 {width} {height}", role="img", aria_label=label, style=size)
 
 
