@@ -18,6 +18,7 @@ import torch
 from torch import _ops
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dynamo import guards, symbolic_convert, trace_rules
+from torch._functorch._aot_autograd import graph_compile
 from torch._subclasses import _fake_tensor_utils, fake_tensor
 from torch.fx.experimental import recording
 from torch.fx.experimental.sym_node import SymNode
@@ -32,6 +33,10 @@ def without_telemetry(patch: pytest.MonkeyPatch) -> None:
     trace = logging.getLogger("torch.__trace")
     trace.handlers, trace.propagate = [], True
     patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0)
+    # The three graphs of AOTAutograd are printed before anybody is asked who reads them.
+    for name, texts in (("_log_joint_graph", None), ("_log_fw_bw_graphs", (None, None))):
+        if hasattr(graph_compile, name):
+            patch.setattr(graph_compile, name, lambda *_, texts=texts: texts)
     # Each file that is traced is parsed for a line of a log that nobody reads; and each question that is put to symbols is
     # two such lines, around what keeps a record that torch asks for where it validates translations alone.
     if hasattr(symbolic_convert, "get_funcname"):
