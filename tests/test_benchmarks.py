@@ -467,8 +467,8 @@ def test_whole_path_of_parallel_on_one_rank(no_kernels, tmp_path, monkeypatch, c
 class TestArchitectures:
     """On a CPU that stands in for a GPU, of a model that is no wider than it has to be."""
 
-    @pytest.fixture
-    def measured(self, monkeypatch, tmp_path, no_kernels):
+    @pytest.fixture(autouse=True)
+    def on_cpu(self, monkeypatch, no_kernels):
         transformers = pytest.importorskip("transformers", reason="models of transformers")
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
                  "num_key_value_heads": 1, "vocab_size": 64}  # fmt: skip
@@ -483,11 +483,11 @@ class TestArchitectures:
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 20)
         event = types.SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 6.0)
         monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+
+    def test_a_model(self, tmp_path):
         file = tmp_path / "llama.json"
         architectures.measure("llama", ["inductor", "megacpp"], file, turns=2)
-        return json.loads(file.read_text())
-
-    def test_a_model(self, measured, tmp_path):
+        measured = json.loads(file.read_text())
         ours = measured["megacpp"]
         assert measured["done"] and ours["sites"]["attention"] == 1 and ours["graphs"] == 1
         assert ours["ms"] == 6 / 66 and ours["peak_mib"] == 3 and len(ours["turns_ms"]) == 2
@@ -505,7 +505,7 @@ class TestArchitectures:
         assert "commit later" in text and text.count(": 1 of 2") == 2
         assert "| llama* |" in text and picture.stat().st_size > 1000
 
-    def test_a_backend_that_fails_is_a_row(self, measured, monkeypatch, tmp_path):
+    def test_a_backend_that_fails_is_a_row(self, monkeypatch, tmp_path):
         def fails(*_, **__):
             raise RuntimeError("nothing here")
 
