@@ -188,7 +188,7 @@ def test_none_is_no_policy(usual):
     assert Config(policy="none") == Config(policy=None) and Config(policy="none").policy is None
     assert Config(policy="auto").cache_key() != Config(policy=None).cache_key()
     assert Config(**Config(policy="none").to_dict()) == Config(policy="none")
-    one, other = usual(2, "none"), step(*models.mla(2), {"policy": None})
+    one, other = usual(1, "none"), step(*models.mla(1), {"policy": None})
     assert alike(one, other) and [f.auto for s in (one, other) for f in s.report.frames] == [None, None]
 
 
@@ -209,7 +209,7 @@ def test_a_frame_in_which_no_pass_fires_is_inductors(planned):
 @pytest.mark.end_to_end
 def test_a_small_frame_is_as_without(usual):
     """Below 32 MiB there is nothing to spare: the graphs are those of "none", and no table speaks of it."""
-    none, auto = usual(2, "none"), step(*models.mla(2), AUTO)
+    none, auto = usual(1, "none"), step(*models.mla(1), AUTO)
     assert alike(none, auto)
     assert "less than 32 MiB" in chosen(auto).reason and "policy auto" not in str(auto.report)
 
@@ -489,9 +489,9 @@ def test_a_defect_leaves_the_frame_to_the_partitioner(planned, usual, monkeypatc
     def broken(*_):
         raise ZeroDivisionError("a defect")
 
-    none = usual(2, "none")
+    none = usual(1, "none")
     monkeypatch.setattr(Ladder, "within", broken)
-    auto = step(*models.mla(2), AUTO)
+    auto = step(*models.mla(1), AUTO)
     assert alike(none, auto)
     assert chosen(auto).reason == "internal error: ZeroDivisionError: a defect"
 
