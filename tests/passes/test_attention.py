@@ -151,6 +151,58 @@ def less_the_logarithm(m, q, k, v):
     return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
 
 
+LOG2_E = math.log2(math.e)
+
+
+def powers_of_2(m, q, k, v):
+    e = torch.exp2(scored(q, k))
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def masked_powers_of_2(m, q, k, v):
+    """As kernels have it: scores in base 2, less the largest, normalised behind the values."""
+    s = (q @ k.mT * (D**-0.5 * LOG2_E)).masked_fill(~causal(q, k), INF)
+    e = torch.exp2(s - s.amax(-1, keepdim=True))
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+def softmax1_of_2(m, q, k, v):
+    e = torch.exp2(scored(q, k) * LOG2_E)
+    return (e / (1 + e.sum(-1, keepdim=True))) @ v
+
+
+def capped_powers_of_2(m, q, k, v):
+    s = (torch.tanh(scored(q, k) / 20) * 20 + m.bias).masked_fill(~causal(q, k), INF) * LOG2_E
+    e = torch.exp2(s - s.max(-1)[0].unsqueeze(-1).detach())
+    return (e / e.sum(-1)[..., None]) @ v
+
+
+def less_base_2(x):
+    m = x.max(-1, keepdim=True).values
+    return torch.exp2(x - (torch.log2(torch.exp2(x - m).sum(-1, keepdim=True)) + m))
+
+
+def less_base_e(x):
+    m = x.amax(-1, keepdim=True).detach()
+    return torch.exp(x - (m + (x - m).exp().sum(-1, keepdim=True).log()))
+
+
+# The logarithm of a sum taken off, in base 2 or e.
+LOGARITHMS = {
+    "base_2": lambda s: (lambda x: torch.exp2(x - x.exp2().sum(-1).log2()[..., None]))(s * LOG2_E),
+    "base_2_and_the_maximum": lambda s: less_base_2(s * LOG2_E),
+    "logsumexp": lambda s: torch.exp2(s * LOG2_E - s.logsumexp(-1, keepdim=True) * LOG2_E),
+    "the_difference": lambda s: torch.exp2((s - s.logsumexp(-1, keepdim=True)) * LOG2_E),
+    "log_softmax": lambda s: torch.exp2(torch.log_softmax(s, -1) * LOG2_E),
+    "base_e": lambda s: torch.exp(s - s.exp().sum(-1, keepdim=True).log()),
+    "base_e_and_the_maximum": less_base_e,
+}
+
+
+def less_logarithm(how):
+    return lambda m, q, k, v: LOGARITHMS[how](scored(q, k).masked_fill(~causal(q, k), INF)) @ v
+
+
 def log_softmax(m, q, k, v):
     return torch.log_softmax(scored(q, k), -1).exp() @ v
 
@@ -410,6 +462,11 @@ SPELLINGS = {
     "by_hand": (lambda: block(by_hand), ""),
     "softmax1": (lambda: block(softmax1), "sinks"),
     "log_softmax": (lambda: block(log_softmax), ""),
+    "powers_of_2": (lambda: block(powers_of_2), ""),
+    "masked_powers_of_2": (lambda: block(masked_powers_of_2), "right 0"),
+    "softmax1_of_2": (lambda: block(softmax1_of_2), "sinks"),
+    "capped_powers_of_2": (lambda: block(capped_powers_of_2), "bias softcap 20 right 0"),
+    **{f"logarithm_of_{how}": (lambda how=how: block(less_logarithm(how)), "right 0") for how in LOGARITHMS},
     "less_the_logarithm": (lambda: block(less_the_logarithm), ""),
     **{f"normalised_{how}": (lambda how=how: block(normalised(how)), "sinks right 0" if "1_more" in how else "right 0")
        for how in NORMALISED},
@@ -475,7 +532,7 @@ def test_fires(name):
 # Numbers that bfloat16 does not hold: autocast's eager refuses them.
 TOO_LOW = {"mask_by_values_of_keys", "one_row_of_documents", "padded_before"}
 # Exponentials that eager's autocast rounds before their sum divides them: the op is nearer to float32 by half.
-ROUNDED = {name for name in SPELLINGS if name.startswith("normalised_")}
+ROUNDED = {name for name in SPELLINGS if name.startswith(("normalised_", "powers_", "masked_powers_", "logarithm_"))}
 
 
 @pytest.mark.sampled(4, unit=8)
@@ -798,9 +855,38 @@ def exponentials_masked(m, q, k, v):
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
-def powers_of_2(m, q, k, v):
-    e = torch.exp2(scored(q, k))
-    return (e / e.sum(-1, keepdim=True)) @ v
+def another_base(m, q, k, v):
+    """Powers of 2 less a logarithm in base e."""
+    s = scored(q, k)
+    return torch.exp2(s - s.logsumexp(-1, keepdim=True)) @ v
+
+
+def another_logarithm(m, q, k, v):
+    s = scored(q, k)
+    return torch.exp2(s - s.exp2().sum(-1, keepdim=True).log()) @ v
+
+
+def a_maximum_detached_once(m, q, k, v):
+    """With a gradient that no softmax has."""
+    s = scored(q, k)
+    most = s.amax(-1, keepdim=True)
+    return torch.exp2(s - (most + torch.exp2(s - most.detach()).sum(-1, keepdim=True).log2())) @ v
+
+
+def another_maximum(m, q, k, v):
+    s = scored(q, k)
+    most = s.amax(-1, keepdim=True)
+    return torch.exp2(s - (most.flip(-2) + torch.exp2(s - most).sum(-1, keepdim=True).log2())) @ v
+
+
+def twice_the_logarithm(m, q, k, v):
+    s = scored(q, k)
+    return torch.exp2(s - 2 * s.exp2().sum(-1, keepdim=True).log2()) @ v
+
+
+def nearly_log2_e(m, q, k, v):
+    s = scored(q, k)
+    return torch.exp2((s - s.logsumexp(-1, keepdim=True)) * 1.44) @ v
 
 
 def a_gradient_less(m, q, k, v):
@@ -818,7 +904,7 @@ REFUSED = {
     "scores-kept": [sparse, scores_returned, best_scores, scores_carried_on],
     "other-sum": [another_axis, over_queries, turned],
     "weights-changed": [normalised_again, no_nan, sinks_after_normalising, difference, gated, hidden_again],
-    "softmax": [a_little_more, exponentials_masked, powers_of_2],
+    "softmax": [a_little_more, exponentials_masked],
     "scores": [squared, masked_by_scores, negative_cap, scaled_by_key, changed_after_the_mask, scaled_after_the_mask, clamped,
                capped_after_the_mask],
     "sinks": [sinks_kept, sink_of_each_token, one_more_after_the_maximum],
@@ -835,7 +921,10 @@ def test_refuses(tag, body):
     assert_refused(NAME, tag, *block(body))
 
 
-@pytest.mark.parametrize("body", [talking_heads, heads_mixed_behind, of_other_queries, a_gradient_less])
+@pytest.mark.parametrize("body", [
+    talking_heads, heads_mixed_behind, of_other_queries, a_gradient_less, another_base, another_logarithm,
+    a_maximum_detached_once, another_maximum, twice_the_logarithm, nearly_log2_e,
+])  # fmt: skip
 def test_heads_that_are_mixed_are_another_product(body):
     frames = check_graph(*block(body))
     assert not frames.counts[NAME]

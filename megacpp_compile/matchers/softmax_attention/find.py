@@ -81,6 +81,11 @@ class _Reader(ScoresReader):
             if product_with_values(softmax) is None:
                 return None
             raise NotAttention(softmax, "softmax", f"the scores' exponentials are normalised, but {start.but}")
+        if start.factor != 1:
+            whole = scores.times(start.factor) if scores.sinks is None else None
+            if whole is None:
+                raise NotAttention(softmax, "sinks", "powers of 2 of scores with a column more")
+            scores = whole
         if start.one:
             if scores.sinks is not None or less_maximum(start.scores):
                 reason = "1 is added to a sum of exponentials that the largest was taken off of"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -15,13 +14,13 @@ from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT
 from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
+from megacpp_compile.matchers.softmax_attention.logarithms import POWERS, SUMS, less_its_logarithm
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, NotAttention, Scores
 from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, ScoresReader, reduced
 from megacpp_compile.matchers.ssd.atoms import Dim, flat
 
 aten = torch.ops.aten
 _SOFTMAXES = {aten.softmax.int, aten._softmax.default}
-_SUMS, _LOG_SUMS = {aten.sum.dim_IntList}, {aten.logsumexp.default}
 _ADDS = {aten.add.Tensor, aten.add.Scalar}
 
 
@@ -29,7 +28,7 @@ _ADDS = {aten.add.Tensor, aten.add.Scalar}
 class Softmax:
     """Probabilities over dimension `dim` of `scores`, made by `nodes`. one: with 1 more in their sum, as of a sink
     whose logit is 0. total: what the product of the exponentials with the values is divided by, where it is that which
-    is normalised. but: why this is no softmax, though nearly one."""
+    is normalised. but: why this is no softmax, though nearly one. factor: of the scores, where powers are of 2."""
 
     scores: Node
     dim: int
@@ -37,30 +36,22 @@ class Softmax:
     one: bool = False
     total: Node | None = None
     but: str = ""
+    factor: float = 1.0
 
 
 def softmax_of(node: Node) -> Softmax | None:
     """The softmax that `node` is the result of, or the exponentials of one that is normalised behind the values."""
     if node.target in _SOFTMAXES:
         return Softmax(node.args[0], node.args[1] % value(node).dim(), frozenset([node]))  # type: ignore[arg-type,operator]
-    if node.target is aten.exp.default:
-        return _less_its_logarithm(node) or _normalised_behind(node)
+    if node.target in POWERS:
+        if (less := less_its_logarithm(node)) is not None:
+            return Softmax(*less[:2], frozenset(less[2]), factor=less[3])
+        return _normalised_behind(node)
     if (parts := _quotient(node)) is None:
         return None
     weights, total = parts
     found = _total(total, weights)
     return found and dataclasses.replace(found, nodes=found.nodes | {node, *_between(node, weights, total)})
-
-
-def _less_its_logarithm(node: Node) -> Softmax | None:
-    """exp(log_softmax(x)), or exp(x - logsumexp(x))."""
-    inner: Any = node.args[0]
-    if inner.target is aten.log_softmax.int:
-        return Softmax(inner.args[0], inner.args[1] % value(node).dim(), frozenset([node, inner]))
-    if inner.target is not aten.sub.Tensor or inner.kwargs or not isinstance(inner.args[1], Node):
-        return None
-    found = reduced(inner.args[1], inner.args[0], _LOG_SUMS)
-    return found and Softmax(inner.args[0], found[0], frozenset([node, inner, *found[1]]))
 
 
 def _normalised_behind(node: Node) -> Softmax | None:
@@ -70,7 +61,7 @@ def _normalised_behind(node: Node) -> Softmax | None:
         while len(end.users) == 1 and (end is user or end.target in AROUND_SUMS | _ADDS or _inverse(end)):
             end = next(iter(end.users))
         parts = _quotient(end)
-        if user.target in _SUMS and parts is not None and parts[0] is not node:
+        if user.target in SUMS and parts is not None and parts[0] is not node:
             if (found := _total(parts[1], node)) is not None:
                 return dataclasses.replace(found, total=parts[1])
     return None
@@ -112,10 +103,8 @@ def _total(total: Node, weights: Node) -> Softmax | None:
     while powers.target is aten.mul.Tensor and not powers.kwargs and isinstance(powers.args[0], Node):
         powers, but = powers.args[0], "exponentials are multiplied before they are summed"
         nodes.append(powers)
-    if powers.target not in (aten.exp.default, aten.exp2.default):
+    if powers.target not in POWERS:
         return None
-    if powers.target is aten.exp2.default:
-        but = "its exponentials are powers of 2"
     inside = total
     while inside.target in _ADDS and not inside.kwargs and isinstance(inside.args[0], Node):
         nodes.append(inside)
@@ -123,10 +112,11 @@ def _total(total: Node, weights: Node) -> Softmax | None:
         inside, one = inside.args[0], more == 1 and not one
         if more is None or not one:
             but = f"{'something' if more is None else f'{more:g}'} is added to the sum of exponentials"
-    found = reduced(inside, weights, _SUMS, total)
+    found = reduced(inside, weights, SUMS, total)
     if found is None:
         return None
-    return Softmax(powers.args[0], found[0], frozenset([*nodes, *found[1]]), one, None, but)  # type: ignore[arg-type]
+    own, factor = frozenset([*nodes, *found[1]]), POWERS[powers.target]
+    return Softmax(powers.args[0], found[0], own, one, None, but, factor)  # type: ignore[arg-type]
 
 
 def divided(product: Node, total: Node) -> tuple[Node, list[Node]]:

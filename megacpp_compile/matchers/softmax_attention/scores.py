@@ -25,7 +25,7 @@ _WHERES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.
 _MAXIMA = {aten.max.dim, aten.amax.default}
 # What puts the dimension back that a sum has reduced; a maximum may be detached, too, or the first of a pair.
 AROUND_SUMS = UNIT_DIMS | RESHAPES | COPIES
-_AROUND_MAXIMA = AROUND_SUMS | {aten.detach.default, operator.getitem}
+AROUND_MAXIMA = AROUND_SUMS | {aten.detach.default, operator.getitem}
 _VIEWS = RESHAPES | FOLDS | PERMUTATIONS | UNIT_DIMS | EXPANSIONS | COPIES | {aten.repeat_interleave.self_int}
 
 
@@ -114,7 +114,7 @@ class ScoresReader:
         if target in RESHAPES | FOLDS | PERMUTATIONS | UNIT_DIMS:
             inner = self.scores(args[0])
             return inner and self.viewed(node, inner)
-        if (number := _times(node)) is not None:
+        if (number := times(node)) is not None:
             inner = self.scores(args[0])
             return inner and inner.times(number)
         if target in (aten.mul.Tensor, aten.div.Tensor) and not node.kwargs:
@@ -268,9 +268,10 @@ def _repeats(node: Node) -> bool:
     return node.target in EXPANSIONS and not (len(here) == len(there) and all(map(same_size, here, there)))
 
 
-def _times(node: Node) -> float | None:
+def times(node: Any) -> float | None:
     """The number that `node` multiplies its first operand by."""
-    if node.target not in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar) or node.kwargs:
+    products = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+    if not isinstance(node, Node) or node.target not in products or node.kwargs:
         return None
     number = number_of(node.args[1])
     number = constant(node.args[1]) if number is None else number
@@ -305,5 +306,5 @@ def less_maximum(node: Node) -> list[Node]:
     """The nodes of the largest of scores where `node` is scores less these; none where it is not."""
     if node.target is not aten.sub.Tensor or node.kwargs or not isinstance(node.args[1], Node):
         return []
-    found = reduced(node.args[1], node.args[0], _MAXIMA, around=_AROUND_MAXIMA)
+    found = reduced(node.args[1], node.args[0], _MAXIMA, around=AROUND_MAXIMA)
     return found[1] if found else []
