@@ -13,7 +13,7 @@ INF = float("-inf")
 
 
 def operands(rand, dtype, b=2, h=4, g=2, t=7, s=7, d=16, e=16, mask=None, bias=None, sinks=False, softcap=0.0, left=None,
-             right=None, fill=INF, layout="plain", documents=None, dropout=0.0):  # fmt: skip
+             right=None, fill=INF, layout="plain", documents=None, dropout=0.0, prefix=None):  # fmt: skip
     """mask, bias: the sizes of what broadcasts to the scores. A mask hides no key from some query, and the first from
     none, but under "rows": there whole rows are hidden."""
     q, k, v = rand(b, h, t, d, dtype=dtype), rand(b, g, s, d, dtype=dtype), rand(b, g, s, e, dtype=dtype)
@@ -34,6 +34,8 @@ def operands(rand, dtype, b=2, h=4, g=2, t=7, s=7, d=16, e=16, mask=None, bias=N
         ids = ids if documents < t else (rand(b, t) > 0).long()
     generator = torch.Generator().manual_seed(b * h * t)
     drawn = (torch.randint(WORDS, [s + b * h * t], generator=generator), dropout) if dropout else ()
+    if prefix is not None:
+        drawn = (*(drawn or (None, 0.0)), torch.tensor(prefix))
     return q, k, v, seen, added, logits, ids, d**-0.5, softcap, left, right, fill, *drawn
 
 
@@ -57,6 +59,13 @@ SOFTMAX = {
     "several_blocks": {"b": 1, "h": 2, "g": 1, "t": 150, "s": 150, "right": 0},
     "windows_of_several_blocks": {"b": 1, "h": 1, "g": 1, "t": 200, "s": 200, "left": 40, "right": 0},
     "both_sides_of_several_blocks": {"b": 1, "h": 1, "g": 1, "t": 140, "s": 170, "left": 70, "right": 33},
+    "prefix": {"right": 0, "prefix": [3]}, "prefixes": {"right": 0, "prefix": [0, 9]},
+    "prefix_of_last_queries": {"right": 4, "t": 3, "s": 7, "prefix": [6, 2]},
+    "prefixes_of_several_blocks": {"h": 2, "g": 1, "t": 200, "s": 200, "right": 0, "prefix": [33, 150]},
+    "prefix_and_a_window": {"b": 1, "h": 1, "g": 1, "t": 200, "s": 200, "left": 50, "right": 0, "prefix": [96]},
+    "prefix_beside_all": {"mask": (1, 0, 1, 1), "bias": (0, 1, 1, 1), "sinks": True, "softcap": 3.0, "left": 4, "right": 1,
+                          "prefix": [2, 5], "dropout": 0.2},
+    "prefix_and_documents": {"b": 1, "h": 1, "g": 1, "t": 200, "s": 200, "documents": 70, "right": 0, "prefix": [100]},
     "dropout": {"dropout": 0.3, "right": 0}, "dropout_of_all": {"dropout": 1.0},
     "dropout_of_nearly_all_at_once": {"mask": (1, 0, 1, 1), "bias": (0, 1, 1, 1), "sinks": True, "softcap": 3.0, "left": 4,
                                       "right": 1, "dropout": 0.2},

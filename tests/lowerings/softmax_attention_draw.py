@@ -22,7 +22,8 @@ def kind(draw: random.Random, op: str) -> Kind:
         dtypes={"main": draw.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))},
         flags={"mask": draw.choice(shared), "bias": draw.choice(shared), "sinks": draw.random() < 0.3,
                "softcap": draw.choice((0.0, 0.0, 3.0)), "left": draw.random() < 0.3, "right": draw.random() < 0.6,
-               "low": draw.random() < 0.3, "documents": draw.random() < 0.2, "dropout": draw.choice((0.0, 0.0, 0.1, 0.6))},
+               "low": draw.random() < 0.3, "documents": draw.random() < 0.2, "dropout": draw.choice((0.0, 0.0, 0.1, 0.6)),
+               "prefix": draw.random() < 0.2},
         # Equal rows would leave the scores without a gradient.
         patterns={name: pattern(draw, 3, may_repeat=False) for name in ("q", "k", "v", "grad")},
     )  # fmt: skip
@@ -56,6 +57,9 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
     if f["dropout"]:
         generator = torch.Generator().manual_seed(draw.randrange(2**31))
         drawn = torch.randint(WORDS, [s + b * w["h"] * t], generator=generator).to(q.device), f["dropout"]
+    if f["prefix"] and right is not None:
+        lengths = torch.tensor([draw.randrange(0, s + 2) for _ in range(draw.choice((1, b)))]).to(q.device)
+        drawn = (*(drawn or (None, 0.0)), lengths)
     if kind.op == "attention":
         return q, k, v, mask, bias, logits, *settings, *drawn
     out, lse, top = reference_of("attention")(q, k, v, mask, bias, logits, *settings, *drawn)

@@ -16,13 +16,15 @@
                a key
     words      None, or int64 [s + b * h * t], random numbers that are not negative: by them probabilities are dropped,
                the same ones in backward (`_dropout`)
+    prefix     None, or integers [b or 1], of use beside `right`: each query sees the keys before it, too, as those of a
+               prompt that is read in both directions (arXiv:1910.10683), but for what the rest hides
     dropout    with which probability; the others are divided by 1 - dropout. lse is that of all
     returns    out [b, h, t, e] in v's dtype, laid out as q; lse [b, h, t], natural logarithm of the sum of exponentials
                of the scores less `top`; top [b, h, t], each row's largest score with a mask or a bias, under which
                scores may be too low for a number to hold their logarithm, too; else without elements, and 0
 
 Computed in float32 (float64 for float64); kernels round probabilities to v's dtype before they multiply values.
-Saved for backward: q, k, v, mask, bias, sinks, documents, words, out, lse, top.
+Saved for backward: q, k, v, mask, bias, sinks, documents, words, prefix, out, lse, top.
 Source: FlashAttention-2, arXiv:2307.08691.
 """
 
@@ -44,7 +46,8 @@ REFERENCE_SERVES = {"tpu": "products and a softmax, which XLA fuses as far as it
 
 @define_op(reference.attention)
 def attention(  # type: ignore[no-untyped-def]
-    q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill, words=None, dropout=0.0
+    q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill, words=None, dropout=0.0,
+    prefix=None,
 ):  # fmt: skip
     b, h, t, _ = q.shape
     out = empty_like_tokens(q, h, t, v.shape[-1]).to(v.dtype)
@@ -55,7 +58,7 @@ def attention(  # type: ignore[no-untyped-def]
 @define_op(reference.attention_backward)
 def attention_backward(  # type: ignore[no-untyped-def]
     grad, q, k, v, mask, bias, sinks, documents, out, lse, top, scale, softcap, left, right, fill, bias_grad,
-    words=None, dropout=0.0,
+    words=None, dropout=0.0, prefix=None,
 ):  # fmt: skip
     """Gradients of q, k, v, bias (empty without `bias_grad`) and sinks (empty without)."""
     dbias = bias.new_empty(bias.shape) if bias_grad else q.new_empty(0)
@@ -64,17 +67,17 @@ def attention_backward(  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, mask, bias, sinks, documents, *ctx.settings, words, ctx.dropout = inputs
+    q, k, v, mask, bias, sinks, documents, *ctx.settings, words, ctx.dropout, prefix = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.bias_grad = bias is not None and ctx.needs_input_grad[4]
-    save_operands(ctx, (q, k, v, mask, bias, sinks, documents, words), *output)
+    save_operands(ctx, (q, k, v, mask, bias, sinks, documents, words, prefix), *output)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    (*operands, words), (out, lse, top) = saved_operands(ctx)
-    drawn = () if words is None else (words, ctx.dropout)
-    *grads, dbias, dsinks = attention_backward(grad, *operands, out, lse, top, *ctx.settings, ctx.bias_grad, *drawn)
-    return *grads, None, dbias if ctx.bias_grad else None, None if operands[5] is None else dsinks, *[None] * 8
+    (*operands, words, prefix), (out, lse, top) = saved_operands(ctx)
+    more = (words, ctx.dropout, prefix)[: 3 if prefix is not None else 2 if words is not None else 0]
+    *grads, dbias, dsinks = attention_backward(grad, *operands, out, lse, top, *ctx.settings, ctx.bias_grad, *more)
+    return *grads, None, dbias if ctx.bias_grad else None, None if operands[5] is None else dsinks, *[None] * 9
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

@@ -17,12 +17,13 @@ def objection(name: str, args: Sequence[Any]) -> str | None:
     backward = name == "attention_backward"
     q, k, _, mask, bias, sinks, documents = args[1:8] if backward else args[:7]
     softcap, left, right = args[12:15] if backward else args[8:11]
-    words = (*args, None)[17 if backward else 12]
+    words, _, prefix = (*args[17 if backward else 12 :], None, None, None)[:3]
     if any(isinstance(n, int) and n == 0 for n in (*q.shape, k.shape[2])):
         return "there is nothing to attend to"
     for what, given in (("a mask as data", mask is not None), ("a bias", bias is not None), ("a softcap", softcap != 0),
                         ("sinks", sinks is not None), ("documents", documents is not None),
-                        ("a window", left is not None), ("dropout", words is not None)):  # fmt: skip
+                        ("a window", left is not None), ("dropout", words is not None),
+                        ("a prefix", prefix is not None)):  # fmt: skip
         if given:
             return f"{what}: torch's kernels take none"
     if right is not None and not (same_size(right, 0) and same_size(q.shape[2], k.shape[2])):

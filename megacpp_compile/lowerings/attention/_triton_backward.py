@@ -12,32 +12,11 @@ from megacpp_compile.lowerings.attention._triton_dropout import kept, words_of_k
 from megacpp_compile.lowerings.attention._triton_kernels import (
     beside,
     blocks_of_keys,
-    capped_scores,
-    hidden_scores,
+    opened_keys,
     tile,
+    weights_of,
     within_documents,
 )
-
-
-@triton.jit
-def _weights(products, i, j, known, above, tokens, keys, left, right, scale, softcap, mask, bias, m_t, m_s, b_t, b_s,
-             fill, documents, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-             RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
-    """(probabilities, what a score's gradient is multiplied by before its products', the scores, -inf where hidden);
-    `known` is lse in base 2."""
-    capped = capped_scores(products, scale, softcap, SOFTCAP)
-    scores = hidden_scores(capped, i, j, tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s, fill, documents,
-                           MASK, BIAS, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
-    if MASK or BIAS:
-        p = tl.exp2((scores - above) * LOG2_E - known)
-    else:
-        p = tl.exp2(scores * LOG2_E - known)
-    if EDGE:  # rows and keys that are not there
-        p = tl.where((i < tokens) & (j < keys), p, 0.0)
-    slope = capped
-    if SOFTCAP:
-        slope = 1 - (capped / softcap) * (capped / softcap)
-    return p, slope, scores
 
 
 @triton.jit
@@ -58,8 +37,8 @@ def _score_gradient(p, dp, delta, slope, scores, i, j, tokens, keys, mask, m_t, 
 
 @triton.jit
 def _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, delta, tokens, keys, left, right,
-                      scale, softcap, fill, documents, row_a, row_b, words, least, factor, k_s, v_s, m_t, m_s, b_t,
-                      b_s, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+                      opened, scale, softcap, fill, documents, row_a, row_b, words, least, factor, k_s, v_s, m_t, m_s,
+                      b_t, b_s, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
                       MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
                       RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr, EDGE: tl.constexpr,
                       PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
@@ -70,9 +49,9 @@ def _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, a
     if R:
         k_r = tile(k, j, A + tl.arange(0, R), k_s, keys, D, EDGE, A + R > D)
         products = dot(q_r, tl.trans(k_r), products, PRECISION, INTERPRETED)
-    p, slope, scores = _weights(products, i[:, None], j[None, :], known[:, None], above[:, None], tokens, keys, left,
-                                right, scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, documents, MASK, BIAS,
-                                SOFTCAP, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
+    p, slope, scores = weights_of(products, i[:, None], j[None, :], known[:, None], above[:, None], tokens, keys, left,
+                                  right, opened, scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, documents, MASK,
+                                  BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     values = tile(v, j, tl.arange(0, EP), v_s, keys, E, EDGE, EP > E)
     dp = dot(do, tl.trans(values), tl.zeros([BM, BN], tl.float32), PRECISION, INTERPRETED)
     if DROPOUT:
@@ -90,12 +69,12 @@ def _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, a
 @triton.jit
 def attention_query_grad(grad, q, k, v, mask, bias, lse, top, delta, dq, tokens, keys, left, right, scale, softcap,
                          fill, documents, spans, words, least, factor, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h, q_t,
-                         k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t,
-                         HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
-                         E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+                         k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t, prefix,
+                         p_b, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr,
+                         R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
                          SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr,
-                         DROPOUT: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
-                         BN: tl.constexpr):  # fmt: skip
+                         PREFIX: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+                         INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """dq [b, h, t, d]: the forward's walk, with probabilities from lse."""
     scale, softcap, fill, factor = single(scale), single(softcap), single(fill), single(factor)
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -126,27 +105,30 @@ def attention_query_grad(grad, q, k, v, mask, bias, lse, top, delta, dq, tokens,
     row_a, row_b = i, i
     if DROPOUT:
         row_a, row_b = words_of_queries(words, keys, (b * HEADS + h) * tokens, i, tokens)
-    first, whole, whole_end, end = blocks_of_keys(m0, tokens, keys, left, right, LEFT, RIGHT, BM, BN)
+    opened = opened_keys(prefix, b, p_b, PREFIX)
+    first, whole, whole_end, end = blocks_of_keys(m0, tokens, keys, left, right, opened, LEFT, RIGHT, BM, BN)
     if DOCUMENTS:
         spans += b * s_b
         first, whole, whole_end, end = within_documents(spans, units, m0, first, whole, whole_end, end, BM, BN)
     if LEFT or DOCUMENTS:
         for n in range(first, whole, BN):
             dq_a, dq_r = _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums, tokens,
-                                           keys, left, right, scale, softcap, fill, documents, row_a, row_b, words,
-                                           least, factor, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS,
-                                           SOFTCAP, LEFT, RIGHT, DOCUMENTS, DROPOUT, True, PRECISION, INTERPRETED, BM,
-                                           BN)  # fmt: skip
+                                           keys, left, right, opened, scale, softcap, fill, documents, row_a, row_b,
+                                           words, least, factor, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK,
+                                           BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, DROPOUT, True, PRECISION, INTERPRETED,
+                                           BM, BN)  # fmt: skip
     for n in range(whole, whole_end, BN):
         dq_a, dq_r = _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums, tokens,
-                                       keys, left, right, scale, softcap, fill, documents, row_a, row_b, words, least,
-                                       factor, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT,
-                                       RIGHT, DOCUMENTS, DROPOUT, False, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+                                       keys, left, right, opened, scale, softcap, fill, documents, row_a, row_b, words,
+                                       least, factor, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP,
+                                       LEFT, RIGHT, DOCUMENTS, DROPOUT, False, PRECISION, INTERPRETED, BM,
+                                       BN)  # fmt: skip
     for n in range(whole_end, end, BN):
         dq_a, dq_r = _query_grad_block(dq_a, dq_r, q_a, q_r, do, k, v, mask, bias, n, i, known, above, sums, tokens,
-                                       keys, left, right, scale, softcap, fill, documents, row_a, row_b, words, least,
-                                       factor, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT,
-                                       RIGHT, DOCUMENTS, DROPOUT, True, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+                                       keys, left, right, opened, scale, softcap, fill, documents, row_a, row_b, words,
+                                       least, factor, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP,
+                                       LEFT, RIGHT, DOCUMENTS, DROPOUT, True, PRECISION, INTERPRETED, BM,
+                                       BN)  # fmt: skip
     a = tl.arange(0, A)
     at = dq + b * o_b + h.to(tl.int64) * o_h + i[:, None] * o_t
     tl.store(at + a[None, :], as_stored(dq_a * scale, dq), mask=(i < tokens)[:, None] & (a < D)[None, :])
@@ -157,11 +139,11 @@ def attention_query_grad(grad, q, k, v, mask, bias, lse, top, delta, dq, tokens,
 
 @triton.jit
 def _keys_grad_block(dk_a, dk_r, dv, k_a, k_r, values, q, grad, mask, bias, lse, top, delta, m, j, tokens, keys, left,
-                     right, scale, softcap, fill, documents, words, row, of_keys, least, factor, q_t, g_t, m_t, m_s,
-                     b_t, b_s, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-                     MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-                     RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr, EDGE: tl.constexpr,
-                     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
+                     right, opened, scale, softcap, fill, documents, words, row, of_keys, least, factor, q_t, g_t, m_t,
+                     m_s, b_t, b_s, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+                     EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+                     LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr,
+                     EDGE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
                      BN: tl.constexpr):  # fmt: skip
     """Of one block of queries, whose scores are [keys, queries] here."""
     i = m + tl.arange(0, BM)
@@ -175,9 +157,9 @@ def _keys_grad_block(dk_a, dk_r, dv, k_a, k_r, values, q, grad, mask, bias, lse,
     above = sums
     if MASK or BIAS:
         above = tl.load(top + i, mask=i < tokens, other=0.0)
-    p, slope, scores = _weights(products, i[None, :], j[:, None], known[None, :], above[None, :], tokens, keys, left,
-                                right, scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, documents, MASK, BIAS,
-                                SOFTCAP, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
+    p, slope, scores = weights_of(products, i[None, :], j[:, None], known[None, :], above[None, :], tokens, keys, left,
+                                  right, opened, scale, softcap, mask, bias, m_t, m_s, b_t, b_s, fill, documents, MASK,
+                                  BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     do = tile(grad, i, tl.arange(0, EP), g_t, tokens, E, EDGE, EP > E)
     dropped = p
     if DROPOUT:
@@ -201,11 +183,11 @@ def _keys_grad_block(dk_a, dk_r, dv, k_a, k_r, values, q, grad, mask, bias, lse,
 def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, tokens, keys, left, right, scale, softcap,
                         fill, documents, spans, words, least, factor, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h, q_t,
                         k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, dk_b, dk_h, dk_s, dv_b,
-                        dv_h, dv_s, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr,
-                        R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-                        SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr,
-                        DROPOUT: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
-                        BN: tl.constexpr):  # fmt: skip
+                        dv_h, dv_s, prefix, p_b, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+                        A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr,
+                        BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                        DOCUMENTS: tl.constexpr, PREFIX: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+                        INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """dk, dv [b, g, s, .] of a block of keys, over all queries of its heads that see some of it."""
     scale, softcap, fill, factor = single(scale), single(softcap), single(fill), single(factor)
     n0 = tl.program_id(0) * BN
@@ -225,12 +207,16 @@ def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, toke
         dk_r = tl.zeros([BN, R], tl.float32)
     values = tile(v, j, tl.arange(0, EP), v_s, keys, E, True, EP > E)
     grad_v = tl.zeros([BN, EP], tl.float32)
+    opened = opened_keys(prefix, b, p_b, PREFIX)
     # Queries that see a key of the block; those between `whole` and `whole_end` see all of them, blocks at borders.
     first, whole, end = 0, 0, tokens
     whole_end = tokens // BM * BM
     if RIGHT:
         first = tl.minimum(tl.maximum(n0 - right, 0), tokens) // BM * BM
         whole = tl.maximum(n0 + BN - 1 - right + BM - 1, 0) // BM * BM
+    if PREFIX:
+        first = tl.where(n0 < opened, 0, first)
+        whole = tl.where(n0 + BN <= opened, 0, whole)
     if LEFT:
         end = tl.maximum(tl.minimum(tokens, tl.minimum(n0 + BN, keys) + left), 0)
         whole_end = tl.minimum(whole_end, tl.maximum(n0 + left + 1, 0) // BM * BM)
@@ -254,21 +240,21 @@ def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, toke
         for m in range(first, whole, BM):
             dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of, bias_of,
                                                   lse + row, top + row, delta + row, m, j, tokens, keys, left, right,
-                                                  scale, softcap, fill, documents, words, row, of_keys, least,
+                                                  opened, scale, softcap, fill, documents, words, row, of_keys, least,
                                                   factor, q_t, g_t, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS,
                                                   SOFTCAP, LEFT, RIGHT, DOCUMENTS, DROPOUT, True, PRECISION,
                                                   INTERPRETED, BM, BN)  # fmt: skip
         for m in range(whole, whole_end, BM):
             dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of, bias_of,
                                                   lse + row, top + row, delta + row, m, j, tokens, keys, left, right,
-                                                  scale, softcap, fill, documents, words, row, of_keys, least,
+                                                  opened, scale, softcap, fill, documents, words, row, of_keys, least,
                                                   factor, q_t, g_t, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS,
                                                   SOFTCAP, LEFT, RIGHT, DOCUMENTS, DROPOUT, False, PRECISION,
                                                   INTERPRETED, BM, BN)  # fmt: skip
         for m in range(whole_end, end, BM):
             dk_a, dk_r, grad_v = _keys_grad_block(dk_a, dk_r, grad_v, k_a, k_r, values, q_of, grad_of, mask_of, bias_of,
                                                   lse + row, top + row, delta + row, m, j, tokens, keys, left, right,
-                                                  scale, softcap, fill, documents, words, row, of_keys, least,
+                                                  opened, scale, softcap, fill, documents, words, row, of_keys, least,
                                                   factor, q_t, g_t, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS,
                                                   SOFTCAP, LEFT, RIGHT, DOCUMENTS, DROPOUT, True, PRECISION,
                                                   INTERPRETED, BM, BN)  # fmt: skip
@@ -287,12 +273,12 @@ def attention_keys_grad(grad, q, k, v, mask, bias, lse, top, delta, dk, dv, toke
 @triton.jit
 def attention_bias_grad(grad, q, k, v, mask, bias, lse, top, delta, dbias, batches, tokens, keys, left, right, scale,
                         softcap, fill, documents, spans, words, least, factor, units, d_b, s_b, g_b, g_h, g_t, q_b, q_h,
-                        q_t, k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, HEADS: tl.constexpr,
-                        GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
-                        EP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-                        RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr, PER_BATCH: tl.constexpr,
-                        PER_HEAD: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
-                        BN: tl.constexpr):  # fmt: skip
+                        q_t, k_b, k_h, k_s, v_b, v_h, v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, prefix, p_b,
+                        HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
+                        E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+                        LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, PREFIX: tl.constexpr,
+                        DROPOUT: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr, PRECISION: tl.constexpr,
+                        INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """The gradient of a bias [b or 1, h or 1, t, s]: a tile of scores' gradients, summed over batches and heads that
     share it."""
     scale, softcap, fill, factor = single(scale), single(softcap), single(fill), single(factor)
@@ -311,6 +297,8 @@ def attention_bias_grad(grad, q, k, v, mask, bias, lse, top, delta, dbias, batch
     visited = True
     if RIGHT:
         visited = n0 <= m0 + BM - 1 + right
+    if PREFIX:
+        visited = True
     if LEFT:
         visited = visited & (n0 + BN - 1 >= m0 - left)
     if visited:
@@ -332,10 +320,12 @@ def attention_bias_grad(grad, q, k, v, mask, bias, lse, top, delta, dbias, batch
                 sums = tl.load(delta + row, mask=i < tokens, other=0.0)
                 above = tl.load(top + row, mask=i < tokens, other=0.0)
                 ids = documents + b * d_b
+                opened = opened_keys(prefix, b, p_b, PREFIX)
                 mask_of, bias_of = mask + b * m_b + h * m_h, bias + b * b_b + h * b_h
-                p, slope, scores = _weights(products, i[:, None], j[None, :], known[:, None], above[:, None], tokens,
-                                            keys, left, right, scale, softcap, mask_of, bias_of, m_t, m_s, b_t, b_s,
-                                            fill, ids, MASK, 2, SOFTCAP, LEFT, RIGHT, DOCUMENTS, True)  # fmt: skip
+                p, slope, scores = weights_of(products, i[:, None], j[None, :], known[:, None], above[:, None], tokens,
+                                              keys, left, right, opened, scale, softcap, mask_of, bias_of, m_t, m_s,
+                                              b_t, b_s, fill, ids, MASK, 2, SOFTCAP, LEFT, RIGHT, DOCUMENTS,
+                                              True)  # fmt: skip
                 do = tile(grad + b * g_b + h * g_h, i, tl.arange(0, EP), g_t, tokens, E, True, EP > E)
                 values = tile(v_of, j, tl.arange(0, EP), v_s, keys, E, True, EP > E)
                 dp = dot(do, tl.trans(values), tl.zeros([BM, BN], tl.float32), PRECISION, INTERPRETED)

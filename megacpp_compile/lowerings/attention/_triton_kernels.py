@@ -55,7 +55,7 @@ def beside(base, i, j, tokens, keys, step_t, step_s, KIND: tl.constexpr):
 
 
 @triton.jit
-def hidden_scores(scores, i, j, tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s, fill, documents,
+def hidden_scores(scores, i, j, tokens, keys, left, right, opened, mask, bias, m_t, m_s, b_t, b_s, fill, documents,
                   MASK: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                   DOCUMENTS: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
     """Scores with the bias, and hidden where queries i do not see keys j; i and j are of shapes that broadcast to
@@ -69,7 +69,7 @@ def hidden_scores(scores, i, j, tokens, keys, left, right, mask, bias, m_t, m_s,
         if LEFT:
             near = near & (j >= i - left)
         if RIGHT:
-            near = near & (j <= i + right)
+            near = near & (j <= tl.maximum(i + right, opened - 1))
         if DOCUMENTS:
             own = tl.load(documents + i, mask=i < tokens, other=0)
             near = near & (tl.load(documents + j, mask=j < keys, other=0) == own)
@@ -78,8 +78,29 @@ def hidden_scores(scores, i, j, tokens, keys, left, right, mask, bias, m_t, m_s,
 
 
 @triton.jit
-def _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, first, i, tokens, keys, left, right, scale, softcap,
-                   fill, documents, row_a, row_b, words, least, k_s, v_s, m_t, m_s, b_t, b_s, D: tl.constexpr,
+def weights_of(products, i, j, known, above, tokens, keys, left, right, opened, scale, softcap, mask, bias, m_t, m_s,
+               b_t, b_s, fill, documents, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+               LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
+    """(probabilities, what a score's gradient is multiplied by before its products', the scores, -inf where hidden);
+    `known` is lse in base 2."""
+    capped = capped_scores(products, scale, softcap, SOFTCAP)
+    scores = hidden_scores(capped, i, j, tokens, keys, left, right, opened, mask, bias, m_t, m_s, b_t, b_s, fill,
+                           documents, MASK, BIAS, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
+    if MASK or BIAS:
+        p = tl.exp2((scores - above) * LOG2_E - known)
+    else:
+        p = tl.exp2(scores * LOG2_E - known)
+    if EDGE:  # rows and keys that are not there
+        p = tl.where((i < tokens) & (j < keys), p, 0.0)
+    slope = capped
+    if SOFTCAP:
+        slope = 1 - (capped / softcap) * (capped / softcap)
+    return p, slope, scores
+
+
+@triton.jit
+def _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, first, i, tokens, keys, left, right, opened, scale,
+                   softcap, fill, documents, row_a, row_b, words, least, k_s, v_s, m_t, m_s, b_t, b_s, D: tl.constexpr,
                    A: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr,
                    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                    DOCUMENTS: tl.constexpr, DROPOUT: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
@@ -92,8 +113,8 @@ def _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, first, i, token
         k_r = tile(k, j, A + tl.arange(0, R), k_s, keys, D, EDGE, A + R > D)
         products = dot(q_r, tl.trans(k_r), products, PRECISION, INTERPRETED)
     scores = capped_scores(products, scale, softcap, SOFTCAP)
-    scores = hidden_scores(scores, i[:, None], j[None, :], tokens, keys, left, right, mask, bias, m_t, m_s, b_t, b_s,
-                           fill, documents, MASK, BIAS, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
+    scores = hidden_scores(scores, i[:, None], j[None, :], tokens, keys, left, right, opened, mask, bias, m_t, m_s, b_t,
+                           b_s, fill, documents, MASK, BIAS, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     new = tl.maximum(most, tl.max(scores, 1))
     base = new
     if EDGE or MASK or BIAS:  # else every score is a number
@@ -111,15 +132,24 @@ def _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, first, i, token
 
 
 @triton.jit
-def blocks_of_keys(m0, tokens, keys, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BM: tl.constexpr,
+def opened_keys(prefix, b, p_b, PREFIX: tl.constexpr):
+    """The number of the first keys that all queries see."""
+    if PREFIX:
+        return tl.load(prefix + b * p_b)
+    else:
+        return 0
+
+
+@triton.jit
+def blocks_of_keys(m0, tokens, keys, left, right, opened, LEFT: tl.constexpr, RIGHT: tl.constexpr, BM: tl.constexpr,
                    BN: tl.constexpr):  # fmt: skip
     """(first key, first of a block all of whose keys all queries m0 to m0 + BM see, the end of such, the end) of the
     keys that these queries see, at borders of blocks."""
     first, whole, end = 0, 0, keys
     whole_end = keys // BN * BN
     if RIGHT:
-        end = tl.maximum(tl.minimum(keys, tl.minimum(m0 + BM, tokens) + right), 0)
-        whole_end = tl.minimum(whole_end, tl.maximum(m0 + right + 1, 0) // BN * BN)
+        end = tl.maximum(tl.minimum(keys, tl.maximum(tl.minimum(m0 + BM, tokens) + right, opened)), 0)
+        whole_end = tl.minimum(whole_end, tl.maximum(tl.maximum(m0 + right + 1, opened), 0) // BN * BN)
     if LEFT:
         first = tl.minimum(tl.maximum(m0 - left, 0), keys) // BN * BN
         whole = tl.maximum(tl.minimum(m0 + BM, tokens) - 1 - left + BN - 1, 0) // BN * BN
@@ -152,12 +182,12 @@ def within_documents(spans, units, own, first, whole, whole_end, end, OWN: tl.co
 @triton.jit
 def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, left, right, scale, softcap, fill,
                       documents, spans, words, least, factor, units, d_b, s_b, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h,
-                      v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t, HEADS: tl.constexpr,
+                      v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t, prefix, p_b, HEADS: tl.constexpr,
                       GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
                       EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
                       SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr,
-                      DROPOUT: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr,
-                      BN: tl.constexpr):  # fmt: skip
+                      PREFIX: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+                      BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     scale, softcap, fill, factor = single(scale), single(softcap), single(fill), single(factor)
     WIDE: tl.constexpr = MASK + BIAS > 0
     if not WIDE:  # scores in base 2
@@ -193,26 +223,28 @@ def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, l
     row_a, row_b = i, i
     if DROPOUT:
         row_a, row_b = words_of_queries(words, keys, (b * HEADS + h) * tokens, i, tokens)
-    first, whole, whole_end, end = blocks_of_keys(m0, tokens, keys, left, right, LEFT, RIGHT, BM, BN)
+    opened = opened_keys(prefix, b, p_b, PREFIX)
+    first, whole, whole_end, end = blocks_of_keys(m0, tokens, keys, left, right, opened, LEFT, RIGHT, BM, BN)
     if DOCUMENTS:
         spans += b * s_b
         first, whole, whole_end, end = within_documents(spans, units, m0, first, whole, whole_end, end, BM, BN)
     if LEFT or DOCUMENTS:
         for n in range(first, whole, BN):
             acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left,
-                                              right, scale, softcap, fill, documents, row_a, row_b, words, least, k_s,
-                                              v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT,
-                                              DOCUMENTS, DROPOUT, True, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+                                              right, opened, scale, softcap, fill, documents, row_a, row_b, words,
+                                              least, k_s, v_s, m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP,
+                                              LEFT, RIGHT, DOCUMENTS, DROPOUT, True, PRECISION, INTERPRETED, BM,
+                                              BN)  # fmt: skip
     for n in range(whole, whole_end, BN):
         acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left, right,
-                                          scale, softcap, fill, documents, row_a, row_b, words, least, k_s, v_s, m_t,
-                                          m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS,
-                                          DROPOUT, False, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+                                          opened, scale, softcap, fill, documents, row_a, row_b, words, least, k_s, v_s,
+                                          m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT,
+                                          DOCUMENTS, DROPOUT, False, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     for n in range(whole_end, end, BN):
         acc, total, most = _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, n, i, tokens, keys, left, right,
-                                          scale, softcap, fill, documents, row_a, row_b, words, least, k_s, v_s, m_t,
-                                          m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT, DOCUMENTS,
-                                          DROPOUT, True, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
+                                          opened, scale, softcap, fill, documents, row_a, row_b, words, least, k_s, v_s,
+                                          m_t, m_s, b_t, b_s, D, A, R, E, EP, MASK, BIAS, SOFTCAP, LEFT, RIGHT,
+                                          DOCUMENTS, DROPOUT, True, PRECISION, INTERPRETED, BM, BN)  # fmt: skip
     acc = acc / total[:, None]
     if DROPOUT:
         acc *= factor

@@ -47,6 +47,7 @@ def attention(
     fill: float,
     words: Tensor | None = None,
     dropout: float = 0.0,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, right is not None, scale=scale)
     return laid_out(out, q), lse.contiguous(), lse.new_empty(0)
@@ -72,6 +73,7 @@ def attention_backward(
     bias_grad: bool,
     words: Tensor | None = None,
     dropout: float = 0.0,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, right is not None, scale=scale

@@ -60,6 +60,7 @@ def attention(
     fill: float,
     words: Tensor | None = None,
     dropout: float = 0.0,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     causal = right is not None
     q, k, v = map(in_whole_rows, (q, k, v))
@@ -91,6 +92,7 @@ def attention_backward(
     bias_grad: bool,
     words: Tensor | None = None,
     dropout: float = 0.0,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     causal, no_seed = right is not None, q.new_empty((), dtype=torch.int64)
     tokens, keys = q.shape[2], k.shape[2]

@@ -117,6 +117,7 @@ def _documents(q: Tensor, documents: Tensor | None) -> dict[str, Any]:
 def _operands(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, documents: Tensor | None, scale: float,
     softcap: float, left: int | None, right: int | None, fill: float, words: Tensor | None, dropout: float,
+    prefix: Tensor | None,
 ) -> dict[str, Any]:  # fmt: skip
     a, r = _parts(q.shape[-1])
     return {
@@ -128,6 +129,7 @@ def _operands(
         "R": r, "E": v.shape[-1], "EP": max(16, power_of_2(v.shape[-1])), "MASK": _beside(mask), "BIAS": _beside(bias),
         "SOFTCAP": int(softcap != 0), "LEFT": int(left is not None),
         "RIGHT": int(right is not None), **multiply(q.dtype), **_documents(q, documents), **_drawn(q, words, dropout),
+        **_prefix(q, prefix),
     }  # fmt: skip
 
 
@@ -137,6 +139,13 @@ def _drawn(q: Tensor, words: Tensor | None, dropout: float) -> dict[str, Any]:
         "words": q if words is None else words, "least": signed, "factor": factor(dropout),
         "DROPOUT": int(words is not None),
     }  # fmt: skip
+
+
+def _prefix(q: Tensor, prefix: Tensor | None) -> dict[str, Any]:
+    if prefix is None:
+        return {"prefix": q, "p_b": 0, "PREFIX": 0}
+    one = statically_known_true(prefix.shape[0] == 1)
+    return {"prefix": prefix.to(torch.int32).contiguous(), "p_b": 0 if one else 1, "PREFIX": 1}
 
 
 # Block sizes by kernel, of heads of so many channels at most (H100; measured causal at 64, 128, 192/128 and 256).
@@ -183,10 +192,11 @@ def attention(
     fill: float,
     words: Tensor | None = None,
     dropout: float = 0.0,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     like, channels = q, v.shape[-1]
     q, k, v = map(_in_sixteens, (q, k, v))
-    args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill, words, dropout)
+    args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill, words, dropout, prefix)
     out = empty_like_tokens(like, q.shape[1], q.shape[2], v.shape[-1])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     top = lse.new_empty(q.shape[:3] if mask is not None or bias is not None else (0,))
@@ -218,11 +228,12 @@ def attention_backward(
     bias_grad: bool,
     words: Tensor | None = None,
     dropout: float = 0.0,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     delta = (grad.float() * out.float()).sum(-1).contiguous()
     operands = q, k, v
     grad, q, k, v = map(_in_sixteens, (grad, q, k, v))
-    args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill, words, dropout)
+    args = _operands(q, k, v, mask, bias, documents, scale, softcap, left, right, fill, words, dropout, prefix)
     args |= {"grad": grad, **strides("g", grad, "bht"), "lse": lse, "top": top if top.numel() else lse, "delta": delta}
     b, h, tokens, _ = q.shape
     groups, keys = k.shape[1:3]

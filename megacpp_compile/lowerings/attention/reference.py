@@ -21,12 +21,17 @@ class _Scores(NamedTuple):
     near: Tensor | None
 
 
-def seen(t: int, s: int, left: int | None, right: int | None, device: torch.device) -> Tensor | None:
-    """bool [t, s]: whether query i sees key j by their distance; None where each sees all."""
+def seen(
+    t: int, s: int, left: int | None, right: int | None, device: torch.device, prefix: Tensor | None = None
+) -> Tensor | None:
+    """bool [t, s], with a prefix [b or 1, 1, t, s]: whether query i sees key j by their distance; None where each sees
+    all."""
     if left is None and right is None:
         return None
     gap = torch.arange(s, device=device) - torch.arange(t, device=device)[:, None]
     parts = ([] if right is None else [gap <= right]) + ([] if left is None else [gap >= -left])
+    if right is not None and prefix is not None:
+        parts[0] = parts[0] | (torch.arange(s, device=device) < prefix[:, None, None, None])
     return parts[0] if len(parts) == 1 else parts[0] & parts[1]
 
 
@@ -37,7 +42,7 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 
 def _scores(
     q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None, documents: Tensor | None, scale: float,
-    softcap: float, left: int | None, right: int | None, fill: float,
+    softcap: float, left: int | None, right: int | None, fill: float, prefix: Tensor | None,
 ) -> _Scores:  # fmt: skip
     products = (_grouped(q, k.shape[1]) @ k.unsqueeze(2).mT).flatten(1, 2) * scale
     scores = capped = products if softcap == 0 else softcap * torch.tanh(products / softcap)
@@ -45,7 +50,7 @@ def _scores(
         scores = scores + bias
     if mask is not None:
         scores = torch.where(mask, scores, fill)
-    near = seen(q.shape[2], k.shape[2], left, right, q.device)
+    near = seen(q.shape[2], k.shape[2], left, right, q.device, prefix)
     if documents is not None:
         same = (documents[:, :, None] == documents[:, None])[:, None]
         near = same if near is None else near & same
@@ -67,9 +72,10 @@ def attention(
     fill: float,
     words: Tensor | None = None,
     dropout: float = 0.0,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given, like, (q, k, v) = v.dtype, q, wide(q, k, v)
-    scores, *_ = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill)
+    scores, *_ = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill, prefix)
     top = scores.amax(-1)
     if sinks is not None:
         top = torch.maximum(top, sinks[:, None].to(top.dtype))
@@ -102,10 +108,11 @@ def attention_backward(
     bias_grad: bool,
     words: Tensor | None = None,
     dropout: float = 0.0,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     given, groups, like = q.dtype, k.shape[1], (q, k, v)
     grad, out, q, k, v = wide(grad, out, q, k, v)
-    scores, capped, near = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill)
+    scores, capped, near = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill, prefix)
     if mask is not None or bias is not None:
         scores = scores - top.unsqueeze(-1)
     weights = (scores - lse.unsqueeze(-1)).exp()
