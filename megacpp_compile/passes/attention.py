@@ -3,14 +3,14 @@
 Before: `softmax(q @ k.transpose(-1, -2) * scale + mask, -1) @ v` in any spelling: products of any kind, or sums of two;
         grouped heads; scores divided, capped, biased and masked; a column more for sinks; a softmax by exponentials
 After:  `out, lse, top = megacpp.attention(q, k, v, mask, bias, sinks, documents, scale, softcap, left, right, fill)`,
-        with dropout of the probabilities `megacpp.attention(..., fill, words, p)`
+        with dropout of the probabilities, or a prefix, `megacpp.attention(..., fill, words, p, prefix)`
 
 Safe because the op computes the same function in at least the same precision, and nothing else reads scores or
 probabilities. It saves q, k, v, the result and two numbers a row at most in place of both.
-Masks that compare places are told to the op as distances (`left`, `right`), so that kernels skip what they hide; each
-query has to see a key by them, as a query that sees none is NaN or the mean of the values in eager, by how it is
-written. Where that is not known, and where a mask is data, it stays a tensor that the op reads, with the number that it
-writes. Torch's op with such a mask stays torch's: its kernels read masks as well.
+Masks that compare places are told to the op as distances (`left`, `right`) and prefixes (`(j <= i) | (j < prefix)`), so
+that kernels skip what they hide; each query has to see a key by them, as a query that sees none is NaN or the mean of
+the values in eager, by how it is written. Where that is not known, and where a mask is data, it stays a tensor that the
+op reads, with the number that it writes. Torch's op with such a mask stays torch's: its kernels read masks as well.
 Heads that a model computes one after another (`torch.cat([head(x) for head in heads], -1)`) are one site, where they
 differ in what they read alone; what is no piece of one tensor is stacked. So are queries in chunks (`for i in range(0,
 t, n)`) whose masks are rows of one, on GPUs, and on CPU where torch's kernel serves. Others are a site each.
@@ -94,7 +94,7 @@ def _fits(site: Site) -> bool:
     the model."""
     found, plan = site.attention, site.plan
     device = value(found.result).device.type
-    told = (plan.left, plan.documents, found.scores.sinks, found.scores.softcap, found.dropout)
+    told = (plan.left, plan.documents, plan.prefix, found.scores.sinks, found.scores.softcap, found.dropout)
     plain = all(one is None for one in told) and not plan.hidden and not plan.added
     return device == "cuda" or device == "cpu" and plain and (plan.right is None or _is_square(found, plan))
 
@@ -129,7 +129,8 @@ def _is_multiplied_out(found: Attention) -> bool:
 def _is_quicker(device: str, found: Attention, plan: Plan) -> bool:
     """Whether kernels that are told of this mask are known to be quicker than those that read it."""
     if device == "cpu":
-        plain = plan.left is None and plan.documents is None and not plan.hidden and found.dropout is None
+        told = (plan.left, plan.documents, plan.prefix, found.dropout)
+        plain = all(one is None for one in told) and not plan.hidden
         return plain and _is_square(found, plan)
     # As data, one row for all queries is read, such as of padding. A single query is left: it reads all that it sees.
     rows = all(same_size(value(h.node).shape[-2], 1) for h in plan.hidden if value(h.node).dim() > 1)
@@ -160,6 +161,7 @@ def _inputs(found: Attention, plan: Plan) -> list[Node]:
     nodes += [plan.documents.documents] if plan.documents is not None and plan.documents.documents is not None else []
     if found.scores.sinks is not None and found.scores.sinks[0] is not found.softmax:
         nodes.append(found.scores.sinks[0])
+    nodes += [plan.prefix.node] if plan.prefix is not None and plan.prefix.node is not None else []
     nodes += [node for d in (plan.left, plan.right) if d is not None for _, node in d.parts]
     return list(dict.fromkeys(nodes))
 
@@ -207,7 +209,7 @@ def _rewrite(build: Builder, found: Attention, plan: Plan) -> tuple[Node, list[N
     scale = float(first) if softcap is None else first * softcap
     made = build(
         torch.ops.megacpp.attention.default, q, k, v, mask, bias, sinks, documents, scale, softcap or 0.0,
-        *(d and d.emit(build) for d in (plan.left, plan.right)), plan.fill, *_drawn(build, found, q, k),
+        *(d and d.emit(build) for d in (plan.left, plan.right)), plan.fill, *_drawn(build, found, q, k, plan),
     )  # fmt: skip
     out = arrange(build, (build.item(made, 0), (batch, heads, found.queries, found.value_channels)), found.result_dims)
     out = build.cast(out, value(found.result).dtype)
@@ -232,16 +234,17 @@ def _sinks(build: Builder, found: Attention, q: Node) -> Node | None:
     return arrange(build, (node, dims), (found.heads,))
 
 
-def _drawn(build: Builder, found: Attention, q: Node, k: Node) -> tuple[Any, ...]:
-    """(random words, probability) of dropout. torch draws the words; they are kept for backward, also where all else is
-    computed again, as drawing them again takes the generator's state."""
+def _drawn(build: Builder, found: Attention, q: Node, k: Node, plan: Plan) -> tuple[Any, ...]:
+    """(random words, probability of dropout, keys of a prefix), as far as there are such. torch draws the words; they
+    are kept for backward, also where all else is computed again, as drawing them again takes the generator's state."""
+    prefix = () if plan.prefix is None else (plan.prefix.emit(build, q, arrange, found.batch),)
     if found.dropout is None:
-        return ()
+        return (None, 0.0, *prefix) if prefix else ()
     b, h, t, _ = value(q).shape
     size = size_node(build, value(k).shape[2] + b * h * t)
     words = build(aten.randint.low, 0, WORDS, [size], dtype=torch.int64, device=value(q).device)
     words.meta = {name: one for name, one in words.meta.items() if name not in ("recompute", "ac_graph_id")}
-    return words, found.dropout.p
+    return words, found.dropout.p, *prefix
 
 
 def _strides_show(result: Node) -> bool:

@@ -261,6 +261,61 @@ def prefix(m, q, k, v):
     return scored(q, k).masked_fill(~((j <= i) | (j < 3)), INF).softmax(-1) @ v
 
 
+def prefixed(mask, fill=INF):
+    """By a mask of places and prefixes [B], that says what is seen."""
+    def body(m, q, k, v, lengths):
+        seen = mask(*places(q, k), lengths[:, None, None, None])
+        return scored(q, k).masked_fill(~seen, fill).softmax(-1) @ v
+
+    return body
+
+
+# Masks of a prefix, and what the op is told.
+PREFIXES = {
+    "of_each_sequence": (lambda i, j, p: (j <= i) | (j < p), "prefix right 0"),
+    "up_to_its_last": (lambda i, j, p: (i >= j) | (j <= p - 1), "prefix right 0"),
+    "within_itself": (lambda i, j, p: (j <= i) | ((i < p) & (j < p)), "prefix right 0"),
+    "hidden_behind": (lambda i, j, p: ~((j > i) & (j >= p)), "prefix right 0"),
+    "joined_with_a_window": (lambda i, j, p: ((j <= i) | (j < p)) & (i - j < 3), "prefix left 2 right 0"),
+    "a_token_on": (lambda i, j, p: (j <= i + 1) | (p > j), "prefix right 1"),
+    "broadcast": (lambda i, j, p: ((j <= i) | (j < p)).expand(-1, H, -1, -1), "prefix right 0"),
+    "a_square_each": (lambda i, j, p: ((j <= i) | (j < p[:, 0])).unsqueeze(1), "prefix right 0"),
+    "one_of_all": (lambda i, j, p: (j <= i) | (j < p.amax()), "prefix right 0"),
+    # Others, which stay data.
+    "not_its_own_key": (lambda i, j, p: (j < i) | (j < p), "mask"),
+    "of_queries": (lambda i, j, p: (j <= i) | (i < p), "mask"),
+    "of_two_prefixes": (lambda i, j, p: (j <= i) | ((i < p) & (j < p + 1)), "mask"),
+    "a_suffix": (lambda i, j, p: (j <= i) | (j >= p), "mask"),
+    "every_other_key": (lambda i, j, p: (j <= i) | (2 * j < p), "mask"),
+    "of_a_sequence_later": (lambda i, j, p: (j <= i) | (j + torch.arange(B)[:, None, None, None] < 3), "mask"),
+    "causal_again": (lambda i, j, p: ((j <= i) | (j < p)) & (j <= i + 2), "mask right 2"),
+    "of_three": (lambda i, j, p: (j <= i) | (j < p) | (j == 5), "mask"),
+    "in_a_window_alone": (lambda i, j, p: ((j <= i) & (i - j < 3)) | (j < p), "mask"),
+    "both_of_two": (lambda i, j, p: ((j <= i) | (j < p)) & ((j <= i) | (j < 4)), "mask"),
+}
+
+
+def t5_prefix(m, q, k, v):
+    """Added to a bias, as T5 has them of a decoder that reads its prompt in both directions."""
+    i, j = places(q, k)
+    mask = torch.where((j <= i) | (j < 4), 0.0, LOW)[None, None]
+    return (scored(q, k) + m.bias + mask).softmax(-1) @ v
+
+
+def as_transformers(m, q, k, v, lengths):
+    """As `vmap` writes a mask that is or-ed onto a causal one, and added."""
+    b = torch.arange(q.shape[0])[:, None, None, None]
+    i, j = torch.arange(q.shape[2])[None, None, :, None], torch.arange(k.shape[2])[None, None, None, :]
+    seen = q.new_ones((), dtype=torch.bool) & ((j <= i) | (j < lengths[b]))
+    return (scored(q, k) + torch.where(seen, 0.0, LOW)).softmax(-1) @ v
+
+
+def prefix_and_padding(m, q, k, v, lengths, there):
+    i, j = places(q, k)
+    seen = ((j <= i) | (j < lengths[:, None, None, None])) & there[:, None, None]
+    return scored(q, k).masked_fill(~seen, INF).softmax(-1) @ v
+
+
 def repeated_as_a_whole(m, q, k, v):
     return plain(m, q, *(x.repeat(1, 2, 1, 1) for x in (k, v)))
 
@@ -446,8 +501,14 @@ def windowed(q, k):
     return (j <= i) & (i - j < 3)
 
 
+def with_prefix(q, k, lengths):
+    i, j = places(q, k)
+    return (j <= i) | (j < lengths[:, None, None, None])
+
+
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 0, 1]])
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
+LENGTHS = torch.tensor([4, 2])
 THERE = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 BEFORE = THERE.flip(1)
 # Spelling -> (block, what the op is told: mask and bias as tensors, sinks, softcap, left, right).
@@ -481,7 +542,13 @@ SPELLINGS = {
     "temperature_of_a_head": (lambda: block(temperature_of_a_head), ""),
     "scaled_by_length": (lambda: block(scaled_by_length), "right 0"),
     "t5": (lambda: block(t5), "bias"),
-    "prefix": (lambda: block(prefix), "mask"),
+    "prefix": (lambda: block(prefix), "prefix right 0"),
+    **{f"prefix_{how}": (lambda mask=mask: block(prefixed(mask), LENGTHS), wanted)
+       for how, (mask, wanted) in PREFIXES.items()},
+    "prefix_by_a_number": (lambda: block(prefixed(PREFIXES["of_each_sequence"][0], LOW), LENGTHS), "prefix right 0"),
+    "prefix_and_a_bias": (lambda: block(t5_prefix), "bias"),
+    "prefix_as_transformers": (lambda: block(as_transformers, LENGTHS), "prefix right 0"),
+    "prefix_and_padding": (lambda: block(prefix_and_padding, LENGTHS, THERE), "mask prefix right 0"),
     "repeated_as_a_whole": (lambda: block(repeated_as_a_whole, groups=2), "right 0"),
     "keys_before_queries": (lambda: block(keys_before_queries), ""),
     "mask_by_values_of_keys": (lambda: block(mask_by_values_of_keys), "mask"),
@@ -515,8 +582,8 @@ SPELLINGS = {
 
 def told(frames):
     """What the op is told of masks, in words."""
-    _, _, _, mask, bias, sinks, ids, _, softcap, left, right, *_ = op_of(frames, NAME).args
-    given = {"mask": mask, "bias": bias, "sinks": sinks, "documents": ids}
+    _, _, _, mask, bias, sinks, ids, _, softcap, left, right, _, *more = op_of(frames, NAME).args
+    given = {"mask": mask, "bias": bias, "sinks": sinks, "documents": ids, "prefix": (*more, None, None, None)[2]}
     words = [name for name, one in given.items() if one is not None]
     words += [f"softcap {softcap:g}"] if softcap else []
     words += [f"{name} {given}" for name, given in (("left", left), ("right", right)) if given is not None]
@@ -594,10 +661,23 @@ clone: f32[2, 4, 6, 8] = clone(getitem, memory_format=contiguous_format)
 return [clone]""")
 
 
+def half_of_it(m, q, k, v):
+    """A prefix of so many tokens as a sequence's length says."""
+    i, j = places(q, k)
+    return scored(q, k).masked_fill(~((j <= i) | (j < q.shape[2] // 2)), INF).softmax(-1) @ v
+
+
+@pytest.mark.end_to_end
+def test_a_prefix_by_the_length():
+    frames = assert_fires(NAME, *block(half_of_it), dynamo=True)
+    assert told(frames) == "prefix right 0"
+    assert_dynamic(NAME, *lengths(half_of_it))
+
+
 @pytest.mark.parametrize(("mask", "more", "wanted"), [
-    (windowed, (), "left 2 right 0"), (by_position, (POSITIONS,), "documents right 0"),
+    (windowed, (), "left 2 right 0"), (with_prefix, (LENGTHS,), "prefix right 0"), (by_position, (POSITIONS,), "documents right 0"),
     (causal_and_padded, (THERE,), "mask sinks right 0"), (causal_and_padded, (BEFORE,), "mask sinks right 0"),
-], ids=["window", "documents", "padding_behind", "padding_before"])  # fmt: skip
+], ids=["window", "prefix", "documents", "padding_behind", "padding_before"])  # fmt: skip
 def test_masks_of_torchs_op_on_gpus(monkeypatch, mask, more, wanted):
     """Kernels that skip what a window or documents hide are there on GPUs alone; their meaning is the same anywhere. A
     query of padding that sees no key has zeros, and gradients of zero."""

@@ -14,7 +14,7 @@ from tests.frames import TOLERANCE, check_graph, largest_error, run, train
 
 from .conditions import conditions, op_of
 from .contract import assert_autocast, assert_fires
-from .test_attention import INF, NAME, THERE, B, D, H, T, block, draw, lengths, places, scored, told
+from .test_attention import INF, LENGTHS, NAME, THERE, B, D, H, T, block, draw, lengths, places, scored, told
 
 
 def softmaxed(q, k, v, scale=0.3, mask=None):
@@ -108,6 +108,11 @@ def padded(m, q, k, v, there):
     return torch.cat([softmaxed(q[:, h], k[:, h], v[:, h], mask=~there[:, None]) for h in range(H)], -1)
 
 
+def prefixed(m, q, k, v, lengths):
+    hidden = later(q) & (torch.arange(T) >= lengths[:, None, None])
+    return torch.stack([softmaxed(q[:, h], k[:, h], v[:, h], mask=hidden) for h in range(H)], 1)
+
+
 def of_documents(m, q, k, v, ids):
     hidden = (ids[:, :, None] != ids[:, None]) | (torch.arange(T)[:, None] < torch.arange(T))
     return torch.stack([softmaxed(q[:, h], k[:, h], v[:, h], mask=hidden) for h in range(H)], 1)
@@ -167,6 +172,7 @@ HEADS = {
     "with_sinks": (lambda: block(with_sinks), "sinks"),
     "capped_windows": (lambda: block(capped_windows), "softcap 20 left 2 right 0"),
     "padded": (lambda: block(padded, THERE), "mask"),
+    "prefixed": (lambda: block(prefixed, LENGTHS), "prefix right 0"),
     "of_documents": (lambda: block(of_documents, IDS), "documents right 0"),
     "sequences": (lambda: block(sequences), "right 0"),
     "modules": (modules, "mask"),
@@ -464,6 +470,14 @@ def padded_keys_so_far(m, q, k, v, there):
     return torch.cat([chunk(i) for i in range(0, T, C)], 2)
 
 
+def prefixed_chunks(m, q, k, v, lengths):
+    def chunk(i):
+        hidden = (torch.arange(T) > rows(q, i)) & (torch.arange(T) >= lengths[:, None, None, None])
+        return softmaxed(q[:, :, i : i + C], k, v, mask=hidden)
+
+    return torch.cat([chunk(i) for i in range(0, T, C)], 2)
+
+
 def rows_of_a_bias(m, q, k, v):
     parts = [(scored(q[:, :, i : i + C], k) + m.bias[:, i : i + C]).softmax(-1) @ v for i in range(0, T, C)]
     return torch.cat(parts, 2)
@@ -503,6 +517,7 @@ CHUNKS = {
     "rows_of_a_buffer": (lambda: block(rows_of_a_buffer), "mask"),
     "padded_keys_so_far": (lambda: block(padded_keys_so_far, THERE), "mask right 0"),
     "padded_chunks": (lambda: block(padded_chunks, THERE), "mask"),
+    "prefixed_chunks": (lambda: block(prefixed_chunks, LENGTHS), "prefix right 0"),
     "rows_of_a_bias": (lambda: block(rows_of_a_bias), "bias"),
     "chunks_with_sinks": (lambda: block(chunks_with_sinks), "sinks"),
     "scaled_by_place": (lambda: block(scaled_by_place), ""),
@@ -618,6 +633,24 @@ def one_mask_for_both(m, q, k, v):
     return torch.cat([softmaxed(q[:, :, i : i + 3], k, v, mask=~seen) for i in (0, 3)], 2)
 
 
+def prefixes_of_keys_so_far(m, q, k, v):
+    """A prefix that reaches beyond the first chunk's keys."""
+    def chunk(i):
+        n = i + 3
+        hidden = (torch.arange(n) > (i + torch.arange(3))[:, None]) & (torch.arange(n) >= 4)
+        return softmaxed(q[:, :, i:n], k[:, :, :n], v[:, :, :n], mask=hidden)
+
+    return torch.cat([chunk(i) for i in (0, 3)], 2)
+
+
+def another_prefix(m, q, k, v):
+    def chunk(i):
+        hidden = (torch.arange(T) > (i + torch.arange(3))[:, None]) & (torch.arange(T) >= 2 + i)
+        return softmaxed(q[:, :, i : i + 3], k, v, mask=hidden)
+
+    return torch.cat([chunk(i) for i in (0, 3)], 2)
+
+
 def rows_and_keys_of_a_buffer(m, q, k, v):
     """Keys that a chunk is not given might be seen by what the buffer holds."""
     seen = m.triangle[:, :, :T, :T].clone()
@@ -635,7 +668,7 @@ CHUNKS_APART = {
     a_key_later: 2, each_from_its_start: 1, within_chunks: 1, causal_within_chunks: 1, all_keys_so_far: 2, overlapping: 2,
     backwards: 2, along_heads: 2, along_channels: 1, other_values: 1, values_of_other_tokens: 1, a_window_in_one: 2,
     keys_too_few: 2, other_rows_of_a_buffer: 1, one_mask_for_both: 1, scaled_by_chunk: 2,
-    rows_and_keys_of_a_buffer: 2,
+    rows_and_keys_of_a_buffer: 2, prefixes_of_keys_so_far: 2, another_prefix: 2,
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from megacpp_compile.matchers.latent_attention import masks
 from megacpp_compile.matchers.latent_attention.core import constant, is_low
 from megacpp_compile.matchers.latent_attention.integers import NotRows, Sum, picked_along
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Term
+from megacpp_compile.matchers.softmax_attention.prefixes import Prefix, prefix_of
 from megacpp_compile.matchers.ssd.atoms import length
 
 aten = torch.ops.aten
@@ -52,6 +53,7 @@ class Hidden:
     left: Distance | None = None
     right: Distance | None = None
     documents: Node | None = None  # numbers of tokens, as queries have them, that have to be equal
+    prefix: Prefix | None = None  # keys that are seen whatever `right` says
 
     @property
     def by_distance(self) -> bool:
@@ -67,7 +69,7 @@ def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
             return None
         fill = _lowest(term.node) * term.factor
         one = [_by_distance(found, term, term.node, "bias", fill, part) or _by_number(found, term, fill, part)
-               for part in conditions]  # fmt: skip
+               or _by_prefix(found, term, term.node, "bias", fill, part) for part in conditions]  # fmt: skip
         if not conditions or any(part is None for part in one):
             return None
         return [part for part in one if part is not None]
@@ -76,6 +78,7 @@ def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
         assert not isinstance(condition, list)
         node, kind = condition[0], "hidden" if condition[1] else "seen"
         part = _by_distance(found, term, node, kind, term.fill, condition)
+        part = part or _by_prefix(found, term, node, kind, term.fill, condition)
         parts.append(part or Hidden(term, node, kind, term.fill, documents=_documents(found, term, node, kind)))
     return parts
 
@@ -133,6 +136,19 @@ def _by_distance(found: Attention, term: Term, node: Node, kind: str, fill: floa
     except NotRows:
         return None
     return None if more or left is right is None else Hidden(term, node, kind, fill, left, right)
+
+
+def _by_prefix(found: Attention, term: Term, node: Node, kind: str, fill: float, part: Any) -> Hidden | None:
+    """A condition that shows the keys of a prefix beside those up to a distance of 0 or more."""
+    if isinstance(part, list) or not is_low(fill) or (told := prefix_of(found, term, *part)) is None:
+        return None
+    try:
+        left, right = _sides(found, term, told[0])
+    except NotRows:
+        return None
+    if left is not None or right is None or not statically_known_true(right.size >= 0):
+        return None
+    return Hidden(term, node, kind, fill, right=right, prefix=told[1])
 
 
 def _sides(found: Attention, term: Term, limit: Sum) -> tuple[Distance | None, Distance | None]:

@@ -14,6 +14,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.latent_attention.products import product_of
 from megacpp_compile.matchers.softmax_attention.conditions import Distance, Hidden, conditions_of, narrowest
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Term
+from megacpp_compile.matchers.softmax_attention.prefixes import Prefix
 from megacpp_compile.matchers.ssd.atoms import length
 
 aten = torch.ops.aten
@@ -24,7 +25,7 @@ INF = float("-inf")
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What the op is told, and what it computes in. added: (term, factor) of each bias; documents: the condition that
-    tells them apart."""
+    tells them apart; prefix: of keys that are seen whatever `right` says."""
 
     left: Distance | None
     right: Distance | None
@@ -33,6 +34,7 @@ class Plan:
     added: tuple[tuple[Term, float], ...]
     fill: float
     dtype: torch.dtype
+    prefix: Prefix | None = None
 
 
 def plan_of(found: Attention) -> Plan | MatchFailure:
@@ -57,6 +59,8 @@ def plan_of(found: Attention) -> Plan | MatchFailure:
         else:
             hidden += parts
     near = [h for h in hidden if h.by_distance]
+    if len([h for h in near if h.right is not None]) > 1:  # which a prefix is beside one of
+        near = [h for h in near if h.prefix is None]
     ids = [h for h in hidden if h.documents is not None][:1]
     data = [h for h in hidden if h not in near and h not in ids]
     if data or added or not _each_sees_one(found, near, ids):
@@ -68,13 +72,14 @@ def plan_of(found: Attention) -> Plan | MatchFailure:
         near, ids = ([h for h in of if h in kept] for of in (near, ids))
     left, right, more = narrowest(near)
     data += more
+    prefix = next((h.prefix for h in near if h.prefix is not None), None)
     added += [(h.term, h.term.factor) for h in dict.fromkeys(data) if h.kind == "bias"]
     added = list(dict.fromkeys(added))
     data = [h for h in dict.fromkeys(data) if h.kind != "bias"]
     fills = {h.fill for h in data}
     if len(fills) > 1 or data and added and INF not in fills and _hides_first(found):
         return MatchFailure(data[0].node, "masks", "masks write several numbers, or one before a bias is added")
-    return Plan(left, right, next(iter(ids), None), tuple(data), tuple(added), next(iter(fills), INF), dtype)
+    return Plan(left, right, next(iter(ids), None), tuple(data), tuple(added), next(iter(fills), INF), dtype, prefix)
 
 
 def _static(size: Any) -> int:

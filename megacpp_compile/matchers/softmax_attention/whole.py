@@ -15,7 +15,9 @@ from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers.softmax_attention.conditions import Distance, Hidden
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Gain, Groups, Operand, Term
 from megacpp_compile.matchers.softmax_attention.plan import Plan
+from megacpp_compile.matchers.softmax_attention.prefixes import Prefix
 from megacpp_compile.matchers.ssd.atoms import Atom
+from megacpp_compile.matchers.ssd.packed import alike
 
 # From what emits a node, or computes its value, and those of a tensor's parts to the tensor.
 Make = Callable[[Callable[..., Any], list[Any]], Any]
@@ -143,6 +145,12 @@ class Whole:
         own = [site.plan.documents for site in self.sites]
         return own[0] and self.hidden([dataclasses.replace(h, node=h.documents) for h in own if h is not None])
 
+    def prefix(self) -> Prefix | None:
+        own = [(site.plan.prefix, n) for n, site in enumerate(self.sites)]
+        told = [p and (p.number, p.node, self.translated(n, p.dims)) for p, n in own]
+        self.require(all(alike(one, told[0]) for one in told))
+        return self.sites[self.first].plan.prefix
+
     def plan(self) -> Plan:
         plans = [site.plan for site in self.sites]
         documents = self.documents()
@@ -150,7 +158,7 @@ class Whole:
             documents = dataclasses.replace(documents, documents=documents.node)
         return dataclasses.replace(
             plans[0], left=self.distance("left"), right=self.distance("right"), documents=documents,
-            hidden=tuple(map(self.hidden, zip(*(p.hidden for p in plans), strict=True))),
+            prefix=self.prefix(), hidden=tuple(map(self.hidden, zip(*(p.hidden for p in plans), strict=True))),
             added=tuple(map(self.added, zip(*(p.added for p in plans), strict=True))),
         )  # fmt: skip
 

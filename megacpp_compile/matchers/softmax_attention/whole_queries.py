@@ -21,6 +21,7 @@ from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers.softmax_attention.conditions import Distance, Hidden
 from megacpp_compile.matchers.softmax_attention.parts import Groups
 from megacpp_compile.matchers.softmax_attention.pieces import Piece, pieces_of
+from megacpp_compile.matchers.softmax_attention.prefixes import Prefix
 from megacpp_compile.matchers.softmax_attention.whole import Site, Whole, same_distance
 from megacpp_compile.matchers.ssd.atoms import fresh, length
 from megacpp_compile.matchers.ssd.packed import alike
@@ -139,6 +140,13 @@ class Queries(Whole):
             self.require(sees_all if d is None else same_distance(d, whole))
             self.require(sees_no_more or same_size(least, most))
         return whole  # type: ignore[no-any-return]
+
+    def prefix(self) -> Prefix | None:
+        """Of all keys, of which each chunk has to be given all."""
+        found = super().prefix()
+        whole = all(span.key == 0 and same_size(span.final, self.size - 1) for span in self.spans)
+        self.require(found is None or whole)
+        return found
 
     def documents(self) -> Hidden | None:
         self.require(all(site.plan.documents is None for site in self.sites))
