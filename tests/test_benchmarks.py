@@ -23,6 +23,7 @@ from benchmarks import (
     architectures,
     architectures_page,
     compression_loss,
+    dynamo_table,
     harness,
     kernels,
     performance_page,
@@ -462,6 +463,55 @@ def test_whole_path_of_parallel_on_one_rank(no_kernels, tmp_path, monkeypatch, c
     assert found["sites_of_one_device"] == ours["of_ranks"][0]["sites"]
     assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-2)  # bfloat16, two steps
     assert "down_norm_up" in capsys.readouterr().out
+
+
+class TestDynamoTable:
+    """Files as PyTorch's harness writes them."""
+
+    SPEEDUP = "dev,name,batch_size,speedup,abs_latency,compilation_latency,compression_ratio,eager_peak_mem,dynamo_peak_mem"
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        for backend, rows in {
+            "inductor": ["Bert,16,2.0,50,30,1,8,4", "T5,4,1.25,8,30,1,8,8", "Opt,2,1.5,8,30,1,8,8"],
+            "megacpp": ["Bert,16,2.1,47,40,1,8,3", "T5,4,1.2,9,30,1,8,8", "Opt,0,0.0,0.0,0,0,0,0", "New,1,1.1,9,1,1,1,1"],
+        }.items():
+            lines = [self.SPEEDUP, *(f"cuda,{row}" for row in rows)]
+            (tmp_path / f"speedup_{backend}.csv").write_text("\n".join(lines) + "\n")
+        (tmp_path / "accuracy_inductor.csv").write_text(
+            "dev,name,batch_size,accuracy\ncuda,Bert,1,pass\ncuda,T5,1,fail_accuracy\ncuda,Big,1,pass_due_to_skip\n"
+        )
+        (tmp_path / "speedup_megacpp_compilation_metrics.csv").write_text("dev,name,batch_size\ncuda,Bert,16\n")
+        return tmp_path
+
+    def test_a_line_for_each_model_and_one_for_all(self, folder, capsys):
+        assert dynamo_table.main([str(folder)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "| model | eager, ms | inductor | megacpp | megacpp / inductor | peak megacpp / inductor |"
+        assert "| Bert | 100.0 | 2.000 | 2.100 | 1.050 | 0.750 |" in lines
+        assert "| T5 | 10.0 | 1.250 fail_accuracy | 1.200 | 0.960 | 1.000 |" in lines
+        assert "| Opt | 12.0 | 1.500 | fails |  |  |" in lines, "a run that failed has a speed of 0 in the file"
+        assert "| New | 9.9 |  | 1.100 |  |  |" in lines and "| Big |  | pass_due_to_skip |  |  |  |" in lines
+        # Of Bert and T5, which both ran: sqrt(2 * 1.25), sqrt(2.1 * 1.2), sqrt(1.05 * 0.96), sqrt(0.75).
+        assert "| mean of 2 |  | 1.581 | 1.587 | 1.004 | 0.866 |" in lines
+
+    def test_what_does_not_pass_is_named(self, folder, capsys):
+        dynamo_table.main([str(folder)])
+        said = capsys.readouterr().out
+        assert "\ninductor: 3 of 4 pass; not T5 (fail_accuracy)\n" in said
+        assert "\nmegacpp: 3 of 4 pass; not Opt (does not run)\n" in said
+        assert "\nmegacpp below 0.97 of inductor: T5 0.960\n" in said
+
+    def test_a_backend_alone(self, folder, capsys):
+        for path in folder.glob("*_inductor.csv"):
+            path.unlink()
+        assert dynamo_table.main([str(folder)]) == 0
+        assert capsys.readouterr().out.startswith("| model | eager, ms | megacpp |\n")
+
+    def test_a_folder_without_results(self, tmp_path, capsys):
+        with pytest.raises(SystemExit) as left:
+            dynamo_table.main([str(tmp_path)])
+        assert left.value.code == 2 and "no speedup_BACKEND.csv" in capsys.readouterr().err
 
 
 class TestArchitectures:

@@ -50,6 +50,8 @@ RUNS = {
     "python -m benchmarks.architectures_page": ["python -m benchmarks.architectures_page"],
     "python -m benchmarks.architectures_page --figure {tmp}/architectures.png {tmp}/architectures.md": [
         "python -m benchmarks.architectures_page --figure docs/figures/architectures.png docs/generated/architectures.md"],
+    "python -m benchmarks.dynamo_table {tmp}": [
+        "python -m benchmarks.dynamo_table out/dynamo", "python -m benchmarks.dynamo_table FOLDER > table.md"],
     "python -m benchmarks.targets_page --out {tmp}/targets.md": ["python -m benchmarks.targets_page"],
     "python -m benchmarks.xla_zoo --page {tmp}/out.json": [
         "python -m benchmarks.xla_zoo --page out.json",
@@ -140,7 +142,10 @@ NEEDS = {
         "python examples/train_fp8.py --seeds 6 --backends inductor megacpp:fp8_current",
         "python -m benchmarks.architectures", "python -m benchmarks.architectures --out docs/h200/architectures.json",
         "python -m benchmarks.architectures llama qwen3_moe --rows inductor megacpp",
-        "python benchmarks/dynamo/huggingface.py --performance --training --bfloat16 --backend=megacpp",
+        *(f"python benchmarks/dynamo/huggingface.py {kind} --training --bfloat16 --disable-cudagraphs --backend={backend} "
+          "--output-directory=out/dynamo" for kind in ("--performance", "--accuracy") for backend in ("inductor", "megacpp")),
+        "python benchmarks/dynamo/huggingface.py --performance --training --bfloat16 --disable-cudagraphs "
+        "--backend=megacpp --only=path:$PWD/model.py,class:Model",
         "pytest -m cuda tests/precision"],
     r"Transformer\s+Engine": [
         "python -m benchmarks --subject fp8_gemms --with-te", "python -m benchmarks.fp8_gate"],
@@ -288,6 +293,7 @@ def made(tmp: Path) -> None:
     model = {"name": "a", "source": "s==1"}
     graphs = {"graphs": 1, "graphs0": 1, "breaks": 0, "breaks0": 0}
     found = {**model, **graphs, "same": True, "out": 1e-6, "grad": 1e-6, "rows": {"moe": [1, 1, 1]}, "counts": {"moe": 1}}
+    (tmp / "speedup_megacpp.csv").write_text("dev,name,batch_size,speedup,abs_latency\ncuda,a,8,1.5,10\n")
     (tmp / "zoo.json").write_text(json.dumps([found]))
     sites = {"cpu sites": {"moe": 1}, "xla sites": {"moe": 1}}
     (tmp / "out.json").write_text(json.dumps([{**model, **sites, "megacpp": [1e-7, 1e-6]}]))
