@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from examples.plain_hybrid import TINY, Layer
 from megacpp_compile.config.options import Config
 from tests.corpus import jitter_gains
 from tests.frames import check_graph, render, run
@@ -68,6 +69,14 @@ def one(m, x):
     """A mixer's input projection, split behind it."""
     a, b = m.q(m.norm(x) * 0.5).chunk(2, -1)
     return F.silu(a) * b
+
+
+def test_in_front_of_a_mixer():
+    """A Mamba-2 block's input projection, whose parts go to other passes' ops."""
+    torch.manual_seed(0)
+    block = jitter_gains(Layer(TINY, "M"))
+    frames = assert_fires(NAME, block, (torch.randn(2, TINY.chunk, TINY.dim).requires_grad_(),), config=ON)
+    assert frames.fired == {NAME: 1, "causal_conv1d": 1, "ssd_scan": 1, "gated_rms_norm": 1}
 
 
 def test_graph():
