@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import types
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from megacpp_compile.lowerings._registry import _untaken, semantic_ops
 
 from . import agreement as by
 from .agreement import interpreted, lowerings, module_of, on, poisoned_memory, tensors_of
-from .cases import CASES
+from .cases import CASES, CURVES
 from .contract import widened
 from .special_values import ENTRIES, Entry, filled
 
@@ -78,13 +77,8 @@ def op(monkeypatch, device, folder, label, lowering):
 
         return call
 
-    names = [n for f, n in semantic_ops().values() if f == folder]
-    proxy = types.SimpleNamespace(**{**vars(reference), **{n: chosen(n) for n in names}})
-    monkeypatch.setattr(package, "reference", proxy)
-    for n in OUTSIDE_OF_GRAPHS.keys() & names:
-        monkeypatch.setitem(OUTSIDE_OF_GRAPHS, n, getattr(proxy, n))
-    if hasattr(package, "serve"):
-        monkeypatch.setattr(package, "serve", lambda which, _, *args: getattr(proxy, which)(*args))
+    for n in (n for f, n in semantic_ops().values() if f == folder):
+        monkeypatch.setitem(OUTSIDE_OF_GRAPHS, n, chosen(n))
     yield getattr(package, name)
     if refused and not served:
         pytest.skip(f"{lowering} serves none of the calls: {refused}")
@@ -260,8 +254,10 @@ def test_a_token_that_is_no_number(op, entry, args, seeds):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize(("device", "folder", "label", "lowering"), everywhere("leaves", exact=True))
 def test_half(rand, device, op, label, entry, dtype):
-    """Finite where eager is, and no further off than its error in the same dtype, small and large."""
+    """Finite where eager is, and no further off than its error in the same dtype, small and large. Without clamps:
+    rounding carries a value across a limit now and then, where its gradient is all or nothing."""
     args, wrong = on(device, made(rand, label, dtype)), []
+    args = [CURVES["swish"] if isinstance(a, str) and "clamp" in a else a for a in args]
     sets = {"as they are": args} | ({"large": entry.large(args)} if entry.large and dtype == torch.float16 else {})
     for what, given in sets.items():
         with torch.no_grad():

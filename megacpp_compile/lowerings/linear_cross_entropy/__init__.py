@@ -39,14 +39,14 @@ Source: https://arxiv.org/abs/2411.09009 and https://arxiv.org/abs/2410.10989 (g
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, serve
+from megacpp_compile.lowerings._op import compute_dtype, define_op, save_operands, saved_operands
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.linear_cross_entropy import reference
 from megacpp_compile.lowerings.linear_cross_entropy.chunks import kept_dtype, workspace
@@ -97,41 +97,10 @@ def _check(
         raise OperandError("megacpp::linear_cross_entropy", problem)
 
 
-@torch.library.custom_op("megacpp::linear_cross_entropy", mutates_args=())
-def linear_cross_entropy(
-    x: Tensor,
-    w: Tensor,
-    b: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    target: Tensor,
-    weight: Optional[Tensor],  # noqa: UP045
-    ignore_index: int,
-    label_smoothing: float,
-    scale: float,
-    softcap: Optional[float],  # noqa: UP045
-    z_loss: float,
-    reduction: str,
-    grads: str,
-    first: int = 0,
-    words: Optional[int] = None,  # noqa: UP045
-    group: Optional[str] = None,  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check(x, w, b, target, weight, label_smoothing, softcap, reduction, grads, first, words, group)
-    with no_autocast(x):
-        args = x, w, b, target, weight, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, grads
-        return serve("linear_cross_entropy", reference, *args, *_part(first, words, group))
-
-
-def _part(first: int, words: int | None, group: str | None) -> tuple[Any, ...]:
-    """The arguments that say which words a rank has; none where it has all, as not every lowering knows of parts."""
-    return () if group is None else (first, words, group)
-
-
-@linear_cross_entropy.register_fake
-def _(  # type: ignore[no-untyped-def]
-    x, w, b, target, weight, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, grads, first=0,
-    words=None, group=None,
-):  # fmt: skip
-    _check(x, w, b, target, weight, label_smoothing, softcap, reduction, grads, first, words, group)
+@define_op(reference.linear_cross_entropy, check=_check, served=True)
+def linear_cross_entropy(  # type: ignore[no-untyped-def]
+    x, w, b, target, weight, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, grads, *part
+):
     wide = compute_dtype(x)
     loss = x.new_empty(() if reduction == "sum" else x.shape[:1], dtype=wide)
     return loss, x.new_empty(x.shape[:1], dtype=wide), *_gradients_like(x, w, grads, kept_dtype(w.dtype))
@@ -143,43 +112,16 @@ def _gradients_like(x: Tensor, w: Tensor, grads: str, dtype: torch.dtype) -> tup
     return dx, dw, db
 
 
-@torch.library.custom_op("megacpp::linear_cross_entropy_backward", mutates_args=())
-def linear_cross_entropy_backward(
-    dloss: Optional[Tensor],  # noqa: UP045
-    dlse: Optional[Tensor],  # noqa: UP045
-    x: Tensor,
-    w: Tensor,
-    b: Optional[Tensor],  # noqa: UP045
-    target: Tensor,
-    weight: Optional[Tensor],  # noqa: UP045
-    lse: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    scale: float,
-    softcap: Optional[float],  # noqa: UP045
-    z_loss: float,
-    grads: str,
-    first: int = 0,
-    words: Optional[int] = None,  # noqa: UP045
-    group: Optional[str] = None,  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor]:
-    with no_autocast(x):
-        settings = ignore_index, label_smoothing, scale, softcap, z_loss, grads, *_part(first, words, group)
-        args = dloss, dlse, x, w, b, target, weight, lse, *settings
-        return serve("linear_cross_entropy_backward", reference, *args)
-
-
-@linear_cross_entropy_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
-    dloss, dlse, x, w, b, target, weight, lse, ignore_index, label_smoothing, scale, softcap, z_loss, grads, first=0,
-    words=None, group=None,
-):  # fmt: skip
+@define_op(reference.linear_cross_entropy_backward, served=True)
+def linear_cross_entropy_backward(  # type: ignore[no-untyped-def]
+    dloss, dlse, x, w, b, target, weight, lse, ignore_index, label_smoothing, scale, softcap, z_loss, grads, *part
+):
     return _gradients_like(x, w, grads, w.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, ctx.grads = inputs[:12]
-    ctx.part = _part(*inputs[12:])
+    ctx.part = () if inputs[14] is None else inputs[12:]  # not every lowering knows of parts of the words
     ctx.settings = ignore_index, label_smoothing, scale, softcap, z_loss
     _, lse, *made = output
     ctx.set_materialize_grads(False)  # a loss or an lse that nobody reads has no gradient

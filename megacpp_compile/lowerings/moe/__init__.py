@@ -30,51 +30,18 @@ Source: https://arxiv.org/abs/1701.06538; with many small experts, https://arxiv
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.moe import reference
 from megacpp_compile.lowerings.moe.float8 import Payloads
 
 
-@torch.library.custom_op("megacpp::moe", mutates_args=())
-def moe(
-    x: Tensor,
-    indices: Tensor,
-    gates: Tensor,
-    w_gate: list[Tensor],
-    w_up: list[Tensor],
-    w_down: list[Tensor],
-    activation: str,
-    layout: str,
-    out_dtype: torch.dtype,
-    keep_hidden: bool = True,
-    precision: str = "",
-    b_gate: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    b_up: Optional[Tensor] = None,  # noqa: UP045
-    b_down: Optional[Tensor] = None,  # noqa: UP045
-    into8: Optional[Tensor] = None,  # noqa: UP045
-    into_turned: Optional[Tensor] = None,  # noqa: UP045
-    into_scale: Optional[Tensor] = None,  # noqa: UP045
-    down8: Optional[Tensor] = None,  # noqa: UP045
-    down_turned: Optional[Tensor] = None,  # noqa: UP045
-    down_scale: Optional[Tensor] = None,  # noqa: UP045
-) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    assert precision in reference.PRECISIONS, precision
-    others = b_gate, b_up, b_down, into8, into_turned, into_scale, down8, down_turned, down_scale
-    with no_autocast(x):
-        return reference.moe(
-            x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, *others
-        )
-
-
-@moe.register_fake
-def _(  # type: ignore[no-untyped-def]
+@define_op(reference.moe, check=reference.check_precision)
+def moe(  # type: ignore[no-untyped-def]
     x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True, precision="", *others
 ):
     slots = indices.shape[0] * indices.shape[1]
@@ -87,39 +54,10 @@ def _(  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], w_down[0].shape[-2]), dtype=out_dtype), hidden, order, offsets
 
 
-@torch.library.custom_op("megacpp::moe_backward", mutates_args=())
-def moe_backward(
-    grad: Tensor,
-    x: Tensor,
-    gates: Tensor,
-    w_gate: list[Tensor],
-    w_up: list[Tensor],
-    w_down: list[Tensor],
-    hidden: list[Tensor],
-    order: Tensor,
-    offsets: Tensor,
-    activation: str,
-    layout: str,
-    precision: str = "",
-    b_gate: Optional[Tensor] = None,  # noqa: UP045
-    b_up: Optional[Tensor] = None,  # noqa: UP045
-    b_down: Optional[Tensor] = None,  # noqa: UP045
-    into_turned: Optional[Tensor] = None,  # noqa: UP045
-    down_turned: Optional[Tensor] = None,  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """(gradients of x, of gates, of w_gate and w_up as one tensor [E, 2n, d], the gate first, or of w_up alone, of
-    w_down, and of the biases that are there)"""
-    others = b_gate, b_up, b_down, into_turned, down_turned
-    with no_autocast(x):
-        return reference.moe_backward(
-            grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, *others
-        )
-
-
-@moe_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
+@define_op(reference.moe_backward)
+def moe_backward(  # type: ignore[no-untyped-def]
     grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision="",
-    b_gate=None, b_up=None, b_down=None, into_turned=None, down_turned=None,
+    b_gate=None, b_up=None, b_down=None, *turned,
 ):  # fmt: skip
     d_into, d_down = reference.empty_weight_gradients(x, w_gate, w_up, w_down)
     biases = [b.new_empty(b.shape) for b in (b_gate, b_up, b_down) if b is not None]

@@ -65,6 +65,10 @@ def precision_of(name: str, args: Sequence[Any]) -> str:
     return args[at] if len(args) > at else ""
 
 
+def check_precision(precision: str) -> None:
+    assert precision in PRECISIONS, precision
+
+
 def experts_of(weights: Sequence[Tensor]) -> int:
     return weights[0].shape[0] if weights[0].dim() == 3 else len(weights)
 
@@ -116,10 +120,17 @@ def moe(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    *payloads: Tensor | None,
+    into8: Tensor | None = None,
+    into_turned: Tensor | None = None,
+    into_scale: Tensor | None = None,
+    down8: Tensor | None = None,
+    down_turned: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    *,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     if precision and grouped is GroupedGemms:
+        payloads = into8, into_turned, into_scale, down8, down_turned, down_scale
         grouped = float8.forward_of(float8.Fp8Gemms, w_gate, payloads)
     order, offsets = by_expert(indices, experts_of(w_down))
     token = order // indices.shape[1]
@@ -210,7 +221,9 @@ def moe_backward(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    *turned: Tensor | None,
+    into_turned: Tensor | None = None,
+    down_turned: Tensor | None = None,
+    *,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of x, gates, w_gate and w_up as one tensor [E, 2n, d], the gate's channels first, w_down, and biases.
@@ -223,7 +236,7 @@ def moe_backward(
     gate_of = gates.reshape(-1)[order].to(compute_dtype(x.dtype))
     d_rows, d_gate, d_into, d_down, d_biases = backward_of_rows(
         grad, x, gate_of, w_gate, w_up, w_down, hidden, offsets, token, activation, layout, precision, b_gate, b_up,
-        b_down, grouped, turned,
+        b_down, grouped, (into_turned, down_turned),
     )  # fmt: skip
     d_gates = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
     d_x = _per_token(d_rows, order, offsets, gates.new_ones((), dtype=gate_of.dtype).expand(tokens, k)).sum(1)

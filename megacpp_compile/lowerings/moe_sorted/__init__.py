@@ -14,19 +14,16 @@ Source: between the all-to-alls of expert parallelism, https://arxiv.org/abs/200
 
 from __future__ import annotations
 
-from typing import Optional
-
-import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._kernels.grouped import dtype_of
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.moe.float8 import Payloads
 from megacpp_compile.lowerings.moe.reference import (
-    PRECISIONS,
     TIME_IN_FP8,
+    check_precision,
     empty_hidden,
     empty_weight_gradients,
     experts_of,
@@ -34,37 +31,8 @@ from megacpp_compile.lowerings.moe.reference import (
 from megacpp_compile.lowerings.moe_sorted import reference
 
 
-@torch.library.custom_op("megacpp::moe_sorted", mutates_args=())
-def moe_sorted(
-    x: Tensor,
-    offsets: Tensor,
-    w_gate: list[Tensor],
-    w_up: list[Tensor],
-    w_down: list[Tensor],
-    activation: str,
-    layout: str,
-    keep_hidden: bool = True,
-    precision: str = "",
-    b_gate: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
-    b_up: Optional[Tensor] = None,  # noqa: UP045
-    b_down: Optional[Tensor] = None,  # noqa: UP045
-    into8: Optional[Tensor] = None,  # noqa: UP045
-    into_turned: Optional[Tensor] = None,  # noqa: UP045
-    into_scale: Optional[Tensor] = None,  # noqa: UP045
-    down8: Optional[Tensor] = None,  # noqa: UP045
-    down_turned: Optional[Tensor] = None,  # noqa: UP045
-    down_scale: Optional[Tensor] = None,  # noqa: UP045
-) -> tuple[Tensor, list[Tensor]]:
-    assert precision in PRECISIONS, precision
-    others = b_gate, b_up, b_down, into8, into_turned, into_scale, down8, down_turned, down_scale
-    with no_autocast(x):
-        return reference.moe_sorted(
-            x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden, precision, *others
-        )
-
-
-@moe_sorted.register_fake
-def _(  # type: ignore[no-untyped-def]
+@define_op(reference.moe_sorted, check=check_precision)
+def moe_sorted(  # type: ignore[no-untyped-def]
     x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden=True, precision="",
     b_gate=None, b_up=None, b_down=None, *payloads,
 ):  # fmt: skip
@@ -76,37 +44,10 @@ def _(  # type: ignore[no-untyped-def]
     return x.new_empty((rows, w_down[0].shape[-2]), dtype=dtype_of(x, b_down)), hidden
 
 
-@torch.library.custom_op("megacpp::moe_sorted_backward", mutates_args=())
-def moe_sorted_backward(
-    grad: Tensor,
-    x: Tensor,
-    w_gate: list[Tensor],
-    w_up: list[Tensor],
-    w_down: list[Tensor],
-    hidden: list[Tensor],
-    offsets: Tensor,
-    activation: str,
-    layout: str,
-    precision: str = "",
-    b_gate: Optional[Tensor] = None,  # noqa: UP045
-    b_up: Optional[Tensor] = None,  # noqa: UP045
-    b_down: Optional[Tensor] = None,  # noqa: UP045
-    into_turned: Optional[Tensor] = None,  # noqa: UP045
-    down_turned: Optional[Tensor] = None,  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """(gradients of x, of w_gate and w_up as one tensor [E, 2n, d], the gate first, or of w_up alone, of w_down, and of
-    the biases that are there)"""
-    others = b_gate, b_up, b_down, into_turned, down_turned
-    with no_autocast(x):
-        return reference.moe_sorted_backward(
-            grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision, *others
-        )
-
-
-@moe_sorted_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
+@define_op(reference.moe_sorted_backward)
+def moe_sorted_backward(  # type: ignore[no-untyped-def]
     grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision="",
-    b_gate=None, b_up=None, b_down=None, into_turned=None, down_turned=None,
+    b_gate=None, b_up=None, b_down=None, *turned,
 ):  # fmt: skip
     d_into, d_down = empty_weight_gradients(x, w_gate, w_up, w_down)
     biases = [b.new_empty(b.shape) for b in (b_gate, b_up, b_down) if b is not None]

@@ -22,10 +22,17 @@ def moe_sorted(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    *payloads: Tensor | None,
+    into8: Tensor | None = None,
+    into_turned: Tensor | None = None,
+    into_scale: Tensor | None = None,
+    down8: Tensor | None = None,
+    down_turned: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    *,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, list[Tensor]]:
     if precision and grouped is GroupedGemms:
+        payloads = into8, into_turned, into_scale, down8, down_turned, down_scale
         grouped = float8.forward_of(float8.Fp8Gemms, w_gate, payloads)
     hidden, a = into_experts(x, w_gate, w_up, offsets, None, activation, layout, b_gate, b_up, grouped)
     y = grouped.rows([a], w_down, offsets, False, *given(None, b_down))
@@ -46,13 +53,15 @@ def moe_sorted_backward(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    *turned: Tensor | None,
+    into_turned: Tensor | None = None,
+    down_turned: Tensor | None = None,
+    *,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of x, of w_gate and w_up as one tensor [E, 2n, d], the gate's channels first, w_down, and biases."""
     ones = grad.new_ones(grad.shape[0], dtype=compute_dtype(x.dtype))  # a gate for every row
     d_x, _, d_into, d_down, d_biases = backward_of_rows(
         grad, x, ones, w_gate, w_up, w_down, hidden, offsets, None, activation, layout, precision, b_gate, b_up,
-        b_down, grouped, turned,
+        b_down, grouped, (into_turned, down_turned),
     )  # fmt: skip
     return d_x, d_into, d_down, d_biases
