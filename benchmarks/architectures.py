@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from benchmarks import arguments
 from benchmarks.conditions import conditions
+from benchmarks.harness import once, order_of
 
 ROWS: dict[str, dict[str, Any]] = {
     "inductor": {},
@@ -281,14 +282,12 @@ def kernels(subject: Subject, call: Callable[..., Any], most: int = 16) -> list[
 
 def _in_turns(subject: Subject, calls: dict[str, Callable[..., Any]], turns: int) -> dict[str, list[float]]:
     def timed(call: Callable[..., Any], count: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            subject.step(call)
-            subject.clear()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / count
+        def steps() -> None:
+            for _ in range(count):
+                subject.step(call)
+                subject.clear()
+
+        return once(steps) / count
 
     if subject.wanted is None:
         calls = {row: call for row, call in calls.items() if row != "eager"}
@@ -297,8 +296,7 @@ def _in_turns(subject: Subject, calls: dict[str, Callable[..., Any]], turns: int
         timed(call, 2)
         counts[row] = 1 if row == "eager" else max(2, int(200 / max(timed(call, 2), 1)))
     for i in range(turns):
-        order = list(calls)[i % len(calls) :] + list(calls)[: i % len(calls)]
-        for row in order:
+        for row in order_of(i, calls):
             if row != "eager" or i == 0:
                 times[row].append(timed(calls[row], counts[row]))
     return times

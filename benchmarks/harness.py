@@ -12,7 +12,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -234,16 +234,19 @@ def _outcome(row: dict[str, Any]) -> str:
 
 
 def _times(runners: dict[str, Runner], measure: str, settings: Settings) -> dict[str, list[float]]:
-    """Milliseconds of every turn; within a turn each contestant is measured once. Every turn starts with another one:
-    a GPU that has just waited is cooler and faster."""
+    """Milliseconds of every turn; within a turn each contestant is measured once."""
     times: dict[str, list[float]] = {name: [] for name, runner in runners.items() if measure in runner.measures}
-    names = list(times)
     for turn in range(settings.turns):
-        start = turn % max(len(names), 1)
-        for name in names[start:] + names[:start]:
+        for name in order_of(turn, times):
             times[name].append(milliseconds(runners[name].measures[measure], settings.device, settings.budget_ms))
         progress(f"  {measure}: turn {turn + 1} of {settings.turns}")
     return times
+
+
+def order_of(turn: int, names: Collection[str]) -> list[str]:
+    """Every turn starts with another one: a GPU that has just waited is cooler and faster."""
+    start = turn % max(len(names), 1)
+    return [*names][start:] + [*names][:start]
 
 
 def milliseconds(fn: Callable[[], Any], device: torch.device, budget_ms: float) -> float:
@@ -251,7 +254,7 @@ def milliseconds(fn: Callable[[], Any], device: torch.device, budget_ms: float) 
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        if (alone := _once(fn)) > 5 * budget_ms:
+        if (alone := once(fn)) > 5 * budget_ms:
             return alone  # nothing of it is left in a cache, and a median would take minutes
         return float(do_bench(fn, warmup=max(1, int(budget_ms / 4)), rep=int(budget_ms), return_mode="median"))
     samples: list[float] = []
@@ -262,7 +265,7 @@ def milliseconds(fn: Callable[[], Any], device: torch.device, budget_ms: float) 
     return statistics.median(samples)
 
 
-def _once(fn: Callable[[], Any]) -> float:
+def once(fn: Callable[[], Any]) -> float:
     """Milliseconds of one call on the current CUDA device."""
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before.record()
