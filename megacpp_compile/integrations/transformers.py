@@ -23,7 +23,7 @@ from megacpp_compile.errors import AlreadyCompiledError
 from megacpp_compile.integrations.training import logits_variables, prepare
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.report import Report
-from megacpp_compile.report.summary import summary
+from megacpp_compile.report.summary import saved_bytes, summary
 
 __all__ = ["MegacppCallback", "logits_are_read"]
 
@@ -86,10 +86,10 @@ class MegacppCallback(TrainerCallback):
 
 def figures(report: Report) -> dict[str, float]:
     """What the trainer logs: sites, bytes that these save where both counts are known, and seconds of all stages."""
-    known = [(s.saved_before, s.saved_after) for s in report.sites]
+    before, after, _ = saved_bytes(report)
     return {
         "megacpp/sites": len(report.sites),
-        "megacpp/saved_bytes": sum(b - a for b, a in known if b is not None and a is not None),
+        "megacpp/saved_bytes": before - after,
         "megacpp/compile_seconds": sum(sum(frame.seconds.values()) for frame in report.frames),
     }
 
