@@ -36,6 +36,11 @@ def kept(words: Tensor, p: float, batches: int, heads: int, queries: int, keys: 
     return ((x ^ x >> 15) * MULTIPLIER & LOWER) >= least(p)
 
 
-def dropped(weights: Tensor, words: Tensor | None, p: float) -> Tensor:
-    """Weights [b, h, t, s] less those that are dropped."""
-    return weights if words is None else weights * (kept(words, p, *weights.shape).to(weights.dtype) * factor(p))
+def factors(words: Tensor | None, p: float, weights: Tensor) -> Tensor | None:
+    """What weights [b, h, t, s] are multiplied by, 0 for those that are dropped; None without dropout."""
+    return None if words is None else kept(words, p, *weights.shape).to(weights.dtype) * factor(p)
+
+
+def dropped(weights: Tensor, by: Tensor | None) -> Tensor:
+    """Weights times their `factors`."""
+    return weights if by is None else weights * by

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import wide
-from megacpp_compile.lowerings.attention._dropout import dropped
+from megacpp_compile.lowerings.attention._dropout import dropped, factors
 from megacpp_compile.lowerings.attention._layout import laid_out
 
 
@@ -83,7 +83,7 @@ def attention(
     total = weights.sum(-1)
     if sinks is not None:
         total = total + (sinks[:, None] - top).exp()
-    weights = dropped(weights / total.unsqueeze(-1), words, dropout)
+    weights = dropped(weights / total.unsqueeze(-1), factors(words, dropout, weights))
     out = laid_out((_grouped(weights, v.shape[1]) @ v.unsqueeze(2)).flatten(1, 2).to(given), like)
     return (out, total.log() + top, top.new_empty(0)) if mask is None and bias is None else (out, total.log(), top)
 
@@ -116,10 +116,10 @@ def attention_backward(
     if mask is not None or bias is not None:
         scores = scores - top.unsqueeze(-1)
     weights = (scores - lse.unsqueeze(-1)).exp()
-    delta = (grad * out).sum(-1)
+    delta, by = (grad * out).sum(-1), factors(words, dropout, weights)
     grad = _grouped(grad, groups)
-    dv = (_grouped(dropped(weights, words, dropout), groups).mT @ grad).sum(2)
-    dweights = dropped((grad @ v.unsqueeze(2).mT).flatten(1, 2), words, dropout)
+    dv = (_grouped(dropped(weights, by), groups).mT @ grad).sum(2)
+    dweights = dropped((grad @ v.unsqueeze(2).mT).flatten(1, 2), by)
     dscores = weights * (dweights - delta.unsqueeze(-1))
     for visible in (mask, near):  # a key that is hidden has no gradient, be that of its query no number
         if visible is not None:
