@@ -143,7 +143,7 @@ def _hand_to_backend(
     settings = Settings(
         target, config, patches, noted_in(frame, config.own_policy), inner_compile, max(frame.blocks, 1),
         frame.on_cuda_graph, analysis.on_auto if planned else None, frame.on_backward,
-        frame.auto["allowed"] if frame.auto is not None and planned else 0.0,
+        (frame.auto or {}).get("allowed", 0.0),
     )  # fmt: skip
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:

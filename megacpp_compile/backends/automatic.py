@@ -19,7 +19,6 @@ from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile.backends._lower import expand
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.backends.first_cut import Cut, FirstCut, Halves
-from megacpp_compile.config.options import Config
 from megacpp_compile.fx.copies import copied, module_like
 from megacpp_compile.fx.inductor_pass import source_hash
 from megacpp_compile.remat import latents, overwritten
@@ -37,11 +36,10 @@ from megacpp_compile.remat.joint_graph import joint
 from megacpp_compile.remat.kinds import blocks_of
 from megacpp_compile.remat.peak import PeakModel
 from megacpp_compile.remat.plan import Plan, StepContext
-from megacpp_compile.remat.tagging import OnPlan, predicted, tag
+from megacpp_compile.remat.tagging import predicted, tag
 from megacpp_compile.remat.times import StepTime
 from megacpp_compile.report import log, stages
 from megacpp_compile.report.auto_plan import SMALL, AutoPlan
-from megacpp_compile.targets import Target
 from megacpp_compile.targets.rates import rates
 
 
@@ -49,28 +47,17 @@ from megacpp_compile.targets.rates import rates
 class Automatic:
     """What one frame's plan is made from, and what came of it.
 
-    allowed: the fraction of a step's predicted time that recomputing may take.
-    tell: called with what was chosen, and with a plan that is taken as `TagForRemat.on_plan` is. Neither where the code
-    comes from a cache. taken: whether there is a plan, so that the partitioner's cut was not used.
+    settings: the frame's; its `on_auto` and `on_plan` are not called where code comes from a cache. taken: whether
+    there is a plan, so that the partitioner's cut was not used.
     """
 
-    target: Target
-    config: Config
-    around: StepContext
-    allowed: float
-    tell: Callable[[AutoPlan], None] | None = None
-    on_plan: OnPlan | None = None
+    settings: Settings
     taken: bool = False
 
     @classmethod
     def of(cls, settings: Settings) -> Automatic | None:
         """For the frame of `settings`, None where it is not to be planned."""
-        if settings.on_auto is None:
-            return None
-        around = StepContext(settings.copies)
-        return cls(
-            settings.target, settings.config, around, settings.auto_time, settings.on_auto, settings.on_plan
-        )  # fmt: skip
+        return None if settings.on_auto is None else cls(settings)
 
     def without_reuse(self, inner_compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make code as Inductor does; under a plan without its `allow_buffer_reuse`, as under every policy: it holds
@@ -81,8 +68,8 @@ class Automatic:
             return inner_compile(*args, **kwargs)
 
     def key(self) -> tuple[Any, ...]:
-        kinds = tuple(sorted(self.config.block_kinds.items()))
-        return rates(self.target.name), self.around.copies, self.allowed, self.config.keep_latents, kinds
+        s, kinds = self.settings, tuple(sorted(self.settings.config.block_kinds.items()))
+        return rates(s.target.name), s.copies, s.auto_time, s.config.keep_latents, kinds
 
     def divide(self, gm: GraphModule, cut: Cut, outputs: int) -> Halves:
         """Both halves of the joint graph `gm`, which is edited. cut: torch's partitioner; outputs: how many of the
@@ -121,19 +108,20 @@ class Automatic:
     @stages.in_stage("plan")
     def _choose(self, gm: GraphModule, none: Plan) -> _Choice:
         """What becomes of `gm`. none: the plan that the partitioner makes of it as it is."""
-        graph, speed = gm.graph, rates(self.target.name)
+        config, target, graph = self.settings.config, self.settings.target, gm.graph
+        speed = rates(target.name)
         base = self._of(PeakModel(graph), none)
-        keeping, found = latents_of(graph, speed) if self.config.keep_latents == "auto" else ([], Latents())
+        keeping, found = latents_of(graph, speed) if config.keep_latents == "auto" else ([], Latents())
         edited = None
         if keeping:
             latents.pass_on(graph, keeping)
             edited = module_like(gm, copied(graph)[0])
             traced: dict[Any, GraphModule] = {}
             for op in keeping:
-                none = none.with_replaced(expand(graph, op, self.target, traced))
+                none = none.with_replaced(expand(graph, op, target, traced))
         kept = overwritten.keep(graph)
         forward, needed = joint(graph)
-        model, blocks = PeakModel(graph), blocks_of(forward, dict(self.config.block_kinds))
+        model, blocks = PeakModel(graph), blocks_of(forward, dict(config.block_kinds))
         # Of one graph, latents in it: an op and what it is made of are not predicted to take the same.
         ladder = Ladder(forward, needed, blocks, none, StepTime(model, none, speed))
         begin = ladder.seconds(ladder.begin)
@@ -145,13 +133,13 @@ class Automatic:
             return dataclasses.replace(self._of(model, plan), more=again(plan) - found.seconds)
 
         time = begin + found.seconds
-        plan = ladder.within(again, self.allowed * time)
+        plan = ladder.within(again, self.settings.auto_time * time)
         planned = judged(plan)
         taken = worth_taking(planned, base)
         if taken:
             tag(graph, plan, kept)
-            if self.on_plan is not None:
-                self.on_plan(plan, blocks, predicted(graph, plan, {}, SELECTIVE, self.around))
+            if (tell := self.settings.on_plan) is not None:
+                tell(plan, blocks, predicted(graph, plan, {}, SELECTIVE, StepContext(self.settings.copies)))
         told = AutoPlan.of(taken, planned, base, judged(ladder.selective()), time, found, speed.label)
         told.given_up = ladder.given_up_by(plan)
         return _Choice(gm if taken else edited, told)
@@ -159,12 +147,12 @@ class Automatic:
     def _of(self, model: PeakModel, plan: Plan) -> Predicted:
         peak = model(plan)
         count = sum(n in model.facts.pieces for n in plan.recomputed)
-        return Predicted(peak.saved - peak.outputs, peak.of(self.around.copies), count)
+        return Predicted(peak.saved - peak.outputs, peak.of(self.settings.copies), count)
 
     def _say(self, found: AutoPlan) -> None:
-        if self.tell is not None:
-            found.allowed = self.allowed
-            self.tell(found)
+        if self.settings.on_auto is not None:
+            found.allowed = self.settings.auto_time
+            self.settings.on_auto(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,5 +181,6 @@ class AutomaticPartitioner(CustomPartitionerFn):
         return ("megacpp_auto", source_hash(), *self.automatic.key())
 
     def __reduce__(self) -> Any:
-        mine = self.automatic
-        return AutomaticPartitioner, (Automatic(mine.target, mine.config, mine.around, mine.allowed),)
+        s = self.automatic.settings
+        kept = Settings(s.target, s.config, {}, copies=s.copies, auto_time=s.auto_time)
+        return AutomaticPartitioner, (Automatic(kept),)
