@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.config.options import Config
+from megacpp_compile.fx.differentiated import Differentiated
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.rope.frozen_tables import frozen_tables
@@ -32,7 +33,7 @@ class GraphView:
         self.trained = trained
 
     def needs_grad(self, node: Node) -> bool:
-        """Whether a gradient flows to or through `node`, as far as operands tell."""
+        """Whether `node` is trained or computed from what is, be that detached or without gradients recorded."""
         seen, stack = {node}, [node]
         while stack:
             n = stack.pop()
@@ -48,8 +49,13 @@ class GraphView:
         return torch.is_grad_enabled() and self.mode_states[node].grad
 
     def has_backward(self, node: Node) -> bool:
-        """Whether autograd records `node` and a gradient flows through it."""
-        return self.recorded(node) and self.needs_grad(node)
+        """Whether a gradient flows to or through `node`."""
+        return node in self.differentiated
+
+    @functools.cached_property
+    def differentiated(self) -> Differentiated:
+        """The nodes that a gradient flows to or through."""
+        return Differentiated(self.graph, self.trained, self.mode_states)
 
     @functools.cached_property
     def heads(self) -> Heads:

@@ -14,13 +14,13 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import VerificationError
 from megacpp_compile.frontend.capture import Captured
+from megacpp_compile.fx.differentiated import Differentiated
 from megacpp_compile.fx.edit import attribute_of, value
 from megacpp_compile.fx.mode_states import mode_states
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.fx.subgraph import Part, between, described
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.rope.activations import activations
-from megacpp_compile.passes._rewrites.differentiated import Differentiated
 from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report import replay, saved_bytes
 from megacpp_compile.report.records import MissedFusion, Site

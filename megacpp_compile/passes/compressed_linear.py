@@ -35,7 +35,6 @@ from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
-from megacpp_compile.passes._rewrites.differentiated import differentiated
 from megacpp_compile.passes._rewrites.dying import held_by, stays_alive
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 
@@ -50,16 +49,15 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     plan = view.config.compress
-    trained = differentiated(view) if plan is not None else set()
-    if plan is None or not trained:
+    if plan is None:
         return
     readers: dict[Node, list[Linear]] = {}  # by the memory that they read
     for node in view.graph.nodes:
-        if node not in trained or not plan.hits(fqn := module_fqn(node)):
+        if not view.has_backward(node) or not plan.hits(fqn := module_fqn(node)):
             continue
         linear = match_linear(node)
         if linear is not None:
-            refusal = _refusal(linear, fqn, trained)
+            refusal = _refusal(view, linear, fqn)
             if refusal is None:
                 readers.setdefault(held_by(linear.x), []).append(linear)
             else:
@@ -67,16 +65,16 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         elif name_of(node).startswith("megacpp::") and traits_of(node).gemm and name_of(node) != op:
             yield MatchFailure(node, "taken", f"{name_of(node)} has it, and keeps less of its input already")
     for linears in readers.values():
-        yield _check(view, plan, linears, trained)
+        yield _check(view, plan, linears)
 
 
-def _refusal(linear: Linear, fqn: str, trained: set[Node]) -> MatchFailure | None:
+def _refusal(view: GraphView, linear: Linear, fqn: str) -> MatchFailure | None:
     """Why one linear by itself stays as it is."""
     node, role = linear.node, role_at(linear.node)
     word = "lora" if inside_segment("lora", fqn) else exclusion_of(fqn)
     if role in _ROLES or word:
         return MatchFailure(node, "role", f"compress leaves alone what is {f'named {word!r}' if word else f'a {role}'}")
-    if linear.w not in trained:
+    if not view.has_backward(linear.w):
         return MatchFailure(node, "frozen", "its weight is not trained, so backward keeps no input for it")
     if "ac_graph_id" in node.meta:
         return MatchFailure(node, "checkpointed", "torch.utils.checkpoint recomputes its input, which is not saved")
@@ -85,9 +83,7 @@ def _refusal(linear: Linear, fqn: str, trained: set[Node]) -> MatchFailure | Non
     return None
 
 
-def _check(
-    view: GraphView, plan: CompressionPlan, linears: list[Linear], trained: set[Node]
-) -> Match | MatchFailure:
+def _check(view: GraphView, plan: CompressionPlan, linears: list[Linear]) -> Match | MatchFailure:
     first = linears[0]
     x, root, dtype = first.x, first.node, value(first.node).dtype
     groups: tuple[Any, ...] = ()
@@ -100,7 +96,7 @@ def _check(
     if len({linear.b is None for linear in linears}) > 1:
         return MatchFailure(root, "bias", "of the linears that read its input only some have a bias")
     outputs = [linear.node for linear in linears]
-    refusal = in_other_modes(view, outputs, root) or stays_alive(view, x, outputs, trained)
+    refusal = in_other_modes(view, outputs, root) or stays_alive(view, x, outputs)
     if refusal is not None:
         return refusal if refusal.tag == "region" else MatchFailure(root, refusal.tag, refusal.reason)
     width = value(x).shape[-1]

@@ -38,7 +38,6 @@ from megacpp_compile.matchers.linear_cross_entropy.heads import Head, HeadLoss, 
 from megacpp_compile.matchers.linear_cross_entropy.inputs import logits_from_outside
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
 from megacpp_compile.matchers.linear_cross_entropy.unread import unread
-from megacpp_compile.passes._rewrites.differentiated import differentiated
 from megacpp_compile.passes._rewrites.head import emit, inputs_of, sizes_read_elsewhere
 from megacpp_compile.passes._rule import REGION, Match
 
@@ -57,11 +56,10 @@ EXCESS = 32 << 10
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     heads = list(find_heads(view.graph))
-    gradients = differentiated(view) if heads else set()
-    pairs = [(head, [by_labels(site) for site in sites(head, gradients.__contains__)]) for head in heads]
+    pairs = [(head, [by_labels(site) for site in sites(head, view.has_backward)]) for head in heads]
     for head, found in pairs:
-        refusal = _refusal(view, head, found) or _few_tokens(head, pairs, gradients)
-        yield from [refusal] if refusal is not None else (_match(view, site, gradients) for site in found)
+        refusal = _refusal(view, head, found) or _few_tokens(head, pairs, view)
+        yield from [refusal] if refusal is not None else (_match(view, site) for site in found)
     linears = {head.linear.node for head in heads}
     misses = list(between(view.graph, linears))
     misses += unread(view.graph, {*linears, *(miss.node for miss in misses)})
@@ -106,7 +104,7 @@ def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure
 
 
 def _few_tokens(
-    head: Head, pairs: Sequence[tuple[Head, list[HeadLoss]]], gradients: set[Node]
+    head: Head, pairs: Sequence[tuple[Head, list[HeadLoss]]], view: GraphView
 ) -> MatchFailure | None:
     """Logits of less than the gradients that are kept for them. Of checkpointed losses, a chunk of tokens each, plain
     code has the logits of one at a time, and all would keep gradients."""
@@ -115,11 +113,11 @@ def _few_tokens(
         site.summed for other, found in pairs for site in found
         if other is head or other.linear.w is weight and _checkpointed(other) and _checkpointed(head)
     )  # fmt: skip
-    if weight not in gradients or not kept or free_unbacked_symbols(logits):
+    if not view.has_backward(weight) or not kept or free_unbacked_symbols(logits):
         return None
     size, least, what = nbytes(logits), kept * WEIGHTS * nbytes(value(weight)), "the weight's gradient is"
     if logits.device.type != SMALL_ON:
-        rows = nbytes(value(x)) if x in gradients else 0
+        rows = nbytes(value(x)) if view.has_backward(x) else 0
         least, what = kept * nbytes(value(weight)) + rows - EXCESS, "gradients are"
     if size >= least:
         return None
@@ -171,7 +169,7 @@ def _name(node: Node) -> str:
     return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
 
 
-def _match(view: GraphView, site: HeadLoss, gradients: set[Node]) -> Match | MatchFailure:
+def _match(view: GraphView, site: HeadLoss) -> Match | MatchFailure:
     loss, linear, inputs = site.outputs[0].read.node, site.logits.linear.node, inputs_of(site)
     states = view.mode_states
     root = linear if states[linear] == states[loss] else loss  # the report names the head where it may
@@ -181,6 +179,6 @@ def _match(view: GraphView, site: HeadLoss, gradients: set[Node]) -> Match | Mat
         return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
-        return emit(build, site, sizes, gradients if states[root].grad else set())
+        return emit(build, site, sizes, view.differentiated if states[root].grad else ())
 
     return Match(root, inputs, outputs, rewrite)

@@ -22,8 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch.fx import Node
-
 from megacpp_compile.decode.absorbed import LowRank, choose_form
 from megacpp_compile.fx.edit import place, unread_without, value
 from megacpp_compile.fx.sizes import hint
@@ -35,7 +33,6 @@ from megacpp_compile.matchers.softmax_attention.absorbed import absorbed
 from megacpp_compile.passes._rewrites.absorbed import inputs_of, readable
 from megacpp_compile.passes._rewrites.absorbed_weights import weights_fit
 from megacpp_compile.passes._rewrites.decode import emit
-from megacpp_compile.passes._rewrites.differentiated import differentiated
 from megacpp_compile.passes._rule import REGION, Match
 
 name = "mla_decode"
@@ -44,12 +41,10 @@ after: tuple[str, ...] = ("linear", "sparse_mla")
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    found = list(find_decodes(view.graph))
-    gradients = differentiated(view) if found else set()
-    for one in found:
+    for one in find_decodes(view.graph):
         if isinstance(one, MatchFailure):
             yield one
-        elif (decided := _decide(view, one, gradients)) is not None:
+        elif (decided := _decide(view, one)) is not None:
             yield decided
     yield from _absorbed_in_training(view) if view.trained else ()
 
@@ -74,13 +69,13 @@ def _low_rank(found: LatentAttention) -> LowRank:
     return LowRank(sum(m.rank for m in keys), sum(m.rank for m in values), sum(narrowed.values()))
 
 
-def _decide(view: GraphView, found: LatentAttention, gradients: set[Node]) -> Match | MatchFailure | None:
+def _decide(view: GraphView, found: LatentAttention) -> Match | MatchFailure | None:
     node, sizes = found.core.result.node, found.sizes
     inputs = inputs_of(found)
     heads, latent = sizes["h"], sizes["r"]
     if not weights_fit(found) or not readable(inputs, value(node).device):
         return None
-    if node in gradients:
+    if view.has_backward(node):
         return MatchFailure(
             node, "training", f"absorbed, scores would take {latent + sizes['p']} channels instead of "
             f"{sizes['n'] + sizes['p']} and no flash kernel, and save nothing that backward does not recompute: decode "

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import megacpp_compile
 from megacpp_compile.frontend.capture import capture
+from megacpp_compile.fx.differentiated import Differentiated
 from megacpp_compile.fx.mode_states import mode_states
 from megacpp_compile.fx.subgraph import between
 from megacpp_compile.passes import _review
-from megacpp_compile.passes._rewrites.differentiated import Differentiated
 from megacpp_compile.report.saved_bytes import saved_bytes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,9 +35,9 @@ def held_by(x: Node) -> Node:
     return base
 
 
-def stays_alive(view: GraphView, x: Node, linears: Iterable[Node], trained: Set[Node]) -> MatchFailure | None:
+def stays_alive(view: GraphView, x: Node, linears: Iterable[Node]) -> MatchFailure | None:
     """Why the memory of `x` is kept for backward even if `linears`, which read it, do not ask for it; None where it is
-    not. trained: the nodes that a gradient flows to or through."""
+    not."""
     base, asking = held_by(x), set(linears)
     if base.op != "call_function":
         return MatchFailure(x, "input", "its input is one of the frame, whose caller holds it")
@@ -46,7 +46,7 @@ def stays_alive(view: GraphView, x: Node, linears: Iterable[Node], trained: Set[
         for user in pending.pop().users:
             if held_by(user) is base:
                 pending.append(user)
-            elif user not in asking and not _keeps_nothing(user, base, trained):
+            elif user not in asking and not _keeps_nothing(view, user, base):
                 return MatchFailure(user, "alive", _why(user))
     if _keeps_its_result(base, view.fake_mode):
         made = f"{name_of(_made_by(base)[0])}, which made its input"
@@ -54,12 +54,12 @@ def stays_alive(view: GraphView, x: Node, linears: Iterable[Node], trained: Set[
     return None
 
 
-def _keeps_nothing(user: Node, base: Node, trained: Set[Node]) -> bool:
+def _keeps_nothing(view: GraphView, user: Node, base: Node) -> bool:
     """Whether the backward of `user`, a reader of `base`, does without it."""
     if user.target in _SUMS:
         return all(isinstance(value(a), torch.Tensor) for a in user.args[:2])
     linear = match_linear(user)
-    return linear is not None and linear.w not in trained and held_by(linear.w) is not base
+    return linear is not None and not view.has_backward(linear.w) and held_by(linear.w) is not base
 
 
 def _why(user: Node) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def _of_sizes(sizes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: set[Node]) -> tuple[Node, list[Node]]:
+def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: Container[Node]) -> tuple[Node, list[Node]]:
     """(the op's node, the nodes that stand for the outputs of `site`, for its blanks and for `sizes`)."""
     linear, read = site.logits.linear, site.of_targets
     rows = _Rows(build, site)
@@ -73,7 +73,7 @@ def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: set[Node]
         "x": [linear.x, *(t for kind, t in tensors if kind != "plus")], "w": [linear.w],
         "b": [n for n in (linear.b, *(t for _, t in tensors)) if n is not None and b is not None],
     }  # fmt: skip
-    trained = [letter for letter, nodes in sources.items() if not gradients.isdisjoint(nodes)]
+    trained = [letter for letter, nodes in sources.items() if any(n in gradients for n in nodes)]
     node = build(
         torch.ops.megacpp.linear_cross_entropy.default, x, w, b, target, weight, read.ignore_index,
         read.label_smoothing, site.logits.scale, site.logits.softcap, 0.0, "sum" if site.summed else "none",

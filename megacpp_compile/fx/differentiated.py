@@ -12,7 +12,6 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.mode_states import ModeStates
 from megacpp_compile.fx.views import DETACH, values_read
-from megacpp_compile.matchers.graph_view import GraphView
 
 
 class Differentiated:
@@ -46,12 +45,6 @@ class Differentiated:
         while before not in self._recorded:  # new: it stands where the nodes stood that it is to replace
             before = before.prev
         return self._recorded.setdefault(node, self._recorded[before])
-
-
-def differentiated(view: GraphView) -> set[Node]:
-    """`Differentiated` of a graph as it is."""
-    found = Differentiated(view.graph, view.trained, view.mode_states)
-    return {n for n in view.graph.nodes if n in found}
 
 
 def _has_floats(fake: Any) -> bool:
