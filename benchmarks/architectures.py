@@ -69,7 +69,11 @@ CHANGED: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "n_routed_experts": 16},
     "bamba": {"attn_layer_indices": [3]},
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "mamba", "attention"]},
-    "zamba2": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba"], "use_mamba_kernels": False},
+    "zamba2": {
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"],
+        "hybrid_layer_ids": [2],
+        "use_mamba_kernels": False,
+    },
     "mamba2": {"hidden_size": 2560, "num_heads": 80, "n_groups": 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "longcat_flash": {"hidden_size": 3072, "num_layers": 2, "n_routed_experts": 16, "zero_expert_num": 8},
