@@ -171,6 +171,7 @@ def test_a_second_training_goes_on_with_the_first_s_model(prepared, tmp_path):
 
 
 @pytest.mark.end_to_end
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layers", [1, 4], ids=["whole", "blocks"])
 def test_in_a_loop_of_one_s_own(no_kernels, layers):
     """With accelerate; evaluation has its logits with gradients, too."""
