@@ -18,6 +18,7 @@ pytestmark = [
         "tensor_parallel_no_grad", "tensor_parallel_dynamic", "checkpointed", "gathered_gain", "dtensor_out",
         "local_experts", "on_dtensors_sequence", "frozen_region", "decoding",
         "experts", "sharded_tensor_parallel",  # "sharded_experts" is of both
+        "tensor_parallel_policy",  # "planned" is of a policy and strict, "compressed" of both and verified
     ),
 ]  # fmt: skip
 CASES_OF = ranks
