@@ -411,9 +411,9 @@ def test_two_values_of_dynamic_shapes(body):
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("body", two_values.OTHER, ids=lambda body: body.__name__)
 def test_values_that_make_a_difference(body):
-    """Of four experts two have no tokens at first. Behind a graph break numbers are constants, and a branch on them is
+    """Of three experts one has no tokens at first. Behind a graph break numbers are constants, and a branch on them is
     none: what fuses there assumes nothing."""
-    module, misses = MoE(body, Ungated, experts=4), []
+    module, misses = MoE(body, Ungated), []
     for n in (1, 6):
         torch._dynamo.reset()
         report = compiled(module, tokens(n))
