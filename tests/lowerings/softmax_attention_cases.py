@@ -65,6 +65,7 @@ SOFTMAX = {
     "prefix_and_a_window": {"b": 1, "h": 1, "g": 1, "t": 200, "s": 200, "left": 50, "right": 0, "prefix": [96]},
     "prefix_beside_all": {"mask": (1, 0, 1, 1), "bias": (0, 1, 1, 1), "sinks": True, "softcap": 3.0, "left": 4, "right": 1,
                           "prefix": [2, 5], "dropout": 0.2},
+    "prefix_and_a_bias": {"bias": (0, 1, 1, 1), "right": 0, "prefix": [2, 5]},
     "prefix_and_documents": {"b": 1, "h": 1, "g": 1, "t": 200, "s": 200, "documents": 70, "right": 0, "prefix": [100]},
     "dropout": {"dropout": 0.3, "right": 0}, "dropout_of_all": {"dropout": 1.0},
     "dropout_of_nearly_all_at_once": {"mask": (1, 0, 1, 1), "bias": (0, 1, 1, 1), "sinks": True, "softcap": 3.0, "left": 4,

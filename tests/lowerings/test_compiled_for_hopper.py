@@ -41,6 +41,10 @@ KERNELS = {
     },
     ("attention", "dropout"): {"attention_forward"},
     ("attention", "dropout_of_nearly_all_at_once"): {"attention_forward"},
+    ("attention", "prefix_beside_all"): {"attention_forward"},
+    ("attention_backward", "prefix_and_a_bias"): {
+        "attention_keys_grad", "attention_query_grad", "attention_bias_grad"
+    },
     ("attention_backward", "dropout"): {"attention_keys_grad", "attention_query_grad"},
     ("attention_backward", "dropout_and_a_bias"): {
         "attention_keys_grad", "attention_query_grad", "attention_bias_grad"
