@@ -597,9 +597,9 @@ def test_fires(name):
 
 
 # Numbers that bfloat16 does not hold: autocast's eager refuses them.
-TOO_LOW = {"mask_by_values_of_keys", "one_row_of_documents", "padded_before"}
+TOO_LOW = {"mask_by_values_of_keys", "one_row_of_documents", "padded_before", "prefix_by_a_number"}
 # Exponentials that eager's autocast rounds before their sum divides them: the op is nearer to float32 by half.
-ROUNDED = {name for name in SPELLINGS if name.startswith(("normalised_", "powers_", "masked_powers_", "logarithm_"))}
+ROUNDED = {name for name in SPELLINGS if name.startswith("normalised_")}
 
 
 @pytest.mark.sampled(4, unit=8)
