@@ -145,9 +145,25 @@ class DoublesWhatIsLong(Dense):
         return self.linear(x) * self.table
 
 
+class AttendsToPadded(Dense):
+    """As Longformer attends to some tokens globally: what it writes rows into is made in the branch."""
+
+    def forward(self, x, mask):
+        some = (mask == 0).any()
+        if some:
+            rows = (mask == 0).nonzero(as_tuple=True)
+            only = x.new_zeros(5, DIM)
+            only[rows] = x[:5][rows]
+            only.transpose(0, 1)[:, rows[0]] = 1.0
+            x = torch.cat([only, x])
+        out = self.linear(x)
+        return out[rows] if some else out
+
+
 @pytest.mark.parametrize(
-    "kind", [FillsATable, BeginsAtAStep, CountsPaddedCalls, DoublesWhatIsLong], ids=lambda kind: kind.__name__
-)
+    "kind", [FillsATable, BeginsAtAStep, CountsPaddedCalls, DoublesWhatIsLong, AttendsToPadded],
+    ids=lambda kind: kind.__name__,
+)  # fmt: skip
 def test_another_branch_on_data_is_no_loop_over_experts(kind):
     report = megacpp_compile.explain(kind(), tokens(), torch.ones(5, dtype=torch.long))
     assert not report.misses and "in forward: `if " in report.frames[0].graph_break

@@ -18,9 +18,11 @@ _NEAR = 24  # nodes to look at
 _LISTS = ("nonzero", "where", "argwhere")
 _KEEPS = ("getitem", "select", "squeeze", "flatten", "view", "reshape", "ravel", "detach", "cpu", "to", "long", "int",
           "contiguous", "clone", "t")  # fmt: skip
+_VIEWS = ("transpose", "permute", "movedim", "unsqueeze", *_KEEPS)
 _SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere", "scatter", "scatter_add")
 _CHOOSES = ("topk", "argmax", "sort", "argsort", "one_hot", "bincount", "histc", "unique")
-_ADDS = ("index_add", "scatter_add", "scatter_reduce", "index_put", "setitem")
+_PUTS = ("index_put", "setitem")
+_ADDS = ("index_add", "scatter_add", "scatter_reduce", *_PUTS)
 _DISTINCT = {"sorted": True, "return_counts": True}
 _NONE = ("eq", "le", "lt", "logical_not", "not_", "__not__")
 _WRITES = ("scatter_", "scatter_add_")  # to a tensor whose later readers name it as it was made
@@ -82,13 +84,24 @@ def _of_choices(eq: Node) -> bool:
 def of_experts(conditions: Iterable[Node], made: Iterable[Node]) -> bool:
     """Whether experts are seen in a branch by `conditions` in which the nodes `made` are: something was chosen for it,
     or rows are added up."""
-    seen, pending = set[Node](), list(conditions)
+    seen, pending, within = set[Node](), list(conditions), set(made)
     while pending:
         node = pending.pop()
         if node not in seen:
             seen.add(node)
             pending.extend(node.all_input_nodes)
-    return any(_name(node) in _CHOOSES for node in seen) or any(_name(node).rstrip("_") in _ADDS for node in made)
+    return any(_name(node) in _CHOOSES for node in seen) or any(_adds_up(node, within) for node in within)
+
+
+def _adds_up(node: Node, within: set[Node]) -> bool:
+    """Whether `node` may add rows to a sum: what the branch itself has made (`within`) and then puts rows into is
+    none."""
+    if (name := _name(node).rstrip("_")) not in _PUTS:
+        return name in _ADDS
+    into = node.args[0] if node.args else None
+    while isinstance(into, Node) and into in within and _name(into) in _VIEWS and into.args:
+        into = into.args[0]
+    return into not in within
 
 
 def some_when(node: Node, number: tuple[Node, Any] | None) -> bool:
