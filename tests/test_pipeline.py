@@ -574,20 +574,21 @@ def test_names_of_the_backend(eager_backend):
 
 
 class Scaled(Projections):
-    """With two floats that `dynamic=True` makes inputs: an op has one of them, and a product the other."""
+    """With three floats that `dynamic=True` makes inputs: an op has one of them, a product another, and the third is only
+    compared."""
 
     def __init__(self):
         super().__init__()
-        self.eps, self.factor = 1e-6, 0.5
+        self.eps, self.factor, self.most = 1e-6, 0.5, 2.5
 
     def forward(self, x: Tensor) -> Tensor:
         down, norm, up, _ = self
-        latent = down(x)
+        latent = down(x if self.most > 1.5 else -x)
         latent = latent * torch.rsqrt(latent.pow(2).mean(-1, keepdim=True) + self.eps) * norm.weight
         return up(latent) * self.factor
 
 
-def test_a_float_that_an_op_fixes_is_known_before_the_frame_is_differentiated(no_kernels, monkeypatch):
+def test_floats_that_are_numbers_are_known_before_the_frame_is_differentiated(no_kernels, monkeypatch):
     handed, real = [], pipeline._hand_to_backend
     monkeypatch.setattr(pipeline, "_hand_to_backend", lambda *args: handed.append(args) or real(*args))
     torch._dynamo.reset()
@@ -597,10 +598,11 @@ def test_a_float_that_an_op_fixes_is_known_before_the_frame_is_differentiated(no
         for model.factor in (0.5, 0.25):
             assert relative_error(compiled(x), model(x)) < 1e-5
     assert report.counts["down_norm_up"] == 1 and len(report.frames) == len(handed) == 1
-    with record() as report:
-        model.eps = 0.5
-        assert relative_error(compiled(x), model(x)) < 1e-5
-    assert len(report.frames) == 1
+    for name, number in (("eps", 0.5), ("most", 1.0)):
+        with record() as report:
+            setattr(model, name, number)
+            assert relative_error(compiled(x), model(x)) < 1e-5
+        assert len(report.frames) == 1
 
 
 @pytest.mark.end_to_end

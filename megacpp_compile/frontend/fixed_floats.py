@@ -1,14 +1,15 @@
-"""Has Dynamo trace a frame again as soon as the passes have fixed a float of the model, as an op's epsilon.
+"""Has Dynamo trace a frame again as soon as it is known which floats of the model are numbers, as an op's epsilon.
 
-Under `dynamic=True` floats are inputs. One that no tensor is computed with any more is a number from then on, and
-AOTAutograd has Dynamo trace the frame again with that number written in it: when it has traced the frame, backward
-included. What it will say is known before.
+Under `dynamic=True` floats are inputs. One that no tensor is computed with, be it that a pass has fixed it, that torch
+has, or that the model only compares it, is a number from then on, and AOTAutograd has Dynamo trace the frame again with
+that number written in it: when it has traced the frame, backward included. What it will say is known before.
 """
 
 from __future__ import annotations
 
 import operator
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -27,8 +28,8 @@ _WITH_TENSORS = {
 
 
 def trace_again(gm: GraphModule, env: ShapeEnv | None) -> None:
-    """Leave the backend where a float is fixed in the rewritten graph `gm`, and each other stays an input. env: of the
-    frame's sizes and floats."""
+    """Leave the backend where no tensor of the rewritten graph `gm` is computed with some float, and all others stay
+    inputs. env: of the frame's sizes and floats."""
     if env is None or not present(TensorifyState, TensorifyScalarRestartAnalysis):
         return
     numbers = [n for n in gm.graph.nodes if isinstance(value(n), torch.SymFloat)]
@@ -38,7 +39,7 @@ def trace_again(gm: GraphModule, env: ShapeEnv | None) -> None:
         return
     kept = {str(s) for each in symbols for s in each}
     given = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # as torch 2.9 has it
-    floats = {str(s) for s in given if s in env.replacements and str(s).startswith("zf")}
+    floats = {str(s) for s, number in given.items() if isinstance(number, sympy.Float) and str(s).startswith("zf")}
     fixed = {name for name in floats - kept if not TensorifyState.should_specialize(name)}
     for name in fixed:
         TensorifyState.specialize(name)
