@@ -70,7 +70,7 @@ def test_a_second_length():
 
 
 @pytest.mark.end_to_end
-@sampled(2, "name", ["put_together", "gates_in_the_operands", "general_inverse", "rows_in_place"])
+@sampled(4, "name", ["put_together", "gates_in_the_operands", "general_inverse", "rows_in_place"])
 def test_inputs_of_a_second_length(name):
     """Each of the frame's inputs has a symbol of its own for the length that all of them have."""
     module = OfItsInputs(CHUNKED[name])
