@@ -43,6 +43,10 @@ class StepTime:
         self.kernels: list[list[list[Node]]] = []
         # Of each node of a kernel under `begin`, the bytes that the kernel reads.
         self.read: dict[Node, int] = {}
+        # The seconds of each kernel of its own, whatever the plan.
+        kinds = model.facts.kinds
+        own = (n for n in kinds if kinds[n] in ("kernel", "in place"))
+        self.alone = {n: max(flops(n, self.of_forward) / rates.flops, costs.moved(n) / rates.bytes) for n in own}
         for run in model.runs(begin):
             groups, reads = run.kernels()
             self.kernels.append(groups)
@@ -67,8 +71,8 @@ class StepTime:
         seconds = len(groups) * rates.launch
         for i, group in enumerate(groups):
             node = group[0]
-            if facts.kinds[node] in ("kernel", "in place"):
-                seconds += max(flops(node, self.of_forward) / rates.flops, costs.moved(node) / rates.bytes)
+            if node in self.alone:
+                seconds += self.alone[node]
                 continue
             read = _read(group, reads, given, facts)
             if read > self.read.get(node, read) and any(facts.kinds[n] == "reduction" for n in group):
