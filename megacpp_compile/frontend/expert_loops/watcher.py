@@ -23,6 +23,10 @@ from megacpp_compile.report import log
 
 _SUBSCRIPTS = ("BINARY_SUBSCR",)
 _SLICES = ("BUILD_SLICE", "BINARY_SLICE")
+# Most of what a frame is made of: none of these reads an entry, asks for a value, or leaves its place.
+_QUIET = frozenset(
+    "CACHE NOP RESUME PRECALL KW_NAMES PUSH_NULL COPY SWAP POP_TOP LOAD_CONST LOAD_FAST STORE_FAST".split()
+)
 
 
 class Loops:
@@ -95,7 +99,10 @@ class Loops:
     def step(self, translator: Any, proceed: Callable[[], bool]) -> bool:
         if not self.enabled or translator.instruction_pointer is None:
             return proceed()
-        self._try(self._before, translator, translator.instructions[translator.instruction_pointer])
+        inst = translator.instructions[translator.instruction_pointer]
+        if inst.opname in _QUIET and not self._open:
+            return proceed()
+        self._try(self._before, translator, inst)
         inst = translator.instructions[translator.instruction_pointer]
         try:
             with self._slicing(translator, inst):
