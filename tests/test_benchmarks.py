@@ -531,7 +531,7 @@ class TestArchitectures:
         for name in ("set_per_process_memory_fraction", "empty_cache", "reset_peak_memory_stats", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 20)
-        event = types.SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 6.0)
+        event = types.SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 6.0)
         monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
 
     def test_a_model(self, tmp_path):
