@@ -7,11 +7,13 @@ import dataclasses
 import importlib
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
 from benchmarks import performance_page, recall_table
+from benchmarks.architectures import ratio
 from benchmarks.figures import remat
 from megacpp_compile import Config
 from megacpp_compile.passes._driver import enabled_passes, pass_names
@@ -83,6 +85,27 @@ def test_the_performance_page_is_what_its_data_make(monkeypatch):
     folder = ROOT / "docs" / "generated"
     text = performance_page.page(sorted(ROOT.glob("docs/h200/*.json")), ROOT / "docs" / "figures", folder)
     assert (folder / "performance.md").read_text() == text, "make pages"
+
+
+SHOWN = {"gpt_oss": "gpt-oss", "deepseek_v3": "DeepSeek-V3", "nemotron_h": "Nemotron-H", "qwen3_moe": "Qwen3-MoE", "llama": "Llama"}
+NUMBERS = {2: "two", 3: "three", 4: "four"}
+
+
+def test_readme_s_architectures_are_those_of_their_data():
+    models = json.loads((ROOT / "docs" / "h200" / "architectures.json").read_text())["architectures"]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for model in models:
+        if (shown := SHOWN.get(model["name"])) is not None:
+            ours, theirs = (f"{r['ms']:.1f} ms, {r['peak_mib'] / 1024:.1f} GiB" for r in (model["megacpp"], model["inductor"]))
+            of = f"{NUMBERS[model['layers']]} layers, {' x '.join(map(str, model['tokens']))} tokens"
+            assert f"| {shown}, {of} | Inductor {theirs} | {ours} |" in text
+    of = {key: [r for m in models if (r := ratio(m, "megacpp", key))] for key in ("least_ms", "peak_mib", "first_s")}
+    time, peak, first = (f"{statistics.geometric_mean(found):.2f}" for found in of.values())
+    assert max(of["least_ms"]) < 1, "None is slower"
+    assert f"The picture has {len(of['least_ms'])} architectures" in text
+    assert f"takes {time} of Inductor's time and {peak} of its peak, the first one {first} of its time" in text
+    failed = [m["name"] for m in models if "error" in m.get("inductor", {})]
+    assert len(failed) == 6 and not any("error" in m["megacpp"] for m in models), "on six more Inductor fails"
 
 
 def test_the_recall_page_is_read_back_whole():
