@@ -503,7 +503,8 @@ WITHOUT_IGNORED_IN_ONE = {
         lambda m, x, y: -(torch.gather(m.proj(x).softmax(-1), -1, y.unsqueeze(-1)).squeeze(-1) + 1e-8).log().mean()),
     "one_hot": lambda m, x, y: -(F.one_hot(y, WORDS).to(x.dtype) * m.proj(x).log_softmax(-1)).sum(-1),
     # A policy's log-probabilities of what it did
-    "categorical": lambda m, x, y: torch.distributions.Categorical(logits=m.proj(x) / 0.8).log_prob(y),
+    # Dynamo switches the checks of arguments off, which branch on data, once it is first used.
+    "categorical": lambda m, x, y: torch.distributions.Categorical(logits=m.proj(x) / 0.8, validate_args=False).log_prob(y),
 }  # fmt: skip
 for _name, _body in (WITH_IGNORED_IN_ONE | WITHOUT_IGNORED_IN_ONE).items():
     _body.__name__ = _name

@@ -91,8 +91,9 @@ def test_targets_decide_and_names_do_not():
 
 
 def test_matchers_leave_meta_alone():
-    """A pass may note something at a node that it has made; what is applied gives readers their strides."""
-    assert set(lines(writes_meta, MATCHING)) <= {"passes/_rewrites/experts.py", "passes/_rewriting.py"}
+    """A pass or matcher may note something at a node that it has made; what is applied gives readers their strides."""
+    made = {"passes/_rewrites/experts.py", "passes/_rewriting.py", "matchers/softmax_attention/whole.py"}
+    assert set(lines(writes_meta, MATCHING)) <= made
 
 
 def test_no_cache_of_the_process_holds_a_graph():

@@ -387,7 +387,8 @@ def divided(monkeypatch):
 @pytest.mark.parametrize("layers", [2, 1], ids=["a plan", "torch's cut"])
 def test_one_graph_is_divided(planned, divided, layers, found):
     planned(found)
-    said = chosen(step(*models.mla(layers), AUTO))
+    # At the rates of fast GEMMs what recomputes takes 3.8 % of the step.
+    said = chosen(step(*models.mla(layers), {"policy": {"auto": 0.05}}))
     assert (said.taken, said.latents["kept"]) == (layers == 2, layers if found is SLOW_GEMMS else 0)
     assert len(divided) == 1
 
