@@ -328,8 +328,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write losses and speed of both runs there")
     default_plot = Path(__file__).parent / "out" / "train_mla.png"
-    parser.add_argument("--plot", type=Path, default=default_plot, metavar="PATH", help="figure of the loss curves")
-    parser.add_argument("--no-plot", action="store_true", default=argparse.SUPPRESS, help="write no figure")
+    drawn = "figure of the loss curves; the report as a page beside it"
+    parser.add_argument("--plot", type=Path, default=default_plot, metavar="PATH", help=drawn)
+    parser.add_argument("--no-plot", action="store_true", default=argparse.SUPPRESS, help="write neither")
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps must be at least 2: the first step is the one that compiles")
@@ -362,6 +363,11 @@ def main() -> int:
         write(args.json, args, {"eager": eager, args.backend: compiled})
     if "no_plot" not in args:
         plot(args.plot, args.backend, eager, compiled)
+        if report is not None:  # beside the figure
+            page = args.plot.with_suffix(".html")
+            page.parent.mkdir(parents=True, exist_ok=True)
+            report.to_html(page)
+            print(f"{'report':<22}{page}")
 
     difference = largest_difference(eager, compiled)
     if not difference <= args.tolerance:  # written so that NaN fails too
