@@ -20,12 +20,12 @@ import torch
 from torch import fx
 from torch.fx import GraphModule
 
-from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.fakes import detect_fake_mode
 from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile._torch.inductor import has_triton_package
 from megacpp_compile._torch.pytree import tree_map
 from megacpp_compile.fx.edit import all_nodes, value
-from megacpp_compile.fx.sizes import hint
+from megacpp_compile.fx.numbers_for_symbols import with_numbers
 from megacpp_compile.lowerings._kernels.trace_options import compiling_ahead
 from megacpp_compile.lowerings._op import KERNEL_OPS
 from megacpp_compile.report import log
@@ -64,21 +64,14 @@ def compile_ahead(graph: fx.Graph) -> None:
             continue
         seen.add(call)
         try:
-            with FakeTensorMode(), torch.no_grad(), compiling_ahead():
-                args, named = tree_map(_without_symbols, (args, named))
+            mode = detect_fake_mode((args, named))
+            assert mode is not None, "no operand is a fake tensor"
+            with mode, torch.no_grad(), compiling_ahead():
+                # With the sizes of the first call nothing is guarded.
+                args, named = tree_map(lambda v: with_numbers(v, lambda n: n.node.hint), (args, named))
                 KERNEL_OPS[node.target](*args, **named)
         except Exception as error:  # it will be compiled when it is launched, and what is wrong is said then
             log.logger.info("the kernels of %s were not begun ahead: %s: %s", node.target, type(error).__name__, error)
-
-
-def _without_symbols(operand: Any) -> Any:
-    """An operand as it is expected at the first call, of a mode that guards nothing."""
-    if isinstance(operand, torch.SymInt):
-        return hint(operand)
-    if not isinstance(operand, torch.Tensor):
-        return operand
-    size, steps = (tuple(map(hint, of)) for of in (operand.shape, operand.stride()))
-    return torch.empty_strided(size, steps, dtype=operand.dtype, device=operand.device)
 
 
 def patches(gm: GraphModule, target: Target, given: Mapping[str, Any]) -> dict[str, Any]:
