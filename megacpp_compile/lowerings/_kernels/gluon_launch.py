@@ -96,22 +96,21 @@ def launch(kernel: Any, grid: tuple[int, ...], **args: Any) -> None:
 
 
 @functools.cache
-def pool(threads: int) -> ThreadPoolExecutor:
+def _pool(threads: int) -> ThreadPoolExecutor:
     """Where kernels are compiled ahead."""
     return ThreadPoolExecutor(threads, thread_name_prefix="megacpp-kernels")
 
 
 def _begin(kernel: Any, grid: tuple[int, ...], args: dict[str, Any]) -> None:
     """Has a thread compile the kernel for such a call, unless one does."""
-    key = _key(kernel, args)
-    if key in _begun or not isinstance(kernel, triton.JITFunction):
+    if not isinstance(kernel, triton.JITFunction) or (key := _key(kernel, args)) in _begun:
         return
     from megacpp_compile._torch.inductor import get_compile_threads
 
     if len(_begun) >= MOST:
         _begun.clear()
     nowhere = {name: _nowhere(arg) for name, arg in args.items()}
-    _begun[key] = pool(get_compile_threads()).submit(_warm, kernel, grid, nowhere, torch.cuda.current_device())
+    _begun[key] = _pool(get_compile_threads()).submit(_warm, kernel, grid, nowhere, torch.cuda.current_device())
 
 
 def _warm(kernel: Any, grid: tuple[int, ...], args: dict[str, Any], device: int) -> None:

@@ -26,31 +26,25 @@ def ahead() -> bool:
     return _ahead.get()
 
 
-@contextlib.contextmanager
-def autotune(on: bool) -> Iterator[None]:
+def autotune(on: bool) -> contextlib.AbstractContextManager[None]:
     """A context in which kernels measure their choices of block sizes, or with `on` false take the built-in ones."""
-    token = _measure.set(on)
-    try:
-        yield
-    finally:
-        _measure.reset(token)
+    return _set(_measure, on)
 
 
-@contextlib.contextmanager
-def tracing() -> Iterator[None]:
+def tracing() -> contextlib.AbstractContextManager[None]:
     """A context in which a launch becomes a node of the graph being traced."""
-    token = _traced.set(True)
-    try:
-        yield
-    finally:
-        _traced.reset(token)
+    return _set(_traced, True)
+
+
+def compiling_ahead() -> contextlib.AbstractContextManager[None]:
+    """A context in which ops run on fake tensors, so that what they would launch is compiled."""
+    return _set(_ahead, True)
 
 
 @contextlib.contextmanager
-def compiling_ahead() -> Iterator[None]:
-    """A context in which ops run on fake tensors, so that what they would launch is compiled."""
-    token = _ahead.set(True)
+def _set(flag: contextvars.ContextVar[bool], on: bool) -> Iterator[None]:
+    token = flag.set(on)
     try:
         yield
     finally:
-        _ahead.reset(token)
+        flag.reset(token)
