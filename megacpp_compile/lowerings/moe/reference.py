@@ -129,9 +129,8 @@ def moe(
     *,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    if precision and grouped is GroupedGemms:
-        payloads = into8, into_turned, into_scale, down8, down_turned, down_scale
-        grouped = float8.forward_of(float8.Fp8Gemms, w_gate, payloads)
+    payloads = into8, into_turned, into_scale, down8, down_turned, down_scale
+    grouped = forward_gemms(grouped, precision, w_gate, payloads)
     order, offsets = by_expert(indices, experts_of(w_down))
     token = order // indices.shape[1]
     hidden, a = into_experts(x, w_gate, w_up, offsets, token, activation, layout, b_gate, b_up, grouped)
@@ -140,6 +139,13 @@ def moe(
     y = _per_token(out, order, offsets, gates.to(wide)).sum(1).to(out_dtype)
     kept = (hidden if keep_hidden else []) + (grouped.scales() if precision else [])  # type: ignore[attr-defined]
     return y, kept, order, offsets
+
+
+def forward_gemms(grouped: Grouped, precision: str, w_gate: list[Tensor], payloads: Sequence[Tensor | None]) -> Grouped:
+    """The GEMMs of forward: `grouped`, or the reference's in float8 where these are its own in another precision."""
+    if precision and grouped is GroupedGemms:
+        return float8.forward_of(float8.Fp8Gemms, w_gate, payloads)
+    return grouped
 
 
 def into_experts(

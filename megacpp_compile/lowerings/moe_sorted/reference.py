@@ -5,8 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.lowerings.moe import float8
-from megacpp_compile.lowerings.moe.reference import Grouped, GroupedGemms, backward_of_rows, given, into_experts
+from megacpp_compile.lowerings.moe.reference import (
+    Grouped,
+    GroupedGemms,
+    backward_of_rows,
+    forward_gemms,
+    given,
+    into_experts,
+)
 
 
 def moe_sorted(
@@ -31,9 +37,8 @@ def moe_sorted(
     *,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, list[Tensor]]:
-    if precision and grouped is GroupedGemms:
-        payloads = into8, into_turned, into_scale, down8, down_turned, down_scale
-        grouped = float8.forward_of(float8.Fp8Gemms, w_gate, payloads)
+    payloads = into8, into_turned, into_scale, down8, down_turned, down_scale
+    grouped = forward_gemms(grouped, precision, w_gate, payloads)
     hidden, a = into_experts(x, w_gate, w_up, offsets, None, activation, layout, b_gate, b_up, grouped)
     y = grouped.rows([a], w_down, offsets, False, *given(None, b_down))
     return y, (hidden if keep_hidden else []) + (grouped.scales() if precision else [])  # type: ignore[attr-defined]
