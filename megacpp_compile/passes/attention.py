@@ -209,7 +209,7 @@ def _rewrite(build: Builder, found: Attention, plan: Plan) -> tuple[Node, list[N
     scale = float(first) if softcap is None else first * softcap
     made = build(
         torch.ops.megacpp.attention.default, q, k, v, mask, bias, sinks, documents, scale, softcap or 0.0,
-        *(d and d.emit(build) for d in (plan.left, plan.right)), plan.fill, *_drawn(build, found, q, k, plan),
+        *(d and d.emit(build) for d in (plan.left, plan.right)), plan.fill, *_at_the_end(build, found, q, k, plan),
     )  # fmt: skip
     out = arrange(build, (build.item(made, 0), (batch, heads, found.queries, found.value_channels)), found.result_dims)
     out = build.cast(out, value(found.result).dtype)
@@ -234,17 +234,22 @@ def _sinks(build: Builder, found: Attention, q: Node) -> Node | None:
     return arrange(build, (node, dims), (found.heads,))
 
 
-def _drawn(build: Builder, found: Attention, q: Node, k: Node, plan: Plan) -> tuple[Any, ...]:
-    """(random words, probability of dropout, keys of a prefix), as far as there are such. torch draws the words; they
-    are kept for backward, also where all else is computed again, as drawing them again takes the generator's state."""
+def _at_the_end(build: Builder, found: Attention, q: Node, k: Node, plan: Plan) -> tuple[Any, ...]:
+    """The op's last arguments, words, dropout and prefix, up to the last that is there."""
     prefix = () if plan.prefix is None else (plan.prefix.emit(build, q, arrange, found.batch),)
     if found.dropout is None:
         return (None, 0.0, *prefix) if prefix else ()
+    return _words(build, q, k), found.dropout.p, *prefix
+
+
+def _words(build: Builder, q: Node, k: Node) -> Node:
+    """Random words, which torch draws. They are kept for backward, also where all else is computed again, as drawing
+    them again takes the generator's state."""
     b, h, t, _ = value(q).shape
     size = size_node(build, value(k).shape[2] + b * h * t)
     words = build(aten.randint.low, 0, WORDS, [size], dtype=torch.int64, device=value(q).device)
     words.meta = {name: one for name, one in words.meta.items() if name not in ("recompute", "ac_graph_id")}
-    return words, found.dropout.p, *prefix
+    return words
 
 
 def _strides_show(result: Node) -> bool:
