@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from benchmarks import arguments
 from benchmarks.conditions import conditions
-from benchmarks.harness import once, order_of
+from benchmarks.harness import kernel_times, once, order_of
 
 ROWS: dict[str, dict[str, Any]] = {
     "inductor": {},
@@ -272,13 +272,11 @@ def measure(name: str, rows: Sequence[str], file: Path, turns: int = 7) -> None:
     file.write_text(json.dumps({**known, "done": True}))
 
 
-def kernels(subject: Subject, call: Callable[..., Any], most: int = 16) -> list[tuple[str, float, int]]:
+def kernels(subject: Subject, call: Callable[..., Any], most: int = 16) -> list[tuple[str, float, float]]:
     """(name, ms, launches) of the `most` kernels that take the longest in a step, and of all others together"""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        subject.step(call)
-        torch.cuda.synchronize()
+    times = kernel_times(lambda: subject.step(call), 1)
     subject.clear()
-    ran = [(e.key[:90], round(e.self_device_time_total / 1e3, 3), e.count) for e in profile.key_averages()]
+    ran = [(name[:90], round(ms, 3), count) for name, (ms, count) in times.items()]
     ran = sorted((each for each in ran if each[1]), key=lambda each: -each[1])
     rest = ran[most:]
     return [*ran[:most], ("others", round(sum(ms for _, ms, _ in rest), 3), sum(count for *_, count in rest))]

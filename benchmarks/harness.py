@@ -249,6 +249,19 @@ def order_of(turn: int, names: Collection[str]) -> list[str]:
     return [*names][start:] + [*names][:start]
 
 
+def kernel_times(step: Callable[[], Any], steps: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds a step of each CUDA kernel, and how often it runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[float, float]] = {}
+    for event in seen.key_averages():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.key] = event.self_device_time_total / 1e3 / steps, event.count / steps
+    return found
+
+
 def milliseconds(fn: Callable[[], Any], device: torch.device, budget_ms: float) -> float:
     """Median time of one call, measured for about `budget_ms`; caches of the device are flushed between calls."""
     if device.type == "cuda":

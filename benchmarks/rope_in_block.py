@@ -21,7 +21,7 @@ import torch
 import megacpp_compile
 from benchmarks import arguments, ceilings
 from benchmarks.conditions import conditions
-from benchmarks.harness import Settings, milliseconds
+from benchmarks.harness import Settings, kernel_times, milliseconds
 from benchmarks.subjects.block import QUICK, SIZES, Size, inputs
 from benchmarks.subjects.rope import moved
 
@@ -37,21 +37,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=10, help="profiled of each block")
     p.add_argument("--out", type=Path, help="a JSON file of the rows")
     return p.parse_args(argv)
-
-
-def kernel_times(step: Any, steps: int) -> dict[str, tuple[float, float]]:
-    """Milliseconds a step of each kernel, and how often it runs."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    found: dict[str, tuple[float, float]] = {}
-    for event in seen.key_averages():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.key] = event.self_device_time_total / 1e3 / steps, event.count / steps
-    return found
 
 
 def row(size: Size, steps: int, settings: Settings) -> dict[str, Any]:
