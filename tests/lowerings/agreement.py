@@ -44,6 +44,9 @@ UNITS = {
     # Two GEMMs with a softmax between, which rounds its probabilities to the dtype; in backward also the scores'
     # gradient. Rows in fp8 are exact, and rounded to the dtype of the queries, bfloat16.
     "attention": (8, 2.5),
+    # A GEMM, what is positive of it and a weighted sum in float32; in half precision the gradient of the products is
+    # rounded in front of two more.
+    "indexer": (8, 2.5),
     # Two GEMMs with a softmax between, as attention's: logits and their gradient are rounded to the dtype.
     "loss": (8, 2.5),
 }
@@ -74,7 +77,8 @@ KIND = {"fp8_quantize": "float8", "fp8_quantize_delayed": "float8", "fp8_quantiz
         "moe_sorted": "experts", "moe_sorted_backward": "experts", "mla_rope_q": "rotation", "mla_rope_kv": "rotation",
         "mla_rope_kv_backward": "rotation", "rope_qk": "rotation", "mla_decode": "attention",
         "attention": "attention", "attention_backward": "attention", "sparse_mla": "attention",
-        "sparse_mla_backward": "attention", "ssd_scan": "scan", "ssd_scan_backward": "scan"}
+        "sparse_mla_backward": "attention", "index_scores": "indexer", "index_scores_backward": "indexer",
+        "ssd_scan": "scan", "ssd_scan_backward": "scan"}
 
 
 def interpreted() -> bool:

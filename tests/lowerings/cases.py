@@ -448,6 +448,7 @@ from . import (  # noqa: E402  their cases enter themselves above
     decode_cases,  # noqa: F401
     delta_cases,  # noqa: F401
     fp8_cases,  # noqa: F401
+    index_cases,  # noqa: F401
     loss_cases,  # noqa: F401
     mixer_cases,  # noqa: F401
     softmax_attention_cases,  # noqa: F401

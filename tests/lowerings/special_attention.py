@@ -198,3 +198,14 @@ for name, plain, operands in (("mla_rope_q", mla_rope_q, 1), ("rope_qk", rope_qk
         plain, tuple(range(operands)), "bshd_deepseek", empty=of_case(name, "no_batch"),
         token=dict.fromkeys(range(operands), 1), rows=(1, 1)[: 1 if name == "mla_rope_q" else 2],
     )  # fmt: skip
+
+
+def index_scores(q, k, weights, scale, dtype):
+    wide = torch.promote_types(q.dtype, weights.dtype)
+    products = torch.einsum("bthc,bsc->bths", q.to(wide), k.to(wide)) * scale
+    return [(weights.to(wide).unsqueeze(-1) * products.relu()).sum(2).to(dtype)]
+
+
+ENTRIES["index_scores"] = Entry(
+    index_scores, (0, 1, 2), "plain", empty=of_case("index_scores", "no_batch", "no_key"), token={0: 1, 2: 1}, rows=(1,),
+)  # fmt: skip

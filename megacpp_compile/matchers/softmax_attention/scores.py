@@ -26,7 +26,8 @@ _MAXIMA = {aten.max.dim, aten.amax.default}
 # What puts the dimension back that a sum has reduced; a maximum may be detached, too, or the first of a pair.
 AROUND_SUMS = UNIT_DIMS | RESHAPES | COPIES
 AROUND_MAXIMA = AROUND_SUMS | {aten.detach.default, operator.getitem}
-_VIEWS = RESHAPES | FOLDS | PERMUTATIONS | UNIT_DIMS | EXPANSIONS | COPIES | {aten.repeat_interleave.self_int}
+# Of a factor of a product: what repeats it, too.
+VIEWS = RESHAPES | FOLDS | PERMUTATIONS | UNIT_DIMS | EXPANSIONS | COPIES | {aten.repeat_interleave.self_int}
 
 
 class ScoresReader:
@@ -47,7 +48,7 @@ class ScoresReader:
     def operand(self, node: Node) -> Operand:
         """A factor of a product, before what repeats it."""
         chain, base = list[Node](), node
-        while base.target in _VIEWS and isinstance(base.args[0], Node):
+        while base.target in VIEWS and isinstance(base.args[0], Node):
             chain.append(base)
             base = base.args[0]
         repeats = [i for i, n in enumerate(chain) if _repeats(n)]
@@ -255,7 +256,7 @@ class ScoresReader:
 
 def _stem(node: Node) -> Node:
     """What `node` is views and casts of."""
-    while (node.target in _VIEWS or is_cast(node)) and isinstance(node.args[0], Node):
+    while (node.target in VIEWS or is_cast(node)) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 

@@ -1,0 +1,71 @@
+"""Scores by which an indexer chooses the rows that each query attends to: the lightning indexer of DeepSeek-V3.2
+(arXiv:2512.02556), GLM-5 and others.
+
+Before: `(weights.unsqueeze(-1) * relu(scale * einsum("bthc,bsc->bths", q.float(), k.float()))).sum(2)`, in any
+        spelling: products of any kind, weights by a product, too
+After:  `megacpp.index_scores(q, k, weights, scale, dtype)`
+
+Safe because the op computes the same function, in float32 at least, and nothing else reads the products of a head. It
+saves q, k and the weights. Masks, top-k and what reads the rows stay as they are.
+Refused: keys of each head (`keys`), weights of each key (`weights`), products that something else reads (`escapes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.views import is_cast, uncast
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.index_scores import IndexScores, index_scores_of, is_relu
+from megacpp_compile.matchers.softmax_attention.scores import VIEWS
+from megacpp_compile.passes._rewrites.arrange import arrange
+from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+
+name = "index_scores"
+op = "megacpp::index_scores"
+after: tuple[str, ...] = ("linear", "rope_qk")
+
+
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    for node in view.graph.nodes:
+        if node.op == "call_function" and is_relu(node):
+            found = index_scores_of(node, view.weights)
+            if found is not None:
+                yield _decide(view, found) if isinstance(found, IndexScores) else found
+
+
+def _decide(view: GraphView, found: IndexScores) -> Match | MatchFailure:
+    if (other := in_other_modes(view, sorted(found.inside), found.result)) is not None:
+        return other
+    inputs = list(dict.fromkeys([*(uncast(o.node) for o in (found.q, found.k)), found.weights[0]]))
+    if place(inputs, [found.result], found.result, view.mode_states) is None:
+        return MatchFailure(found.relu, *REGION)
+    return Match(found.result, inputs, [found.result], lambda build: _rewrite(build, found))
+
+
+def _rewrite(build: Builder, found: IndexScores) -> tuple[Node, list[Node]]:
+    batch, queries, keys = found.batch, found.queries, found.keys
+    q = arrange(build, (uncast(found.q.node), found.q.dims), (batch, queries, found.heads, found.channels))
+    k = arrange(build, (uncast(found.k.node), found.k.dims), (batch, keys, found.channels))
+    rounded = value(found.product).dtype
+    q, k = (build.cast(one, _dtype(of.node, rounded)) for one, of in ((q, found.q), (k, found.k)))
+    weights = arrange(build, found.weights, (batch, queries, found.heads))
+    made = build(torch.ops.megacpp.index_scores.default, q, k, weights, found.scale, value(found.result).dtype)
+    return made, [arrange(build, (made, (batch, queries, keys)), found.dims)]
+
+
+def _dtype(operand: Node, rounded: torch.dtype) -> torch.dtype:
+    """The narrowest dtype that holds what is multiplied: what `operand` was widened from, or `rounded`, to which a
+    product under autocast rounds it."""
+    narrow: torch.dtype = value(operand).dtype
+    while (operand.target in VIEWS or is_cast(operand)) and isinstance(operand.args[0], Node):
+        operand = operand.args[0]
+        if torch.promote_types(value(operand).dtype, narrow) != narrow:
+            break
+        narrow = value(operand).dtype
+    return narrow if torch.promote_types(narrow, rounded) == rounded else rounded
