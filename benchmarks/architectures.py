@@ -312,7 +312,7 @@ def run(names: Sequence[str], rows: Sequence[str], slots: int, limit: float) -> 
     shared = {"SLOTS": str(slots), "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4",
               "PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # fmt: skip
 
-    def work(gpu: int) -> None:
+    def work(gpu: str) -> None:
         while (left := limit - (time.time() - begun)) > 0:
             try:
                 name = waiting.get_nowait()
@@ -322,7 +322,7 @@ def run(names: Sequence[str], rows: Sequence[str], slots: int, limit: float) -> 
             command = [sys.executable, "-m", "benchmarks.architectures", name, "--rows", *rows, "--one", str(file)]
             try:
                 done = subprocess.run(
-                    command, env={**os.environ, **shared, "CUDA_VISIBLE_DEVICES": str(gpu)}, capture_output=True,
+                    command, env={**os.environ, **shared, "CUDA_VISIBLE_DEVICES": gpu}, capture_output=True,
                     text=True, timeout=max(30, left),
                 )  # fmt: skip
                 failed = done.stderr[-400:] if done.returncode else ""
@@ -332,8 +332,8 @@ def run(names: Sequence[str], rows: Sequence[str], slots: int, limit: float) -> 
             file.write_text(json.dumps({**found, "failed": failed} if failed else found))
             print(line(json.loads(file.read_text())), flush=True)
 
-    threads = [threading.Thread(target=work, args=(i % torch.cuda.device_count(),))
-               for i in range(slots * torch.cuda.device_count())]  # fmt: skip
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    threads = [threading.Thread(target=work, args=(gpu,)) for _ in range(slots) for gpu in seen.split(",")]
     for thread in threads:
         thread.start()
     for thread in threads:
