@@ -64,6 +64,16 @@ def test_readme_is_a_quickstart_and_its_options_are_options():
     assert set(options) == {field.name for field in dataclasses.fields(Config)}, "docs/options.md has them all"
 
 
+def test_releases_have_a_date_and_fit_a_screen():
+    """What is not released yet is cut when it is."""
+    first, *releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)[1:]
+    assert first.startswith("Unreleased\n") and releases
+    titles = [release.partition("\n")[0] for release in releases]
+    dated = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \((\d{4}-\d\d-\d\d)\)", title) for title in titles]
+    assert all(dated) and (order := [(*map(int, m.groups()[:3]), m[4]) for m in dated]) == sorted(order, reverse=True)
+    assert all(len(release.splitlines()) <= 40 for release in releases)
+
+
 @pytest.mark.parametrize("module", ["figures.__main__", "recall_table", "performance_page", "targets_page"])
 def test_generators_say_how_they_are_run(module, capsys):
     with pytest.raises(SystemExit) as left:
