@@ -112,6 +112,7 @@ pages: $(READY)  ## rewrite the generated pages and pictures of docs/ that the r
 	mv docs/generated/.performance.md docs/generated/performance.md
 	$(BIN)/python -m benchmarks.architectures_page --figure docs/figures/architectures.png docs/generated/architectures.md
 	$(BIN)/python -m megacpp_compile.cli evidence status --page docs/generated/evidence.md
+	$(BIN)/python -m megacpp_compile.cli tags --page docs/troubleshooting.md
 	$(BIN)/python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md
 
 docs: $(DOCS_READY)  ## build the site with the API reference into site/; a broken link is an error

@@ -31,7 +31,7 @@ TOPICS = {
 }
 # Modules that bring another package along, or are for loops around it, and so no attributes of this one.
 INTEGRATIONS = ("integrations.transformers.MegacppCallback", "integrations.training.prepare")
-COMMANDS = ("explain", "estimate", "plan", "passes", "doctor", "evidence")
+COMMANDS = ("explain", "estimate", "plan", "passes", "tags", "doctor", "evidence")
 
 
 def public_names() -> dict[str, str]:

@@ -4,6 +4,7 @@ megacpp explain package.module:callable [--html FILE]  report of the model that 
 megacpp estimate package.module:callable [--json]      memory of its training step, on fake tensors
 megacpp plan package.module:callable [--plot FILE]     policies: the time of each against the peak of memory
 megacpp passes                                         the passes, in the order they run
+megacpp tags [TAG ...]                                 what tags of a report mean, and what to write instead
 megacpp doctor [--json]                                what this machine has, who serves attention on it, known traps
 megacpp evidence run|status|gate                       what is proved of attention, where, and what a promotion lacks
 """
@@ -23,6 +24,7 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 _TARGET = """\
@@ -109,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     for made in (estimate, plan):
         made.add_argument("--device", help="device to estimate for (default: the model's own)")
     command("passes", _passes, "list the passes in the order they run", "megacpp passes")
+    tags = command("tags", _tags, "what tags of a report mean, and what to write instead", "megacpp tags escapes dtype")
+    tags.add_argument("tags", nargs="*", metavar="TAG", help="a near miss's or an attention's (default: all)")
+    tags.add_argument("--page", metavar="FILE", help="rewrite the table of docs/troubleshooting.md instead")
     doctor = command("doctor", _doctor, "what this machine has, who serves attention on it, and traps that it is in",
                      "megacpp doctor")  # fmt: skip
     doctor.add_argument("--device", choices=("cpu", "cuda"), help="where to try attention (default: the GPU's, if any)")
@@ -176,6 +181,16 @@ def _passes(_: argparse.Namespace) -> None:
         off = "" if p.name in on else " Off by default."
         for i, line in enumerate(textwrap.wrap(" ".join(about.split()) + off, 96)):
             print(f"{'' if i else p.name:{width}}  {line}")
+
+
+def _tags(given: argparse.Namespace) -> None:
+    from megacpp_compile.report.tags import tags_text, with_table
+
+    if given.page is None:
+        print(tags_text(given.tags), end="")
+        return
+    page = Path(given.page)
+    page.write_text(with_table(page.read_text()))
 
 
 def _doctor(given: argparse.Namespace) -> int:

@@ -176,8 +176,10 @@ class Report:
         """
         from megacpp_compile.report.summary import headline
         from megacpp_compile.report.tables import tables
+        from megacpp_compile.report.tags import pointer
 
-        return f"{tables(self, width)}megacpp: {headline(self)}"
+        tags = pointer(self)
+        return f"{tables(self, width)}{tags}{chr(10) if tags else ''}megacpp: {headline(self)}"
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The report as one HTML page, which needs no network: modules with their sites and near misses on their source

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megacpp_compile.report.records import Collected, Frame
+from megacpp_compile.report.tags import pointer
 from megacpp_compile.report.text import bytes_text, plural
 
 LINES = 8  # of a section; how many more there are is said
@@ -56,7 +57,7 @@ def summary(report: Collected) -> str:
     lines += section("attention, unfused", unfused(report))
     misses = (f"{miss.pass_name}: {miss.reason} [{miss.tag}]" for miss in report.misses)
     lines += section("nearest misses", misses)
-    return "\n".join(lines)
+    return "\n".join([*lines, *filter(None, [pointer(report)])])
 
 
 def unfused(report: Collected) -> Iterator[str]:

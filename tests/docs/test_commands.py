@@ -26,6 +26,7 @@ from tests.docs.commands import PAGES, ROOT, Printed, commands_of, programs, sta
 TARGETS = ("unit", "suite", "kernels", "test", "test-all", "demo", "accept", "pages", "docs", "build", "lint", "test-xla")
 # What is run -> the commands that it stands for. {tmp}: a folder, with what `made` puts there.
 RUNS = {
+    "megacpp tags escapes dtype": ["megacpp tags", "megacpp tags escapes dtype"],
     "megacpp passes": ["megacpp passes"], "megacpp doctor --device cpu": ["megacpp doctor"],
     "megacpp evidence status": ["megacpp evidence status"],
     "megacpp evidence status --page {tmp}/evidence.md": ["megacpp evidence status --page docs/generated/evidence.md"],

@@ -62,6 +62,7 @@ def test_what_became_of_every_frame():
         "  lightning attention: layers.0.mixer",
         "nearest misses (1):",
         "  rope_qk: the table is returned [escapes]",
+        "megacpp tags escapes: what they mean, and what to write instead",
     ]
 
 

@@ -16,6 +16,7 @@ from megacpp_compile.report.page.modules import ATTENTION, FUSED, MISSED, Entry,
 from megacpp_compile.report.records import Collected
 from megacpp_compile.report.summary import headline, saved_bytes
 from megacpp_compile.report.tables import sections
+from megacpp_compile.report.tags import meaning
 from megacpp_compile.report.text import bytes_text, plural, seconds_text
 
 _SOURCE = re.compile(r"(.*?):(\d+), in (.*?): (.*)", re.DOTALL)
@@ -143,6 +144,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     elif entry.kind == MISSED:
         yield "Why not", r.reason
         yield "Tag", r.tag
+        yield from zip(("It means", "To write instead"), meaning(r.tag) or (), strict=False)
         yield "First node", r.node
     elif entry.kind == ATTENTION:
         yield "Asked", r.requested

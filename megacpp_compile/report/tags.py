@@ -1,0 +1,252 @@
+"""What the tags of a report mean, and what to write instead: for `megacpp tags`, the page of a report and the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megacpp_compile.errors import BadOptionError
+from megacpp_compile.report.records import Collected
+from megacpp_compile.report.tables import table_text
+
+_FA4 = "Nothing: torch's attention serves. `fa4` is for causal bfloat16 or float16 without masks."
+_PLAIN = "Nothing, if the difference is meant: the code stays as it is written."
+_RMS = "`x * rsqrt(mean(x ** 2, -1) + eps) * weight`, or `F.rms_norm`."
+_ROPE = "Halves or neighbours of one run of channels, `x1 * cos - x2 * sin` and `x2 * cos + x1 * sin`."
+_ROUTED = "The layer's usual form: `for e in range(num_experts)`, rows by `torch.where(indices == e)`, `index_add_`."
+
+# Tag -> (what it means, what to write instead). Sorted; one row of docs/troubleshooting.md each.
+TAGS: dict[str, tuple[str, str]] = {
+    "absorbed": ("MLA queries already hold W_uk, or a norm.", "Train in the expanded form, `kv_b(norm(latent))`."),
+    "activation": ("An expert's activation is none that is known.",
+                   "SwiGLU or its kin: SiLU, GELU or ReLU of the gate."),
+    "alive": ("Something else keeps the linear's input for backward, so compressing it frees nothing.",
+              "Name all linears that read the input in `compress`, or none."),
+    "another-frame": ("The loss is compiled apart from the model, so its logits are in memory already.",
+                      "Compile one function that calls the model and computes the loss."),
+    "axes": ("The dimensions of a norm, scan or delta rule cannot be told apart, or the trial would be too large.",
+             "Norm the last dimension alone; chunks of up to 64 tokens; fewer tokens in one call."),
+    "backward": ("FlexAttention has no backward on CPU.", "Nothing: another backend serves."),
+    "before-update": ("A token reads the state from before its own update (RWKV-6).", _PLAIN),
+    "between": ("An operation between the head's linear and its loss is not one that the op computes.",
+                "The reason names it: move it in front of the linear, into the weight or bias, or use a softcap."),
+    "bias": ("A bias is not one per expert, is wider than its product, or only some linears of one input have one.",
+             "Give all linears of one input a bias or none; keep biases in the linear's dtype."),
+    "broadcast": ("The channels that RoPE leaves alone are repeated over a leading dimension.",
+                  "Concatenate before expanding."),
+    "carried": ("A loop over tokens hands on more than one state, or a state is read elsewhere.",
+                "Keep what else is handed on out of the loop; return the last state alone."),
+    "checkpoint-region": ("`torch.utils.checkpoint` in the model decides what is recomputed; the policy does not.",
+                          "Drop the model's checkpoints (`gradient_checkpointing_disable()`), or the policy."),
+    "checkpointed": ("A checkpoint recomputes the linear's input, so compressing it saves nothing.",
+                     "Drop the checkpoint, or the name from `compress`."),
+    "choices": ("Only some of a token's choices are served.", "Serve all `top_k` choices, or call `topk` with fewer."),
+    "clamp": ("An expert clamps by a bound that is no number in the code.", "Clamp by numbers."),
+    "class-weights": ("The loss has class weights.", "Weigh rows instead, `(loss * weight[labels]).sum()`."),
+    "cuda": ("Gated linear attention token by token has no CUDA kernel.", "Nothing: the loop stays as written."),
+    "cut-by-ddp": ("DDP's buckets cut the graph in the middle of a site.",
+                   "`torch._dynamo.config.optimize_ddp = False`, or a larger `bucket_cap_mb`."),
+    "decay": ("A decay may be 0 or negative, so it has no logarithm.",
+              "Make it by `exp`, `sigmoid` or numbers above 0."),
+    "dense-cheaper": ("The listed rows would take more multiply-adds than all rows.",
+                      "Nothing: the reason has the length from which the list pays."),
+    "dense-gates": ("Every expert works on every token, as no gate is known to be 0.",
+                    "Scatter the gates of `topk` into zeros."),
+    "device": ("The device cannot run what was asked.", "Choose another backend or recipe for this device."),
+    "differs": ("Run beside the recurrence, the code gives other numbers.", _PLAIN),
+    "dilation": ("The convolution is dilated.", _PLAIN),
+    "divided": ("The normed value is divided by another tensor.", _RMS),
+    "divisor": ("The sum of squares is divided by another number than the width.", _RMS),
+    "doc-ids": ("The backend takes no documents.",
+                "Nothing: another backend serves; packed rows for Transformer Engine."),
+    "documents": ("Documents are told apart in a way that is not followed.",
+                  "Make all masks of one tensor: a number or a start flag per token."),
+    "dropout": ("Probabilities are dropped twice, by hand, or as eager would.",
+                "One `F.dropout` behind the softmax; leave `fallback_random` off."),
+    "dtensor": ("A call on DTensors that communicates stands between the projections.",
+                "Redistribute in front of the down-projection or behind the up-projection."),
+    "dtype": ("Operands differ in dtype, or their dtype has no kernel.", "Cast operands to one dtype in front."),
+    "dynamic-width": ("The width of a head is a symbol.",
+                      "Write it as a number, or do not mark that dimension dynamic."),
+    "eager-loss": ("The model loops over its blocks itself, so its head and loss run in eager.",
+                   "Move the loop into a submodule, or use `torch.compile(model, backend=\"megacpp\")`."),
+    "eps-place": ("The norm adds eps outside of the root.", _RMS),
+    "eps-tensor": ("The norm's eps is a tensor.", "Give eps as a number."),
+    "escapes": ("Something else reads an intermediate value of the idiom; the reason names the reader.",
+                "Recompute the value for that reader, or read the idiom's result."),
+    "excluded": ("The plan leaves linears of this name alone.",
+                 "Add a rule with the name in it to the precision plan."),
+    "expanded": ("The linear's input is a smaller value repeated.", "Nothing: the smaller value is what is kept."),
+    "expanded-cache": ("The cache holds keys and values of every head.",
+                       "`megacpp_compile.use_latent_cache(model, ...)`."),
+    "expanded-cheaper": ("Expanding the cached latents takes fewer multiply-adds here.",
+                         "Nothing: both counts are given."),
+    "experts-differ": ("Experts are not built alike.", "Give all experts one architecture and activation."),
+    "feedback": ("A weight or gain is computed from the normed value itself.", _PLAIN),
+    "few-tokens": ("The logits take less memory than the gradients that the op would keep.",
+                   "Nothing, or more tokens a step and fewer losses on one head."),
+    "frozen": ("The weight is not trained, so nothing would be saved.", "Nothing."),
+    "gain-shape": ("A factor of the norm is no gain of the last dimension.", "Make it one number or one per channel."),
+    "gaps": ("The experts' numbers are no range from 0.", "Number experts from 0 without gaps."),
+    "gate": ("At this shape fp8 is predicted to gain nothing.", "Nothing, or `gate=False` in the precision plan."),
+    "gate-activation": ("The gate is neither SiLU nor sigmoid.", _PLAIN),
+    "gates": ("Gates are not one number per choice, or not known to be at most 0 (delta rules).",
+              "Multiply each expert's rows by their own gate; `-exp(A) * softplus(x)` or `logsigmoid` for decays."),
+    "given-decays": ("Tables of decays are buffers, whose numbers are not known.",
+                     "Make them in forward, of positions."),
+    "graph-break": ("Dynamo breaks the graph here.", "The reason has the line and a form without a branch on data."),
+    "groups": ("The convolution is not depthwise.", "Nothing: Inductor serves it."),
+    "halves": ("Gate and up are not the two halves of one projection.", "`gate, up = w1(x).chunk(2, -1)`."),
+    "indices": ("Projections or gates of one expert go by different choices.", _ROUTED),
+    "input": ("The linear's input belongs to the caller, which holds it.", "Compile the producer of the input, too."),
+    "inputs": ("Experts, or gate and up, read different inputs.", "Let all read the same tokens."),
+    "internal-error": ("A pass failed; the others went on.", "Please report it, with `strict=True`'s traceback."),
+    "lanes-lost": ("The rotation leaves some channels of its slice out.", _ROPE),
+    "latent-place": ("The normed channels lie in the middle of the down-projection.", "Put them first or last."),
+    "latents": ("Keys and values are not made of one latent per row in this frame.",
+                "Compile the up-projections together with attention."),
+    "layer-norm": ("LayerNorm subtracts the mean.", "Nothing, or RMSNorm where the model may change."),
+    "layout": ("Queries and keys, or their tables, lie in different dimensions.", "Rotate both in one layout."),
+    "left-wrapped": ("A wrapper tensor was left to its own class.", "The reason says why; see fp8_wrappers.md."),
+    "logits-kept": ("The frame returns the logits, or something else reads them.",
+                    "Return the loss alone, or `\"drop_outputs\": (\"logits\",)`."),
+    "loop-over-data": ("The loop runs for the experts with tokens alone, and does more than add to their sum.",
+                       "`for e in range(num_experts)`, or the option `expert_loops`."),
+    "low-rank": ("LoRA stands beside an expert's projection.", "Add the weights, `w + s * (b @ a)`."),
+    "mask": ("Which rows a query sees cannot be told.",
+             "A bool mask by comparisons of positions, the same for all heads."),
+    "masked": ("Rows of some experts are set to zero.", "Set their gates to zero instead."),
+    "masks": ("Masks write several numbers, or one before a bias is added.", "Mask last, with `-inf` alone."),
+    "matrices": ("RoPE's matrices are an input or a buffer.", "Make them in forward, of `cos` and `sin`."),
+    "measured": ("Both kernels were timed at this shape.", "Nothing: the faster one serves."),
+    "mixed-tables": ("The halves are multiplied by different tables.", _ROPE),
+    "multiple": ("A size is not known to be a multiple of what float8 GEMMs need.", "Sizes in multiples of 16."),
+    "no-delta-rule": ("There is a triangular inverse, but no delta rule is made of it.", _PLAIN),
+    "no-expert": ("What is weighted is no output of an expert.", "Norm, scale or drop behind the gated sum."),
+    "no-gate": ("Neither an expert's input nor its output is multiplied by a gate.", "Multiply by the router's gate."),
+    "no-mean": ("It norms to a length of 1.", "Nothing: there is no such op."),
+    "no-mla-keys": ("The keys that these queries meet are not MLA's.", "Nothing: `rope_qk` takes grouped queries."),
+    "no-pallas": ("The Pallas kernel is for a TPU.", "Nothing: another backend serves."),
+    "no-path": ("What stands beside the down-projection is no low-rank path (DoRA, a gate).",
+                "Plain LoRA, or merge the adapter into the weight."),
+    "no-rows": ("An expert adds to other rows than those that chose it.", _ROUTED),
+    "no-scan": ("There are decays over positions, but no scan is made of them.", _PLAIN),
+    "no-scores": ("No product of queries and keys reads what is rotated.", "Rotate both in the frame of attention."),
+    "no-square": ("The mean is not of squares.", _RMS),
+    "no-step": ("What enters the state is not multiplied by the decay's step.",
+                "`\"passes\": {\"gated_linear_attention\": True}` takes gated linear attention."),
+    "no-sum": ("Experts' outputs are not added up.", _ROUTED),
+    "no-table": ("No channel is multiplied by a table.", _ROPE),
+    "no-te": ("Transformer Engine is not installed.", "Install it, or leave `backend=\"te\"` out."),
+    "no-up": ("No linear follows the norm directly.", "Move what is between behind the up-projection."),
+    "nope-lanes": ("The channels without RoPE are not one run of one tensor.", "Keep them unchanged, in one slice."),
+    "not-a-head": ("The rotated value has no channels in its last dimension.", "Put channels last."),
+    "not-captured": ("The frame was compiled as written, so FlashAttention-4 was not put in.",
+                     "See the frame's outcome."),
+    "not-causal": ("The convolution sees later tokens.", "Pad `kernel - 1` in front, and cut to the length."),
+    "not-pairwise": ("A rotated channel is no sum of two products with tables.", _ROPE),
+    "not-verified": ("`verify` could not replay the site.", "Nothing: random numbers, or fake inputs as under DDP."),
+    "odd-width": ("An odd number of channels is rotated.", "Rotate an even number."),
+    "offsets": ("Groups do not end where each expert's rows do.", "Ends by `counts.cumsum(0)` of the same choices."),
+    "one-table": ("cos and sin are the same entries.", _ROPE),
+    "op": ("An operation that is no sum or product stands in a state's path.", _PLAIN),
+    "op-removed": ("The site's op is not in the final graph.", "Please report it."),
+    "op-reported-twice": ("Two sites name one op.", "Please report it."),
+    "opaque": ("A call that cannot be traced is carried around the rewrite.",
+               "Nothing: the rest of the frame is rewritten."),
+    "other-sum": ("The probabilities are summed over other dimensions than the keys'.", _PLAIN),
+    "other-tensor": ("The mean square is of another tensor than the one it scales.", _RMS),
+    "overlap": ("Part of it belongs to another site.", "Nothing, or `disable` the other pass."),
+    "own-rope-keys": ("Every head has a rope key of its own.", "One rope key that heads share (`expand`)."),
+    "pairing": ("Channels are paired neither as halves nor as neighbours.", _ROPE),
+    "policy": ("Under a policy backward recomputes the norm as it is.", "Nothing."),
+    "precision": ("It is computed in a lower dtype than its operands.", "Compute in the operands' dtype or float32."),
+    "projections": ("An expert is one projection.", "Nothing: the op has two, with an activation between."),
+    "raised": ("The trial of an attention backend raised.", "See the message, and the traps that follow."),
+    "range": ("An expert's number may be negative.", "Take indices from `topk`, or clamp them at 0."),
+    "rank": ("A single vector has no tokens.", "Nothing."),
+    "ranks": ("Ranks hold different parts of what has to be one.",
+              "The reason says which; shard all by one mesh dimension."),
+    "rate": ("The decay's rate is not one number per head.", "Nothing: Mamba-1's rates of channels stay plain."),
+    "region": ("Part of it runs under another grad or autocast mode.", "Put the whole idiom under one mode."),
+    "replicated-activations": ("Tensor parallelism keeps activations whole on each rank.",
+                               "`SequenceParallel` for norms, and row-parallel outputs `Shard(1)`."),
+    "role": ("`compress` leaves linears of this name or role alone.", "Name the linear in full."),
+    "roles": ("Operands are not those of the recurrence.", "Nothing: kin with other operands stay plain."),
+    "rope-place": ("The rotated and the other channels are not neighbours.", "Split one tensor in two slices."),
+    "rotated-middle": ("The rotated channels are in the middle of the head.", "Rotate the first or the last channels."),
+    "rounding": ("The norm's division rounds to another dtype.", _RMS),
+    "rows": ("Rows do not match choices or labels, or differ by choice.",
+             "One row per token and choice, or per label."),
+    "scores": ("An operation changes the scores in a way that is not followed.",
+               "Scale, softcap, mask or add a bias only."),
+    "scores-kept": ("Something else reads the scores.", "Do not return scores, or `disable` attention."),
+    "sequence-sharded": ("Each rank holds a part of the sequence, and this reads other tokens.",
+                         "Gather the sequence in front, and shard it behind."),
+    "several-targets": ("More than one word's log-probability is read per row.", "One label per row."),
+    "shape": ("Shapes do not fit the op or the backend.", "The reason has the shapes."),
+    "signs": ("The signs are not those of a rotation.", _ROPE),
+    "sinks": ("Sinks are not one logit per head.", "One column of one logit per head, dropped behind the softmax."),
+    "small": ("The logits are under 64 MiB.", "Nothing."),
+    "soft-targets": ("Targets are probabilities.", "Integer labels; distillation stays plain."),
+    "softcap": ("The backend caps no scores.", "Nothing: another backend serves."),
+    "softmax": ("Exponentials are normalised in a way that is no softmax.", "`softmax`, or `exp` over its own sum."),
+    "split": ("A wrapper came as its payload and scales.", "Nothing: linears take the payload."),
+    "spmd": ("The Pallas kernel would run on one device's shapes.", "Nothing: another backend serves."),
+    "state": ("The first state has another shape than the others.", "Begin with zeros of the state's shape."),
+    "steps": ("The steps of a loop over tokens are not the same graph.",
+              "One step for all tokens, without special cases."),
+    "stride": ("The convolution has a stride.", _PLAIN),
+    "table-length": ("One row of a table serves every position.", "A row per position."),
+    "table-order": ("Table entries are not in the order of the channels.", _ROPE),
+    "table-rows": ("Tables differ by head, and the rope key is shared.", "One table for all heads."),
+    "tables": ("Queries and keys are rotated by different tables.", "One pair of tables."),
+    "taken": ("Another pass has the linear.", "Nothing: it keeps less already."),
+    "trained-tables": ("RoPE's tables are trained.", "Nothing: they fuse where no gradient is recorded."),
+    "training": ("Absorbed latent attention is trained.",
+                 "Train in the expanded form; decode under `torch.no_grad()`."),
+    "twice": ("A choice is served twice.", "Serve each choice once."),
+    "two-norms": ("The product holds two roots.", "One norm at a time."),
+    "two-sources": ("The rotated channels come from several tensors.", "Concatenate, then rotate."),
+    "two-tables": ("Two tables are applied one after the other (xPos).", "Multiply the tables first."),
+    "unfused": ("No fused kernel serves: all scores are in memory.", "bfloat16 on CUDA, or see `megacpp doctor`."),
+    "unread": ("The form is not known: experts' weights, a loss or an attention.", "The reason names forms that are."),
+    "unwritten-lanes": ("Some channels are never written.", "Write all, or concatenate."),
+    "verification": ("The rewrite differs from the plain code, and was undone.", "Please report it."),
+    "views": ("Dimensions cannot be told apart behind views.", "Fewer reshapes; sizes that differ."),
+    "weights-changed": ("An operation changes the probabilities before the values.",
+                        "Apply it to the scores or values."),
+    "weights-kept": ("Something else reads the probabilities.", "Do not return them; leave `output_attentions` off."),
+    "widened": ("A narrow payload is widened.", "See fp8_wrappers.md: `linear` takes the payload."),
+    "width": ("Heads are too wide or too narrow for the kernel.", "Up to 256 channels; 16 or more for FlexAttention."),
+    "window": ("The backend takes no window.", "Nothing: another backend serves."),
+}  # fmt: skip
+
+
+def meaning(tag: str) -> tuple[str, str] | None:
+    """(what `tag` means, what to write instead); None for a tag that is not a report's."""
+    if tag.startswith("dense_fa4_"):
+        return "FlashAttention-4 cannot serve the call, as the reason says.", _FA4
+    return TAGS.get(tag)
+
+
+def tags_text(tags: Sequence[str] = ()) -> str:
+    """A table of `tags`, of all without any. Raises BadOptionError for one that is unknown."""
+    for tag in tags:
+        if meaning(tag) is None:
+            raise BadOptionError("tag", tag, "a tag of a report; `megacpp tags` lists them", [*TAGS])
+    rows = [(tag, *(meaning(tag) or ())) for tag in tags or TAGS]
+    return table_text("tags", ("tag", "what it means", "what to write instead"), rows)
+
+
+def with_table(page: str) -> str:
+    """The Markdown `page`, which ends in the table of all tags, with this table."""
+    rows = (f"| `{tag}` | {' | '.join(said)} |" for tag, said in TAGS.items())
+    head = page[: page.index("| tag |")] + "| tag | what it means | what to write instead |"
+    return "\n".join([head, "|---|---|---|", *rows, ""])
+
+
+def pointer(report: Collected) -> str:
+    """The command that explains the tags of `report`, "" where there are none."""
+    rows = (row["tag"] for frame in report.frames for row in frame.attention)
+    tags = sorted({tag for tag in (*(miss.tag for miss in report.misses), *rows) if meaning(tag)})
+    return f"megacpp tags {' '.join(tags)}: what they mean, and what to write instead" if tags else ""
