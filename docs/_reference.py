@@ -106,3 +106,8 @@ def on_files(files: Any, config: Any) -> Any:
     for name, text in pages().items():
         files.append(File.generated(config, f"reference/{name}", content=text))
     return files
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Called by mkdocs with each page's HTML: the theme's helper for searches in a folder is a file, not fetched."""
+    return output.replace("https://unpkg.com/iframe-worker/shim", "../" * page.url.count("/") + "folder_search.js")
