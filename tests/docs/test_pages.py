@@ -74,6 +74,28 @@ def test_releases_have_a_date_and_fit_a_screen():
     assert all(len(release.splitlines()) <= 40 for release in releases)
 
 
+# Pages in the navigation's last part, for whoever changes the code; all others are users'.
+DEVELOPERS = {"architecture.md", "kernels.md", "measurements.md", "targets.md"}
+WORDS = 43_200
+
+
+def test_users_read_little_and_developers_pages_are_apart():
+    """Tables that are generated are no reading: they are looked up."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    last = navigation[navigation.index("For developers:") :]
+    assert {*re.findall(r"([\w/]+\.md)", last)} == DEVELOPERS | {"generated/evidence.md"}
+    texts = [page.read_text() for page in ROOT.glob("docs/*.md") if page.name not in DEVELOPERS]
+    texts += [(ROOT / name).read_text() for name in ("README.md", "CHANGELOG.md")]
+    assert sum(len(text.partition("\n| tag |")[0].split()) for text in texts) <= WORDS
+
+
+def test_no_sentence_of_readme_is_long():
+    text = re.sub(r"^```.*?^```|^ {4}.*?$|^#.*?$", "", (ROOT / "README.md").read_text(), flags=re.S | re.M)
+    text = re.sub(r"\[([^\]]*)\]\([^)\"]*(?:\"[^\"]*\")?\)", r"\1", text)
+    parts = (cell for part in re.split(r"\n\s*\n|^- ", text, flags=re.M) for cell in re.split(r"\||(?<=[.!?])\s", part))
+    assert not [part for part in parts if len(part.split()) > 30]
+
+
 @pytest.mark.parametrize("module", ["figures.__main__", "recall_table", "performance_page", "targets_page"])
 def test_generators_say_how_they_are_run(module, capsys):
     with pytest.raises(SystemExit) as left:
