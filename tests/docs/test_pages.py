@@ -92,7 +92,7 @@ def test_users_read_little_and_developers_pages_are_apart():
 def test_no_sentence_of_readme_is_long():
     text = re.sub(r"^```.*?^```|^ {4}.*?$|^#.*?$", "", (ROOT / "README.md").read_text(), flags=re.S | re.M)
     text = re.sub(r"\[([^\]]*)\]\([^)\"]*(?:\"[^\"]*\")?\)", r"\1", text)
-    parts = (cell for part in re.split(r"\n\s*\n|^- ", text, flags=re.M) for cell in re.split(r"\||(?<=[.!?])\s", part))
+    parts = (cell for part in re.split(r"\n\s*\n|^- ", text, flags=re.M) for cell in re.split(r"\||·|(?<=[.!?])\s", part))
     assert not [part for part in parts if len(part.split()) > 30]
 
 
