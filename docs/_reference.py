@@ -74,7 +74,7 @@ def pages() -> dict[str, str]:
         index.append(f"- [{topic}]({file}): " + ", ".join(f"`{name}`" for name in names))
     entries = [directive(f"{PACKAGE}.{path}", heading=f"{PACKAGE}.{path}") for path in INTEGRATIONS]
     made["trainers.md"] = "\n".join(["# Trainers", "", *entries])
-    whole = directive(f"{PACKAGE}.errors", show_root_heading="false", show_root_toc_entry="false")
+    whole = directive(f"{PACKAGE}.errors", show_root_heading="false", show_root_toc_entry="false", show_bases="true")
     made["errors.md"] = "\n".join(["# Errors", "", whole])
     made["command_line.md"] = command_line()
     index += ["- [Trainers](trainers.md)", "- [Errors](errors.md)", "- [Command line](command_line.md)"]
