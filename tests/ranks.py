@@ -33,7 +33,7 @@ def see_cases(
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from tests.conftest import quick_compilers
+    from tests.fixtures import quick_compilers
 
     warnings.simplefilter("ignore")
     store = dist.FileStore(f"{folder}/store", ranks)

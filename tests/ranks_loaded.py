@@ -8,7 +8,7 @@ import torch
 import torch.distributed.tensor.parallel
 from torch import nn
 
-from tests.conftest import kernels_left_out, quick_compilers
+from tests.fixtures import kernels_left_out, quick_compilers
 from tests.sharding import delayed, heads, ranks  # noqa: F401
 
 

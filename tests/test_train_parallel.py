@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import kernels_left_out, quick_compilers
+from tests.fixtures import kernels_left_out, quick_compilers
 from tests.ranks import ON_ONE_WORKER, start
 
 pytestmark = [pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"), ON_ONE_WORKER]

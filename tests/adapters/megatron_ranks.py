@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from tests.adapters import fake_megatron as fake
-from tests.conftest import kernels_left_out, quick_compilers
+from tests.fixtures import kernels_left_out, quick_compilers
 from tests.ranks import start
 
 RANKS = 2

@@ -15,7 +15,7 @@ from megacpp_compile.fx.provenance import is_backward
 from megacpp_compile.report.at_exit import ENDING
 from megacpp_compile.targets import CUDA, device_types, family
 from tests.backends.models import Layer
-from tests.conftest import kernels_left_out
+from tests.fixtures import kernels_left_out
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ CACHED = ("tensor_parallel", "fsdp2_tensor_parallel", "traced_fsdp")
 
 @contextlib.contextmanager
 def around() -> Iterator[None]:
-    from tests.conftest import kernels_left_out
+    from tests.fixtures import kernels_left_out
 
     with kernels_left_out(), mock.patch.object(linear, "no_float8", lambda device: ""):
         yield

@@ -203,7 +203,7 @@ def _run_op(op: Op, rank: int) -> dict[str, Any]:
 
 
 def around() -> Any:
-    from tests.conftest import kernels_left_out
+    from tests.fixtures import kernels_left_out
 
     return kernels_left_out(lambda gm: None)
 

@@ -394,7 +394,7 @@ CASES: dict[str, Case] = {
 
 
 def around() -> Any:
-    from tests.conftest import kernels_left_out
+    from tests.fixtures import kernels_left_out
 
     return kernels_left_out(lambda gm: [_note(node.target) for node in gm.graph.nodes])
 
