@@ -148,6 +148,8 @@ class _Reader:
             self.say("built in", str(x) if isinstance(x, _BUILT_IN[4:]) else (x.__qualname__, str(getattr(x, "__module__", None))))
         elif isinstance(x, nn.Module):
             self.nn_module(x)
+        elif isinstance(x, torch.Generator):  # what it has drawn by now is in no graph: tensors are fake there
+            self.say("generator", str(x.device), x.initial_seed())
         elif self.holds_its_attributes(x):
             self.read(type(x))
             self.read(vars(x))

@@ -18,6 +18,7 @@ from tests.corpus.spellings import PlainGQA
 from tests.frames import check_graph, render, run_graph
 from tests.passes.experts import MoE, batched_gemms
 from tests.passes.test_gated_delta_rule import block
+from tests.seeds import Draws
 
 SCALE = 2.0
 
@@ -34,6 +35,10 @@ class Scaled(nn.Module):
 
 def scaled_by(number):
     return lambda t: t * number
+
+
+def held_by(draws):
+    return lambda t: t if draws else -t
 
 
 def shifted(t, by=1.0):
@@ -94,6 +99,14 @@ def test_whatever_makes_another_graph_makes_another_key(monkeypatch):
             change()
             keys[name] = key(Scaled())
     assert len(set(keys.values())) == len(keys), keys
+
+
+def test_a_generator_is_told_by_its_seed():
+    """What it has drawn by now is in no graph, and differs with the tests that ran before."""
+    first, second = Draws("inputs"), Draws("others")
+    before = key(Scaled(held_by(first)))
+    first(3)
+    assert key(Scaled(held_by(first))) == before != key(Scaled(held_by(second)))
 
 
 def test_sources_are_read_with_all_they_import(tmp_path, monkeypatch):
