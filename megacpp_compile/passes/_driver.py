@@ -104,7 +104,8 @@ def run_passes(
         began = time.perf_counter()
         with GraphTransformObserver(gm, f"megacpp_{p.name}"):
             fired = _run(p, views, config, review, out)
-        gm.graph.lint()
+        if views.has_changed:
+            gm.graph.lint()
         out.counts[p.name] = fired
         out.seconds[p.name] = time.perf_counter() - began
         if fired and trace is not None:
@@ -133,6 +134,11 @@ class _Views:
 
     def changed(self) -> None:
         self._view = None
+
+    @property
+    def has_changed(self) -> bool:
+        """Since it was last looked at."""
+        return self._view is None
 
 
 def _run(p: Pass, views: _Views, config: Config, review: Review | None, out: Outcome) -> int:

@@ -4,6 +4,7 @@ the report names ops that are in the graph."""
 from __future__ import annotations
 
 import gc
+import sys
 import types
 import weakref
 
@@ -23,7 +24,7 @@ from megacpp_compile.passes._rule import Match
 from tests.capture import Called, traced
 from tests.corpus import jitter_gains
 from tests.corpus.spellings import PlainMLA
-from tests.frames import check, run
+from tests.frames import check, run, run_graph
 from tests.matchers.graphs import trace
 
 from . import experts, test_linear
@@ -283,6 +284,20 @@ def test_a_find_that_writes_is_seen(key):
     traced = trace(lambda x: x.relu(), hidden())
     watched.find(types.SimpleNamespace(graph=traced.graph))
     assert watched.changed and all(key in change for change in watched.changed)
+
+
+def test_a_graph_is_linted_by_passes_that_have_changed_it(monkeypatch):
+    passes, lint = [], torch.fx.Graph.lint
+
+    def linted(graph):
+        if (caller := sys._getframe(1)).f_code is _driver.run_passes.__code__:
+            passes.append(caller.f_locals["p"].name)
+        lint(graph)
+
+    monkeypatch.setattr(torch.fx.Graph, "lint", linted)
+    frames = run_graph(bottleneck(), (hidden(),))
+    assert passes == ["down_norm_up"]
+    assert not frames.again() and passes == ["down_norm_up"]
 
 
 # --- what is done with is let go
