@@ -452,4 +452,5 @@ from . import (  # noqa: E402  their cases enter themselves above
     loss_cases,  # noqa: F401
     mixer_cases,  # noqa: F401
     softmax_attention_cases,  # noqa: F401
+    stream_cases,  # noqa: F401
 )

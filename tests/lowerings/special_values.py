@@ -130,6 +130,38 @@ for label in ("groups", "groups_norm_first_sigmoid"):
     )
 
 
+def hyper_connection(streams, weight, scale, base, norm_eps, pre, post, init, eps, axes, out_dtype):
+    wide, n = torch.promote_types(streams.dtype, torch.float32), streams.shape[-2]
+    flat = streams.to(wide).flatten(-2)
+    flat = flat * torch.rsqrt(flat.pow(2).mean(-1, keepdim=True) + norm_eps)
+    affine = F.linear(flat, weight.to(wide)) * scale.to(wide) + base.to(wide)
+    before = torch.sigmoid(affine[..., :n]) * pre[0] + pre[1]
+    behind = torch.sigmoid(affine[..., n : 2 * n]) * post[0] + post[1]
+    mix = torch.softmax(affine[..., 2 * n :].unflatten(-1, (n, n)), -1) + eps[0]
+    for axis in axes:
+        mix = mix / (mix.sum(axis, keepdim=True) + eps[1])
+    return [(before.unsqueeze(-1) * streams.to(wide)).sum(-2).to(out_dtype), behind, mix]
+
+
+ENTRIES["hyper_connection"] = Entry(
+    hyper_connection, (0, 1, 2, 3), "sinkhorn", empty=of_case("hyper_connection", "no_tokens"), token={0: 1},
+    squared=True, rows=(1, 1, 1),
+    freed="backward goes by the logits, which are 0 where the mean of squares has left float32's range",
+)
+
+
+def stream_update(streams, block, post, mix, out_dtype):
+    wide = torch.promote_types(streams.dtype, torch.float32)
+    mixed = (mix.to(wide).unsqueeze(-1) * streams.to(wide).unsqueeze(-3)).sum(-2)
+    return [(mixed + post.to(wide).unsqueeze(-1) * block.to(wide).unsqueeze(-2)).to(out_dtype)]
+
+
+ENTRIES["stream_update"] = Entry(
+    stream_update, (0, 1, 2, 3), "four_streams", empty=of_case("stream_update", "no_tokens"),
+    token={0: 1, 1: 1, 2: 1, 3: 1}, rows=(1,),
+)
+
+
 def chunked(x, dt, A, B, C, D, state, chunk, out_dtype, seq_idx=None):
     """Listing 1 of Mamba-2, as models without its kernels have it, and with a state to begin from."""
     assert seq_idx is None
