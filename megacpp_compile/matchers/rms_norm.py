@@ -61,6 +61,19 @@ def match_rms_norm(node: Node) -> RmsNorm | NoNorm | None:
         return NoNorm(refuse.why.node, *_UNIT_LENGTH) if _is_l2(refuse.why, node) else refuse.why
 
 
+def match_inverse_rms(factor: Node) -> tuple[Node, float | torch.SymFloat, set[Node]] | None:
+    """(x, eps, nodes) where `factor` is `rsqrt(mean(x**2, -1) + eps)` in any spelling, x before casts; else None."""
+    try:
+        root = _root(factor, False)
+        if root is None:
+            return None
+        mean, eps, through = root
+        x, narrow, more = _mean_square(mean)
+        return (x, eps, through | more) if narrow is x or _bits(narrow) >= _bits(x) else (narrow, eps, through | more)
+    except _Refuse:
+        return None
+
+
 def _is_l2(why: NoNorm, top: Node) -> bool:
     """Whether `top` norms to a length of 1, and no number makes of that a mean square of 1."""
     if why.tag not in ("eps-place", "no-mean"):

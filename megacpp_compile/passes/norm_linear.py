@@ -34,8 +34,8 @@ from megacpp_compile.passes._rule import Match, in_other_modes
 aten = torch.ops.aten
 name = "norm_linear"
 op = "megacpp::norm_linear"
-after = ("causal_conv1d", "down_norm_up", "gated_delta_rule", "gated_rms_norm", "linear", "linear_cross_entropy",
-         "mla_rope_q", "mla_rope_kv", "moe", "rope_qk", "ssd_scan")  # fmt: skip
+after = ("causal_conv1d", "down_norm_up", "gated_delta_rule", "gated_rms_norm", "hyper_connection", "linear",
+         "linear_cross_entropy", "mla_rope_q", "mla_rope_kv", "moe", "rope_qk", "ssd_scan")  # fmt: skip
 by_default = False
 
 

@@ -1,0 +1,1 @@
+"""Hyper-connections: sums over residual streams, and the weights of those sums, in any spelling."""

@@ -1,0 +1,211 @@
+"""Products of two tensors, summed over dimensions or not, by letters: which dimension of a factor is which of the
+result.
+
+`matmul`, `bmm`, `einsum`, `tensordot`, a product of broadcast tensors and a sum of one come out alike. A factor is
+followed through casts and views down to what holds its numbers; each place on that way has its letters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_shape, same_size, value
+from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, SQUEEZES, is_cast, uncast
+from megacpp_compile.matchers.equations import equation_of
+
+aten = torch.ops.aten
+# A letter for each dimension; None: of size 1, where the other factor has more.
+Letters = tuple[int | None, ...]
+_WHOLE = {aten.matmul.default, aten.bmm.default}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A tensor on the way to a factor, and its letters. through: the nodes between it and the product."""
+
+    node: Node
+    letters: Letters
+    through: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """`node` is the product of two factors, summed over the letters that `out` lacks. internal: nodes up to `node`."""
+
+    node: Node
+    factors: tuple[Node, Node]
+    letters: tuple[Letters, Letters]
+    out: Letters
+    internal: tuple[Node, ...]
+
+    def places(self, i: int) -> list[Place]:
+        """Where factor `i` is read from, the nearest place first."""
+        return _places(self.factors[i], self.letters[i])
+
+
+def product_of(node: Any) -> Product | None:
+    """The product that `node` is, in whatever dtype; None for anything else."""
+    inner = uncast(node)
+    if not isinstance(inner, Node) or inner.op != "call_function" or not isinstance(value(inner), torch.Tensor):
+        return None
+    found = _without_unit_dims(inner) or _summed(inner) or _multiplied(inner) or _whole(inner) or _by_equation(inner)
+    if found is None:
+        return None
+    casts = []
+    while node is not inner:
+        casts.append(node)
+        node = node.args[0]
+    return dataclasses.replace(found, node=(casts or [inner])[0], internal=(*found.internal, *casts))
+
+
+def _without_unit_dims(node: Node) -> Product | None:
+    """A product by a single row, and that row alone."""
+    drops = node.target in SQUEEZES or node.target is aten.select.int or node.target in RESHAPES
+    if not drops or value(node).dim() != value(node.args[0]).dim() - 1:
+        return None
+    found = _whole(node.args[0])  # type: ignore[arg-type]
+    if found is None or not same_size(value(node.args[0]).shape[-2], 1):
+        return None
+    rows, kept = value(node.args[0]).shape, [*found.out[:-2], found.out[-1]]
+    if not all(map(same_size, value(node).shape, [*rows[:-2], rows[-1]])):
+        return None
+    unit, (left, right) = found.out[-2], found.letters
+    letters = (tuple(None if letter == unit else letter for letter in left), right)
+    return dataclasses.replace(found, node=node, out=tuple(kept), letters=letters, internal=(*found.internal, node))
+
+
+def _multiplied(node: Node) -> Product | None:
+    if node.target is not aten.mul.Tensor or not all(isinstance(a, Node) for a in node.args):
+        return None
+    letters = tuple(range(value(node).dim()))
+    first, second = (_broadcast(a, node, letters) for a in node.args[:2])  # type: ignore[arg-type]
+    return Product(node, tuple(node.args[:2]), (first, second), letters, (node,))  # type: ignore[arg-type]
+
+
+def _broadcast(factor: Node, node: Node, letters: Letters) -> Letters:
+    sizes, full = value(factor).shape, value(node).shape
+    own = letters[len(letters) - len(sizes) :]
+    wide = full[len(full) - len(sizes) :]
+    each = zip(sizes, wide, own, strict=True)
+    return tuple(None if same_size(n, 1) and not same_size(m, 1) else c for n, m, c in each)
+
+
+def _summed(node: Node) -> Product | None:
+    if node.target is not aten.sum.dim_IntList or len(node.args) > 2 and node.args[2]:
+        return None
+    found = product_of(node.args[0])
+    if found is None or not node.args[1]:
+        return None
+    rank = len(found.out)
+    gone = {d % rank for d in node.args[1]}  # type: ignore[union-attr, operator]
+    out = tuple(letter for i, letter in enumerate(found.out) if i not in gone)
+    return dataclasses.replace(found, node=node, out=out, internal=(*found.internal, node))
+
+
+def _whole(node: Node) -> Product | None:
+    if not isinstance(node, Node) or node.target not in _WHOLE:
+        return None
+    a, b = node.args[:2]
+    rank = value(node).dim()
+    if rank < 3 or value(a).dim() != rank or value(b).dim() != rank:
+        return None
+    outer = tuple(range(rank - 2))
+    i, j, k = rank - 2, rank, rank - 1
+    return Product(node, (a, b), ((*outer, i, j), (*outer, j, k)), (*outer, i, k), (node,))  # type: ignore[arg-type]
+
+
+def _by_equation(node: Node) -> Product | None:
+    equation = equation_of(node)
+    if equation is None:
+        return None
+    first, second = (tuple(map(ord, term)) for term in equation.terms)
+    if len(set(first)) != len(first) or len(set(second)) != len(second):
+        return None
+    return Product(node, equation.operands, (first, second), tuple(map(ord, equation.out)), (node,))
+
+
+def _places(node: Node, letters: Letters) -> list[Place]:
+    found, through = [Place(node, letters, ())], list[Node]()
+    while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
+        source = node.args[0]
+        if not isinstance(value(source), torch.Tensor):
+            break
+        below = _below(node, source, letters)
+        if below is None:
+            break
+        through.append(node)
+        node, letters = source, below
+        found.append(Place(node, letters, tuple(through)))
+    return found
+
+
+def _below(node: Node, source: Node, letters: Letters) -> Letters | None:
+    """The letters of `source`, of which `node` is a view or a cast; None where it is another, or repeats numbers."""
+    if is_cast(node) or node.target in COPIES:
+        return letters
+    if node.target in PERMUTATIONS | {aten.mT.default}:
+        return _permuted(node, letters)
+    if node.target in EXPANSIONS:
+        own = letters[len(letters) - value(source).dim() :]
+        return _broadcast(source, node, own) if _narrower(source, node) else own
+    if node.target is aten.unsqueeze.default:
+        at = node.args[1] % len(letters)  # type: ignore[operator]
+        return letters[:at] + letters[at + 1 :]
+    if node.target in RESHAPES | FOLDS | SQUEEZES:
+        return _unit_dims(node, source, letters)
+    return None
+
+
+def _narrower(source: Node, node: Node) -> bool:
+    return not same_shape(source, node)
+
+
+def _permuted(node: Node, letters: Letters) -> Letters:
+    rank = len(letters)
+    if node.target is aten.permute.default:
+        order = [d % rank for d in node.args[1]]  # type: ignore[union-attr, operator]
+    else:
+        a, b = (-2, -1) if len(node.args) == 1 else node.args[1:3]
+        order = list(range(rank))
+        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+    below: list[int | None] = [None] * rank
+    for i, d in enumerate(order):
+        below[d] = letters[i]
+    return tuple(below)
+
+
+def _unit_dims(node: Node, source: Node, letters: Letters) -> Letters | None:
+    """Through a reshape that drops or adds dimensions of size 1 alone."""
+    new, old = value(node).shape, value(source).shape
+    kept = [(n, letter) for n, letter in zip(new, letters, strict=True) if not same_size(n, 1)]
+    sizes = [n for n in old if not same_size(n, 1)]
+    if len(kept) != len(sizes) or not all(same_size(n, m) for (n, _), m in zip(kept, sizes, strict=True)):
+        return None
+    if len(new) == len(old):
+        return letters
+    units = [letter for n, letter in zip(new, letters, strict=True) if same_size(n, 1)]
+    if any(letter is not None for letter in units) and sum(same_size(n, 1) for n in old):
+        return None  # which dimension of size 1 is which
+    rest = iter(kept)
+    return tuple(None if same_size(n, 1) else next(rest)[1] for n in old)
+
+
+def deepest(places: Sequence[Place], wanted: Sequence[int | None], ordered: bool, rounded: bool) -> Place | None:
+    """The place furthest down that has just the letters `wanted`, in this order if `ordered`. rounded: casts to fewer
+    bits may lie between."""
+    found = None
+    for place in places:
+        if not rounded and place.through and _rounds(place.through[-1]):
+            break
+        if place.letters == tuple(wanted) if ordered else sorted(place.letters, key=str) == sorted(wanted, key=str):
+            found = place
+    return found
+
+
+def _rounds(node: Node) -> bool:
+    return is_cast(node) and value(node).dtype.itemsize < value(node.args[0]).dtype.itemsize

@@ -1,0 +1,56 @@
+"""What stands behind a block with hyper-connections: the streams mixed, and the block's output added to each (mHC,
+arXiv:2512.24880, as in DeepSeek-V4; arXiv:2409.19606).
+
+Before: `post.unsqueeze(-1) * block.unsqueeze(-2) + mix.transpose(-1, -2) @ streams`, in products, sums and equations of
+        any kind, with casts
+After:  `megacpp.stream_update(streams, block, post, mix, dtype)`
+
+Safe because the op computes the same sums in float32 and rounds once, whatever makes `post` and `mix`. Backward reads
+streams and gradient once for all four gradients.
+Refused: streams and channels that are not the last two dimensions, a matrix that is the same for all tokens, parts
+under different grad or autocast modes. Where streams are not mixed there is nothing to gain: that is pointwise code.
+Off by default: its kernels have not been timed on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.hyper_connections.streams import Update, match_update
+from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+
+name = "stream_update"
+op = "megacpp::stream_update"
+after: tuple[str, ...] = ("gated_delta_rule", "ssd_scan", "token_loop")  # a state that is updated is theirs
+by_default = False
+
+
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    for node in view.graph.nodes:
+        found = match_update(node)
+        if isinstance(found, MatchFailure):
+            yield found
+        elif found is not None:
+            yield _check(view, found)
+
+
+def _check(view: GraphView, found: Update) -> Match | MatchFailure:
+    if (refusal := in_other_modes(view, sorted(found.internal), found.node)) is not None:
+        return refusal
+    mixed = found.mixed
+    inputs = list(dict.fromkeys([mixed.streams, found.block, found.post, mixed.weights]))
+    if place(inputs, [found.node], found.node, view.mode_states) is None:
+        return MatchFailure(found.node, *REGION)
+
+    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+        operands = mixed.streams, found.block, found.post, found.mix(build)
+        node = build(torch.ops.megacpp.stream_update.default, *operands, value(found.node).dtype)
+        return node, [node]
+
+    return Match(found.node, inputs, [found.node], rewrite)
