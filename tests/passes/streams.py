@@ -22,7 +22,7 @@ class Block(nn.Module):
         self.fn = nn.Parameter(torch.randn(rows, n * D) / 4)
         self.base, self.scale = nn.Parameter(torch.randn(rows) / 2), nn.Parameter(1 + torch.randn(3) / 4)
         self.gain = nn.Parameter(1 + torch.randn(n * D) / 4)
-        self.block = nn.Linear(D, D)
+        self.block, self.magnitude = nn.Linear(D, D), 3.0
 
     def forward(self, x):
         block, post, mix = self.before(self, x)
@@ -78,7 +78,7 @@ def hy_v4(m, x):
     flat = x.flatten(2).float()
     made = F.linear(flat, m.fn.float()) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
     (b0, b1), (l0, l1) = m.base.split(m.n), made.split(m.n, -1)
-    post = 3 * torch.sigmoid(l1 * m.scale[1] + b1) + EPS
+    post = m.magnitude * torch.sigmoid(l1 * m.scale[1] + b1) + EPS
     out = torch.sum((torch.sigmoid(l0 * m.scale[0] + b0) + EPS).unsqueeze(-1) * x, dim=2)
     return out.to(x.dtype), post, None
 

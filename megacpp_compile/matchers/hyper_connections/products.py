@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_shape, same_size, value
+from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, SQUEEZES, is_cast, uncast
 from megacpp_compile.matchers.equations import equation_of
 
@@ -80,7 +80,7 @@ def _without_unit_dims(node: Node) -> Product | None:
 
 
 def _multiplied(node: Node) -> Product | None:
-    if node.target is not aten.mul.Tensor or not all(isinstance(a, Node) for a in node.args):
+    if node.target is not aten.mul.Tensor or not of_tensors(node):
         return None
     letters = tuple(range(value(node).dim()))
     first, second = (_broadcast(a, node, letters) for a in node.args[:2])  # type: ignore[arg-type]
