@@ -49,6 +49,11 @@ KERNELS = {
     ("attention_backward", "dropout_and_a_bias"): {
         "attention_keys_grad", "attention_query_grad", "attention_bias_grad"
     },
+    ("hyper_connection", "sinkhorn"): {"logits_of_streams", "maps_of_logits"},
+    ("hyper_connection_backward", "twenty_steps"): {"maps_backward", "gradients_of_streams"},
+    ("hyper_connection_backward", "logarithms"): {"maps_backward", "gradients_of_streams"},
+    ("stream_update", "four_streams"): {"update_streams"},
+    ("stream_update_backward", "four_streams"): {"update_streams_backward"},
     ("ssd_scan", "plain"): {"ssd_decay", "ssd_walk"},
     ("ssd_scan", "documents"): {"ssd_decay", "ssd_cuts", "ssd_walk"},
 }  # fmt: skip
@@ -61,8 +66,12 @@ def compile_for_hopper(name, operands):
     places = iter(range(len(tensors)))
     args = [_lower._Hole(next(places)) if isinstance(arg, Tensor) else arg for arg in operands]
     lowering = getattr(module_of(name.removesuffix("_backward"), "cuda_triton"), name)
+
+    def traced(*args):
+        return tuple(made) if isinstance(made := lowering(*args), (tuple, list)) else (made,)
+
     with inductor_for_hopper() as compiled:
-        gm = _lower._trace(lowering, args, tensors, CUDA)
+        gm = _lower._trace(traced, args, tensors, CUDA)
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         kernels = [node.kwargs for node in nodes if node.target is triton_kernel_wrapper_functional]
         written = [given["kwargs"][name] for given in kernels for name in given["tensors_to_clone"]]
