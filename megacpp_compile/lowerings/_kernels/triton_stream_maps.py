@@ -77,10 +77,10 @@ def maps_of_logits(sums, squares, scale, base, pre, post, mix, logits, rrms, tok
     there = t < tokens
     total = tl.zeros([BT], tl.float32)
     for part in range(splits):
-        total += tl.load(squares + part * tokens.to(tl.int64) + t, mask=there, other=0)
+        total += tl.load(squares + part * tl.cast(tokens, tl.int64) + t, mask=there, other=0)
     r = 1 / tl.sqrt(total / width + single(norm_eps))
     tl.store(rrms + t, r, mask=there)
-    at = tokens.to(tl.int64) * MP
+    at = tl.cast(tokens, tl.int64) * MP
     row, lane = t[:, None], tl.arange(0, NP)[None, :]
     inside = there[:, None] & (lane < N)
     made, z = _affine(sums, at, scale, base, r[:, None], row, lane, splits, M, MP, inside)

@@ -74,6 +74,10 @@ def gradients_of_streams(grad, streams, weight, g, pre, inward, d_streams, d_wei
     own, width = c < channels, channels * N
     m = tl.arange(0, MP)
     of_weight = tl.zeros([BC, MP], tl.float32)
+    at = weight + m[:, None] * width + i * channels + c[None, :]
+    w = tl.load(at, mask=(m < M)[:, None] & own[None, :], other=0)
+    if WEIGHTS > 1:
+        rest = tl.load(at + M * width, mask=(m < M)[:, None] & own[None, :], other=0)
     begin = tl.program_id(1) * part
     for first in range(begin, min(begin + part, tokens), BT):
         t = (first + tl.arange(0, BT)).to(tl.int64)
@@ -84,14 +88,13 @@ def gradients_of_streams(grad, streams, weight, g, pre, inward, d_streams, d_wei
         dx = tl.load(pre + t * N + i, mask=there, other=0)[:, None] * dh
         dx -= tl.load(inward + t, mask=there, other=0)[:, None] * x.to(tl.float32)
         for p in tl.static_range(GRADS):
-            at = g + (p * tokens.to(tl.int64) + t[:, None]) * M + m[None, :]
-            dl = tl.load(at, mask=there[:, None] & (m < M)[None, :], other=0)
+            made = g + (p * tl.cast(tokens, tl.int64) + t[:, None]) * M + m[None, :]
+            dl = tl.load(made, mask=there[:, None] & (m < M)[None, :], other=0)
             of_weight = _product(tl.trans(x.to(dl.dtype)), dl, of_weight, PRECISION, INTERPRETED)
-            for q in tl.static_range(WEIGHTS):
-                if p + q < 2:  # what is left of a product is below the rounding of the streams
-                    at = weight + (q * M + m[:, None]) * width + i * channels + c[None, :]
-                    w = tl.load(at, mask=(m < M)[:, None] & own[None, :], other=0)
-                    dx = _product(dl.to(w.dtype), w, dx, PRECISION, INTERPRETED)
+            if p < 2:  # what is left of a product is below the rounding of the streams
+                dx = _product(dl.to(w.dtype), w, dx, PRECISION, INTERPRETED)
+            if p == 0 and WEIGHTS > 1:
+                dx = _product(dl.to(w.dtype), rest, dx, PRECISION, INTERPRETED)
         to = d_streams + (t[:, None] * N + i) * channels + c[None, :]
         tl.store(to, as_stored(dx, d_streams), mask=inside)
     row = tl.program_id(1).to(tl.int64) * width + i * channels + c
@@ -247,13 +250,12 @@ def hyper_connection_backward(
     for_pre = made.narrow(1, 0, n) * wide_scale.narrow(0, 0, n) + wide_base.narrow(0, 0, n)
     before = torch.sigmoid(for_pre) * pre[0] + pre[1]
     weights, grads = _split(weight, streams).contiguous(), _split(g, streams).contiguous()
-    columns = n * triton.cdiv(d, 128)
-    parts = _parts(tokens, 64, columns)
+    parts = max(1, min(_parts(tokens, 64, 1), PROGRAMS // (n * triton.cdiv(d, 64))))
     d_streams = new(streams.shape)
     d_weight = new((parts, width, lanes), dtype=torch.float32)
     _gradients(
         lambda meta: (n * triton.cdiv(d, meta["BC"]), parts),
-        {"BT": 64, "BC": min(128, max(16, power_of_2(d))), "num_warps": 4, "num_stages": 2}, grad=dh, streams=x,
+        {"BT": 64, "BC": min(64, max(16, power_of_2(d))), "num_warps": 4, "num_stages": 2}, grad=dh, streams=x,
         weight=weights, g=grads, pre=before.contiguous(), inward=inward, d_streams=d_streams, d_weight=d_weight,
         tokens=tokens, channels=d, part=triton.cdiv(triton.cdiv(tokens, parts), 64) * 64, g_t=dh.stride(0),
         x_t=x.stride(0), N=n, M=rows, MP=lanes, WEIGHTS=weights.shape[0], GRADS=grads.shape[0], **_precision(streams),

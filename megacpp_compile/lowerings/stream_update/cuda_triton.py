@@ -24,7 +24,7 @@ __all__ = ["MIN_BYTES", "stream_update", "stream_update_backward", "supports"]
 MIN_BYTES = 8 << 20
 MOST_STREAMS = 8
 # Products of a token's streams and gradients that a program of the backward sums at a time.
-HELD = 8192
+HELD = 4096
 
 
 @triton.jit
@@ -59,11 +59,17 @@ def update_streams_backward(grad, streams, block, post, mix, d_streams, d_block,
     of_mix = tl.zeros([NP, NP, BC], dtype)
     of_post = tl.zeros([NP, 1, BC], dtype)
     own = tl.arange(0, NP)[:, None]
+    # Channels are loaded ahead of the arithmetic on those before them.
+    at_g, at_x, at_y = grad + t * g_t + i * g_i, streams + t * x_t + j * x_i, block + t * y_t
+    next_g = tl.load(at_g + lane, mask=(i < N) & (lane < channels), other=0)
+    next_x = tl.load(at_x + lane, mask=(j < N) & (lane < channels), other=0)
+    next_y = tl.load(at_y + lane, mask=lane < channels, other=0)
     for first in range(0, channels, BC):
-        c = first + lane
-        g = tl.load(grad + t * g_t + i * g_i + c, mask=(i < N) & (c < channels), other=0).to(dtype)
-        x = tl.load(streams + t * x_t + j * x_i + c, mask=(j < N) & (c < channels), other=0).to(dtype)
-        y = tl.load(block + t * y_t + c, mask=c < channels, other=0).to(dtype)
+        g, x, y = next_g.to(dtype), next_x.to(dtype), next_y.to(dtype)
+        ahead = first + BC + lane
+        next_g = tl.load(at_g + ahead, mask=(i < N) & (ahead < channels), other=0)
+        next_x = tl.load(at_x + ahead, mask=(j < N) & (ahead < channels), other=0)
+        next_y = tl.load(at_y + ahead, mask=ahead < channels, other=0)
         of_mix += g * x
         of_post += g * y
         dx = tl.sum(m * g, 0)
