@@ -80,7 +80,8 @@ KIND = {"fp8_quantize": "float8", "fp8_quantize_delayed": "float8", "fp8_quantiz
         "mla_rope_kv_backward": "rotation", "rope_qk": "rotation", "mla_decode": "attention",
         "attention": "attention", "attention_backward": "attention", "sparse_mla": "attention",
         "sparse_mla_backward": "attention", "index_scores": "indexer", "index_scores_backward": "indexer",
-        "ssd_scan": "scan", "ssd_scan_backward": "scan"}
+        "ssd_scan": "scan", "ssd_scan_backward": "scan", "selective_scan": "scan",
+        "selective_scan_backward": "scan"}
 
 
 def interpreted() -> bool:

@@ -451,6 +451,7 @@ from . import (  # noqa: E402  their cases enter themselves above
     index_cases,  # noqa: F401
     loss_cases,  # noqa: F401
     mixer_cases,  # noqa: F401
+    selective_cases,  # noqa: F401
     softmax_attention_cases,  # noqa: F401
     stream_cases,  # noqa: F401
 )

@@ -202,6 +202,25 @@ ENTRIES["ssd_scan"] = Entry(
 )  # fmt: skip
 
 
+def by_token(u, dt, A, B, C, D, state, chunk, out_dtype):
+    """Mamba-1's scan as models have it: decays and what enters of all tokens, and a loop."""
+    u, dt, A, B, C = wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (u, dt, A, B, C)]
+    decay, added = (dt[..., None] * A).exp(), dt[..., None] * B[:, :, None] * u[..., None]
+    state, y = wide[0].new_zeros(u.shape[0], *A.shape) if state is None else state.to(u.dtype), []
+    for i in range(u.shape[1]):
+        state = decay[:, i] * state + added[:, i]
+        y.append((state * C[:, i, None]).sum(-1))
+    made = torch.stack(y, 1) if y else u
+    return [(made if D is None else made + D.to(u.dtype) * u).to(out_dtype), state]
+
+
+ENTRIES["selective_scan"] = Entry(
+    by_token, (0, 1, 2, 3, 4, 5, 6), "plain",
+    empty=of_case("selective_scan", "no_batch", "no_token", "no_token_no_state", "no_channel"), token={0: 1, 3: 1},
+    rows=(1, 0),
+)  # fmt: skip
+
+
 def a_document(tensors: int) -> Callable[[Args, float], Args]:
     def fill(args: Args, bad: float) -> Args:
         *operands, ends = *args[:tensors], args[tensors + 1]
