@@ -1,11 +1,12 @@
-"""A loop over tokens of a delta rule, linear attention or Mamba-2's scan, as reference code has it, unrolled by Dynamo.
+"""A loop over tokens of a delta rule, linear attention or Mamba's scan, as reference code has it, unrolled by Dynamo.
 
 Before: `for i in range(t): S = S * g[:, i].exp(); S = S + k[:, i] (beta[:, i] (v[:, i] - S^T k[:, i]))^T; o[:, i] =
         S^T q[:, i]`, in any spelling, results stacked, concatenated or written into a tensor, chunk by chunk or not
 After:  `o, final_state, ... = megacpp.gated_delta_rule(q, k, v, g, beta, S, ...)`; without the correction
         `megacpp.gated_linear_attention(q, k, v, g, S, ...)`, or where no token changes the decay of a head (RetNet,
         lightning attention) `megacpp.ssd_scan` with a step of one, which has a kernel. Where one step size is in decays
-        and in what is written, `megacpp.ssd_scan` with it. Products of all tokens may be made in front of the loop, and
+        and in what is written, `megacpp.ssd_scan` with it, or `megacpp.selective_scan` where decays differ by channel
+        and state (Mamba-1). Products of all tokens may be made in front of the loop, and
         what a step makes of what it reads of the state (a norm, a gate, a skip) stays, of each token, as does what
         is handed on beside the state (a normaliser, a running maximum)
 
@@ -19,7 +20,7 @@ sigmoid, as their logarithm may not exist. A single step is no loop (`gated_delt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.fx import Node
@@ -40,6 +41,11 @@ op = "megacpp::gated_delta_rule"
 after: tuple[str, ...] = ()
 # (tag, reason) of a linear attention with gates of its tokens: `gated_linear_attention` has no kernel.
 NO_KERNEL = ("cuda", "linear attention with gates of its tokens has no kernel on CUDA: it stays as it is written")
+# Tokens from one saved state of a selective scan to the next.
+SELECTIVE_CHUNK = 256
+# Whether `selective_scan`'s kernels ran on a GPU; until then CUDA keeps the loop.
+KERNELS_HAVE_RUN = False
+NOT_RUN = ("cuda", "the kernels of Mamba-1's selective scan are not yet tried on a GPU: it stays as it is written")
 
 OTHER_GRAD = ("region", "its tokens are taken out of a tensor under another grad mode")
 
@@ -60,7 +66,9 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
     operands = Operands(found)
     if (problem := operands.problem()) is not None:
         return MatchFailure(root, *problem)
-    if value(root).device.type == "cuda" and not found.delta and not found.scan and not operands.one_rate():
+    if _on_cuda(root) and found.rates and not KERNELS_HAVE_RUN:
+        return MatchFailure(root, *NOT_RUN)
+    if _on_cuda(root) and not found.delta and not found.scan and not operands.one_rate():
         return MatchFailure(root, *NO_KERNEL)
     ends = [last] if any(u not in loop.inside and u is not root for u in last.users) else []
     outputs = [root] if loop.read is None else loop.everywhere(loop.read)
@@ -69,7 +77,7 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
         return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
-        emit = _steps if found.scan else _scan if not found.delta and operands.one_rate() else _gated
+        emit = _emitter(operands)
         node, o, state = emit(build, operands, value(outputs[-1]).dtype)
         new = [arrange(build, o, operands.output())]
         if loop.read is not None:
@@ -79,6 +87,17 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
         return node, new
 
     return Match(root, inputs, [*outputs, *ends], rewrite)
+
+
+def _on_cuda(root: Node) -> bool:
+    return value(root).device.type == "cuda"
+
+
+def _emitter(operands: Operands) -> Callable[[Builder, Operands, torch.dtype], tuple[Node, Leaf, Leaf]]:
+    found = operands.found
+    if found.scan:
+        return _selective if found.rates else _steps
+    return _scan if not found.delta and operands.one_rate() else _gated
 
 
 def _gated(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node, Leaf, Leaf]:
@@ -122,6 +141,19 @@ def _steps(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node
         operands.initial(build, (b, h, p, n)), chunk_size(operands.found.loop.count), dtype,
     )  # fmt: skip
     return node, Leaf(build.item(node, 0), (b, t, h, p)), Leaf(build.item(node, 1), (b, h, p, n))
+
+
+def _selective(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node, Leaf, Leaf]:
+    """With a rate of each channel and state."""
+    b, t, d, n = operands.b, operands.t, operands.h, operands.k
+    node = build(
+        torch.ops.megacpp.selective_scan.default, operands.arranged(build, "x", (b, t, d)),
+        operands.arranged(build, "dt", (b, t, d)), operands.arranged(build, "A", (d, n)),
+        operands.arranged(build, "B", (b, t, n)), operands.arranged(build, "C", (b, t, n)),
+        operands.arranged(build, "D", (d,)) if "D" in operands.found.operands else None,
+        operands.initial(build, (b, d, n)), SELECTIVE_CHUNK, dtype,
+    )  # fmt: skip
+    return node, Leaf(build.item(node, 0), (b, t, d)), Leaf(build.item(node, 1), (b, d, n))
 
 
 def _scan(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node, Leaf, Leaf]:

@@ -46,6 +46,7 @@ class TokenLoop:
 
     delta: whether the state is corrected by what it predicts; without it, beta is what values are multiplied by.
     decay: g is the decay itself, not its logarithm. rate: a number that states are multiplied by, without gates.
+    rates: of a scan, A has one for each channel and state, Mamba-1's.
     inside: the last step and what is made in front of the loop.
     Atoms: b batch, h heads, k channels of keys (states of a scan), v of values.
     """
@@ -63,6 +64,7 @@ class TokenLoop:
     v: Dim
     inside: set[Node]
     scan: bool = False
+    rates: bool = False
     tokens: frozenset[Atom] = frozenset()
     rate: float = 1.0
 
@@ -140,7 +142,7 @@ def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
     except NoAxes:
         return None
     if not step.roles:
-        reason = "a step has a scan's operands and is not Mamba-2's: S' = exp(dt A) S + dt x B^T, y = S' C + D x"
+        reason = "a step has a scan's operands and is not Mamba's: S' = exp(dt A) S + dt x B^T, y = S' C + D x"
         return NoLoop(loop.output, DIFFERS, reason) if step.tried else None
     step.r.fix()
     output, entering, *operands = (
@@ -148,7 +150,7 @@ def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
     )
     return TokenLoop(
         loop, dict(zip(step.roles, operands, strict=True)), False, False, 1.0, output, entering, step.b, step.h, step.n,
-        step.p, set(step.r.nodes), True, frozenset(step.t),
+        step.p, set(step.r.nodes), True, bool(step.rates), frozenset(step.t),
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""Loops over tokens whose step is Mamba-2's (arXiv:2405.21060):
+"""Loops over tokens whose step is Mamba-2's (arXiv:2405.21060) or Mamba-1's (arXiv:2312.00752):
 
     S' = exp(dt A) S + dt x B^T;   y = S' C + D x
 
+with a rate A for each head, or for each channel and state; then a channel is a head by itself, and all share B and C.
 What tells it from linear attention is that one operand, the step size, is in the decay and in what is written. Products
 of operands may be computed within a step, or for all tokens in front of the loop: the last step is run small from whole
 tensors, and all that is made of those in front of it has to be made token by token.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.boundary import OperandBoundary
 from megacpp_compile.matchers.ssd.resize import Resized, agree
@@ -36,7 +37,8 @@ ROLES = ("x", "B", "C", "D")
 
 class ScanStep:
     """The last step of `loop` as a scan's. `roles`: its operands dt, A, x, B, C and perhaps D, empty where it is none;
-    those that the loop reads are whole tensors, `t` has the atom of tokens in each. Atoms: b, h heads, n states, p.
+    those that the loop reads are whole tensors, `t` has the atom of tokens in each. Atoms: b, h heads, n states, p, and
+    `rates` of what A has beside heads: none, or with one for each channel and state n.
 
     tried: whether its operands could be a scan's, whatever a step makes of them.
     """
@@ -63,6 +65,8 @@ class ScanStep:
         """The step size, the rate, and the other operands."""
         loop, algebra = self.loop, self.algebra
         ends = [loop.states[-1], loop.output]
+        if any(n not in algebra.nodes for n in ends):
+            return None
         region = algebra.behind(ends, stop=[loop.entering])
         decays = [n for n in region if n.target in EXPONENTIALS and n in algebra.nodes and n not in algebra.constants]
         exponents = algebra.behind(a for e in decays for a in algebra.inputs(e))
@@ -94,17 +98,20 @@ class ScanStep:
         return self.algebra.source(self.loop.reads[n].source) if n in self.loop.reads else n
 
     def _opened(self, leaves: list[Node]) -> list[Node]:
-        """`leaves`, a product with what is one of them (the skip, D x) as its factors."""
-        bases, found = {self._base(n) for n in leaves}, list[Node]()
-        for n in leaves:
-            factors = tensors(n) if n.target is aten.mul.Tensor and n in self.algebra.nodes else []
-            if any(self._base(a) in bases for a in factors):
-                self.inside.add(n)
-                for a in factors:
+        """`leaves`, a product with what is one of them (the skip, D x) as its factors, and an outer product too."""
+        bases, found, pending = {self._base(n) for n in leaves}, list[Node](), leaves[::-1]
+        while pending:
+            n = pending.pop()
+            at, between = self.algebra.path(n)
+            factors = tensors(at) if at.target is aten.mul.Tensor and at in self.algebra.nodes else []
+            outer = len(factors) == 2 and all(long_dimensions(a) < long_dimensions(at) for a in factors)
+            if outer or at is n and any(self._base(a) in bases for a in factors):
+                self.inside |= {at} | between
+                for a in reversed(factors):
                     operand, between = operand_of(self.algebra, a)
                     self.inside |= between
-                    found.append(operand)
-            else:
+                    pending.append(operand)
+            elif n not in found:
                 found.append(n)
         return found
 
@@ -133,8 +140,10 @@ class ScanStep:
         if t is None or not same or len(set(state)) != len(state) or not set(out) < set(state):
             return
         self.t, n = t, set(state) - set(out)
-        outer = set(out) - {*self.r.atoms(dt), *self.r.atoms(rate)}  # channels, and sequences that share their steps
-        if set(self.r.atoms(rate)) - set(out) or set(self.r.atoms(dt)) - {*out, *t}:
+        of_rate = set(self.r.atoms(rate))
+        each = bool(of_rate & n)  # a rate for each state
+        outer = set(out) - {*self.r.atoms(dt), *of_rate}  # channels, and sequences that share their steps
+        if of_rate - set(out) != (n if each else set()) or set(self.r.atoms(dt)) - {*out, *t}:
             return
         for names in itertools.permutations(ROLES, len(operands)):
             roles = dict(zip(names, operands, strict=True))
@@ -142,17 +151,19 @@ class ScanStep:
                 continue
             roles.setdefault("C", roles["B"])
             x, B, C = (set(self.r.atoms(roles[name])) - t for name in ("x", "B", "C"))
-            p = [a for a in out if a in outer and a not in B | C]
-            if not p or not set(p) <= x <= set(out) or not n <= B & C or (B | C) - set(state):
+            p = [] if each else [a for a in out if a in outer and a not in B | C]
+            if not (p or each) or not set(p) <= x <= set(out) or not n <= B & C or (B | C) - set(state):
                 continue
             if "D" in roles and not set(self.r.atoms(roles["D"])) <= set(out) - set(p):
                 continue
             heads = [a for a in out if a not in p]
-            first = self.r.of(self.loop.entering)[0] if value(self.loop.entering).dim() > 3 else []
-            self.b = [a for a in heads if a in first and a not in self.r.atoms(rate)]
+            several = each or value(self.loop.entering).dim() > 3
+            first = self.r.of(self.loop.entering)[0] if several else []
+            self.b = [a for a in heads if a in first and a not in of_rate]
             self.h = [a for a in heads if a not in self.b]
-            self.n, self.p = [a for a in state if a in n], p
-            if set(self.r.atoms(rate)) <= set(self.h) and set(self.r.atoms(roles.get("D", rate))) <= set(self.h):
+            self.n, self.p, self.rates = [a for a in state if a in n], p, [a for a in state if a in n & of_rate]
+            of_heads = of_rate - n | set(self.r.atoms(roles["D"]) if "D" in roles else ())
+            if of_heads <= set(self.h) and not (each and (B | C) & set(self.h)):
                 yield {"dt": dt, "A": rate, **roles}
 
     # -- the proof
@@ -168,7 +179,7 @@ class ScanStep:
                 drawn[n] = most * torch.rand(drawn[n].shape, dtype=torch.float64, generator=generator)
             y, behind = r.run(drawn, [loop.output, loop.states[-1]])
             targets = {
-                "x": [self.b, self.h, self.p], "dt": [self.b, self.h], "A": [self.h], "D": [self.h],
+                "x": [self.b, self.h, self.p], "dt": [self.b, self.h], "A": [self.h, self.rates], "D": [self.h],
                 "B": [self.b, self.h, self.n], "C": [self.b, self.h, self.n],
             }  # fmt: skip
             given = {name: last_token(r, drawn[n], n, targets[name], self.t) for name, n in roles.items()}
@@ -185,7 +196,7 @@ class ScanStep:
 def step(
     state: Tensor, dt: Tensor, A: Tensor, x: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(y [b, h, p], the state behind the step [b, h, p, n])."""
-    state = (dt * A).exp()[..., None, None] * state + torch.einsum("bh,bhp,bhn->bhpn", dt, x, B)
+    """(y [b, h, p], the state behind the step [b, h, p, n]); A [h, 1 or n]."""
+    state = (dt[..., None] * A).exp()[:, :, None] * state + torch.einsum("bh,bhp,bhn->bhpn", dt, x, B)
     y = torch.einsum("bhpn,bhn->bhp", state, C)
     return y if D is None else y + D[:, None] * x, state
