@@ -18,6 +18,7 @@ import torch
 from torch import _ops
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dynamo import guards, symbolic_convert, trace_rules
+from torch._dynamo import utils as dynamo_utils
 from torch._functorch._aot_autograd import graph_compile
 from torch._subclasses import _fake_tensor_utils, fake_tensor
 from torch.fx.experimental import recording
@@ -33,6 +34,8 @@ def without_telemetry(patch: pytest.MonkeyPatch) -> None:
     trace = logging.getLogger("torch.__trace")
     trace.handlers, trace.propagate = [], True
     patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0)
+    if hasattr(dynamo_utils, "record_compilation_metrics"):  # with copies of all settings, as JSON
+        patch.setattr(dynamo_utils, "record_compilation_metrics", lambda *_: None)
     # The three graphs of AOTAutograd are printed before anybody is asked who reads them.
     for name, texts in (("_log_joint_graph", None), ("_log_fw_bw_graphs", (None, None))):
         if hasattr(graph_compile, name):
