@@ -8,6 +8,7 @@ the ops (`lowerings`) and generates code. `report` records all of it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 
 from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile.analysis import Analysis, analyse, retrace, retrace_needed
+from megacpp_compile.backends import stitched
 from megacpp_compile.backends._protocol import Backend, Settings, backend_for
 from megacpp_compile.backends.cache_hits import cache_hits
 from megacpp_compile.backends.delayed_scaling import take_past
@@ -33,11 +35,12 @@ from megacpp_compile.frontend import (
     unbacked_shapes,
 )
 from megacpp_compile.frontend.early_writes import ahead_of
+from megacpp_compile.frontend.repeated_blocks import NotCut
 from megacpp_compile.frontend.sdpa_regions import restore_sdpa_regions
 from megacpp_compile.fx.provenance import is_backward, is_whole
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._frame.buckets import cut_sites
-from megacpp_compile.passes._frame.required import FrameCount, Requirement
+from megacpp_compile.passes._frame.required import FrameCount, Requirement, requirement_of_call
 from megacpp_compile.passes._frame.sequence_shards import watching
 from megacpp_compile.remat import conflicts
 from megacpp_compile.remat.tagging import noted_in
@@ -54,6 +57,7 @@ class Block:
     name: of the first such block in the model, "" for a frame that is none. copies: how many run its artifact.
     sibling_params: as in `sharding.pinning.pin_frame`. checked: whether rules by name were held against the model.
     required: what `require` asks of the model that the frame is a piece of, None where the frame's own call counts.
+    publish: takes what would report the frame, where it is one of the pieces that a frame of Dynamo's was cut into.
     """
 
     name: str = ""
@@ -61,6 +65,7 @@ class Block:
     sibling_params: SiblingParams | None = None
     checked: bool = False
     required: Requirement | None = None
+    publish: Callable[[Callable[[], None]], None] | None = None
 
 
 WHOLE = Block()
@@ -95,6 +100,10 @@ def compile_frame(
         rules.check_frame(gm, config)
     if config.precision is not None:
         rules.announce(config.precision, target.name)
+    if given.repeated_blocks and block.publish is None:
+        pieces = _in_pieces(gm, example_inputs, given, target, patches, block, inner_compile)
+        if pieces is not None:
+            return outputs.adapt(early.adapt(pieces))
     boundary = tensor_subclasses.enter(gm, example_inputs, config.strict)
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     analysis.notes += boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
@@ -122,17 +131,49 @@ def compile_frame(
         )  # fmt: skip
     served = cache_hits()
     with stages.timed(analysis.frame.seconds, "torch"):
-        compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile)
+        compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile,
+                                    block.publish is not None)  # fmt: skip
     analysis.frame.cached = cache_hits() > served
     compiled = watching(count.counting(compiled, analysis.frame), boundary.gm, analysis.op_nodes(), config)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
-    publish(analysis, config)
+    report = functools.partial(publish, analysis, config)
+    report() if block.publish is None else block.publish(report)
     return outputs.adapt(early.adapt(boundary.adapt(compiled)))
+
+
+def _in_pieces(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target, patches: dict[str, Any],
+    block: Block, inner_compile: Any,
+) -> Callable[..., Any] | None:  # fmt: skip
+    """Code for a frame whose blocks repeat, of which each kind is compiled once; None where it is to be one graph, with
+    the reason in the report."""
+    later: list[Callable[[], None]] = []
+    required = block.required or (requirement_of_call(config) if config.require else None)
+
+    def compile_piece(graph: GraphModule, examples: Sequence[Any], piece: stitched.Served) -> Callable[..., Any]:
+        whose = Block(piece.name, piece.blocks, None, True, required, later.append)
+        try:
+            return compile_frame(graph, examples, piece.config, patches, whose, inner_compile)
+        finally:
+            stages.frame_goes_on()
+
+    try:
+        if block.name or config.require and required is None:
+            raise NotCut("it is a block that is compiled by itself" if block.name else "'require' counts in it")
+        compiled, regions = stitched.compile_blocks(gm, example_inputs, config, target, patches, compile_piece)
+    except NotCut as why:
+        log.logger.info("repeated_blocks: compiled as one graph: %s", why)
+        collector.emit_regions([stitched.whole(gm, str(why))])
+        return None
+    collector.emit_regions(regions)
+    for report in later:
+        report()
+    return compiled
 
 
 def _hand_to_backend(
     gm: GraphModule, example_inputs: Sequence[Any], analysis: Analysis, config: Config, target: Target,
-    patches: dict[str, Any], inner_compile: Any,
+    patches: dict[str, Any], inner_compile: Any, in_pieces: bool,
 ) -> Callable[..., Any]:  # fmt: skip
     """Code for a frame. One that nothing fired in goes to the backend as it came, and so does one whose rewritten
     graph, or whose backward's, the backend refuses; without the policy where that fails. Both are errors under
@@ -143,7 +184,7 @@ def _hand_to_backend(
     settings = Settings(
         target, config, patches, noted_in(frame, config.own_policy), inner_compile, max(frame.blocks, 1),
         frame.on_cuda_graph, analysis.on_auto if planned else None, frame.on_backward,
-        (frame.auto or {}).get("allowed", 0.0),
+        (frame.auto or {}).get("allowed", 0.0), in_pieces,
     )  # fmt: skip
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:

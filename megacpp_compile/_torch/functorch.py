@@ -38,9 +38,14 @@ def memory_budget() -> Any:
 def backward_with_forward() -> contextlib.AbstractContextManager[Any]:
     """What is compiled for training inside has its backward lowered too, instead of when that first runs; without
     effect on a torch that has no such setting. Every compiler in it has to call `keep_saved_tensors`."""
-    if find("torch._functorch.config.force_non_lazy_backward_lowering") is None:
+    if not lowers_backward_with_forward():
         return contextlib.nullcontext()
     return find("torch._functorch.config").patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
+
+
+def lowers_backward_with_forward() -> bool:
+    """Whether torch has the setting that `backward_with_forward` makes."""
+    return find("torch._functorch.config.force_non_lazy_backward_lowering") is not None
 
 
 @contextlib.contextmanager

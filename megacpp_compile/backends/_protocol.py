@@ -29,6 +29,7 @@ class Settings:
         on_cuda_graph: called with what was decided on CUDA graphs, in words, where they are asked for.
         on_backward: called with an op and with what serves its backward, in words, for every call in a backward graph.
         on_auto: called with what `policy="auto"` chose; None where it does not choose. `config` has no policy then.
+        in_pieces: whether the frame is one of several that Dynamo's is made of.
         auto_time: then the fraction of a step's predicted time that recomputing may take.
     """
 
@@ -42,6 +43,7 @@ class Settings:
     on_auto: Callable[[AutoPlan], None] | None = None
     on_backward: Callable[[str, str], None] | None = None
     auto_time: float = 0.0
+    in_pieces: bool = False
 
 
 class Backend(Protocol):

@@ -97,8 +97,10 @@ def gemm_patches(settings: Settings) -> dict[str, Any]:
 
 
 def compile_plain(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
-    """Compile a frame exactly as `backend="inductor"` would, but for the policy, if there is one."""
-    return _compile(gm, example_inputs, settings)
+    """Compile a frame exactly as `backend="inductor"` would, but for the policy, if there is one; where it is one of
+    several that Dynamo's is made of, its backward with it, as Dynamo keeps of the last alone what a backward that is
+    compiled later needs."""
+    return _compile(gm, example_inputs, settings, with_backward=settings.in_pieces)
 
 
 def _compile(

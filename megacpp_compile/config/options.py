@@ -101,6 +101,9 @@ class Config(_Asked):
             `{"names": ("*.mlp.down_proj",), "ratio": 0.25}`. None, the default, compresses nothing.
         sharding: how parameters are laid out over a mesh of XLA devices: a `ShardingPlan`, or a mapping of its fields.
             Parameters of fused ops are pinned, to a whole copy on every device where no rule hits them.
+        repeated_blocks: compile blocks that repeat in a frame once for each kind, and call that code for each block, in
+            place of one graph for all: less to compile, by as much as there are blocks. The frame stays whole, with the
+            reason in the report, where its blocks cannot be told apart from what is around them.
         inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`. They override the
             backend's own: `{"static_launch_user_defined_triton_kernels": False}` makes Triton, not torch, launch
             kernels on CUDA.
@@ -129,6 +132,7 @@ class Config(_Asked):
     cache_weight_casts: bool = False
     compress: CompressionPlan | None = None
     sharding: ShardingPlan | None = None
+    repeated_blocks: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,6 +160,7 @@ class Config(_Asked):
             "cache_weight_casts": checks.boolean("cache_weight_casts", self.cache_weight_casts),
             "compress": CompressionPlan.of(self.compress),
             "sharding": ShardingPlan.of(self.sharding),
+            "repeated_blocks": checks.boolean("repeated_blocks", self.repeated_blocks),
             "inductor": checks.mapping("inductor", self.inductor, lambda _key, value: value),
         }
         for name, value in checked.items():

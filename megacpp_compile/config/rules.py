@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -61,6 +61,28 @@ def _in_pieces(names: Iterable[str]) -> list[str]:
     """The names by which a piece of a model may know its modules: whole, or from some module on."""
     parts = [name.split(".") for name in names if name]
     return list(dict.fromkeys(".".join(name[i:]) for name in parts for i in range(len(name))))
+
+
+def layer_of(fqn: str) -> str:
+    """The layer of the block `fqn`: its name up to the last number in it, which several blocks of a layer share."""
+    parts = fqn.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbers[-1] + 1]) if numbers else fqn
+
+
+def treatment_of(fqn: str, names: Iterable[str], config: Config) -> Hashable:
+    """What the rules say of the modules `names` of the block `fqn`; equal for blocks of one structure that they treat
+    alike. names: in the order of the block's structure."""
+    outcome: list[Hashable] = []
+    for name in names:
+        if config.precision is not None:
+            outcome.append(config.precision.decide(name).recipe)
+        if config.compress is not None:
+            outcome.append(config.compress.hits(name))
+        if (hit := globs.longest_hit(config.block_kinds, name)) is not None:
+            block, pattern = hit
+            outcome.append((block.removeprefix(fqn), config.block_kinds[pattern]))
+    return tuple(outcome)
 
 
 def say_unnamed(gm: GraphModule, config: Config, model: nn.Module) -> None:

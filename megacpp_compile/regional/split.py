@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 
 from torch import nn
 
-from megacpp_compile.config import globs
+from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.fx.module_names import named_modules
 from megacpp_compile.regional.repeated_blocks import Kind
@@ -24,23 +24,16 @@ def split_by_rules(model: nn.Module, found: Sequence[Kind], config: Config) -> l
     order = {name: number for number, (name, _) in enumerate(named_modules(model))}
     blocks = [fqn for kind in found for fqn in kind.fqns]
     last_differs = config.own_policy is not None and config.own_policy.of_last_layer() != config.own_policy
-    last = _layer(max(blocks, key=order.__getitem__)) if blocks and last_differs else None
+    last = rules.layer_of(max(blocks, key=order.__getitem__)) if blocks and last_differs else None
     kinds = []
     for kind in found:
         groups: dict[tuple[bool, Hashable], list[int]] = {}
         for i, (fqn, module) in enumerate(zip(kind.fqns, kind.modules, strict=True)):
-            groups.setdefault((_layer(fqn) == last, _outcome(fqn, module, config)), []).append(i)
+            groups.setdefault((rules.layer_of(fqn) == last, _treatment(fqn, module, config)), []).append(i)
         for number, ((is_last, _), members) in enumerate(groups.items()):
             fqns, modules = tuple(kind.fqns[i] for i in members), tuple(kind.modules[i] for i in members)
             kinds.append(Kind(fqns, modules, number, is_last))
     return kinds
-
-
-def _layer(fqn: str) -> str:
-    """The layer of the block `fqn`: its name up to the last number in it, which several blocks of a layer share."""
-    parts = fqn.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[: numbers[-1] + 1]) if numbers else fqn
 
 
 def config_for(kind: Kind, config: Config) -> Config:
@@ -50,16 +43,6 @@ def config_for(kind: Kind, config: Config) -> Config:
     return dataclasses.replace(config, policy=config.own_policy.of_last_layer())
 
 
-def _outcome(fqn: str, module: nn.Module, config: Config) -> Hashable:
-    """What the rules say of the modules of the block `fqn`; equal for blocks of one structure that they treat alike."""
-    outcome: list[Hashable] = []
-    for name, _ in named_modules(module):
-        whole = f"{fqn}.{name}" if name else fqn
-        if config.precision is not None:
-            outcome.append(config.precision.decide(whole).recipe)
-        if config.compress is not None:
-            outcome.append(config.compress.hits(whole))
-        if (hit := globs.longest_hit(config.block_kinds, whole)) is not None:
-            block, pattern = hit
-            outcome.append((block.removeprefix(fqn), config.block_kinds[pattern]))
-    return tuple(outcome)
+def _treatment(fqn: str, module: nn.Module, config: Config) -> Hashable:
+    names = (name for name, _ in named_modules(module))
+    return rules.treatment_of(fqn, (f"{fqn}.{name}" if name else fqn for name in names), config)

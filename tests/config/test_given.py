@@ -69,7 +69,8 @@ RIGHT = {
     "verify": ("each",), "target": ("cpu",), "explain": (True,), "summary": (True,), "keep_latents": (True, "auto"),
     "fuse_shared_input_gemms": (True,), "autotune_gemms": (True,), "autotune": (True,), "overlap_collectives": (True,),
     "policy": (None, "full", 0.5, True and 1), "block_kinds": ({"a.*": "mblock"},), "precision": (None, "fp8_current"),
-    "compress": (None, {"names": "*.down"}), "sharding": (None, {"mesh": {"a": 1}}), "inductor": ({"triton.cudagraphs": True},),
+    "compress": (None, {"names": "*.down"}), "sharding": (None, {"mesh": {"a": 1}}), "repeated_blocks": (True,),
+    "inductor": ({"triton.cudagraphs": True},),
 }  # fmt: skip
 NESTED = [
     ("policy", {"budget": 2}), ("policy", {"peak_gib": "3"}), ("policy", {"offload": []}), ("policy", {"ablock": "x"}),

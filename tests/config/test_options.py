@@ -49,7 +49,7 @@ def test_every_field_is_read():
         "block_kinds": {"layers.*.mixer": "mblock"}, "precision": PrecisionPlan({"*.mlp.*": "fp8_block"}).to_dict(),
         "cache_weight_casts": True, "compress": {"names": ["*.down_proj"], "ratio": 0.5, "seed": 3, "redraw": "update"},
         "sharding": ShardingPlan({"model": 4}, {"*.up.weight": ("model", None)}).to_dict(),
-        "inductor": {"max_autotune": True},
+        "repeated_blocks": True, "inductor": {"max_autotune": True},
     }
     config = read(options)
     assert config.to_dict() == {**options, "disable": ("mla_rope_q",)}

@@ -94,7 +94,7 @@ class FrameCount:
         """of_model: where not torch's call but a call of the model that the frame belongs to is what counts."""
         self.gm, self.require = gm, config.require
         self.alone = of_model is None and (not config.require or is_whole(gm))
-        self.model = of_model or (_of_call(config) if config.require else None)
+        self.model = of_model or (requirement_of_call(config) if config.require else None)
 
     def saw(self, misses: Sequence[MissedFusion]) -> None:
         """Note the near misses of a frame that is traced again, in pieces."""
@@ -126,7 +126,7 @@ class FrameCount:
         return run
 
 
-def _of_call(config: Config) -> Requirement | None:
+def requirement_of_call(config: Config) -> Requirement | None:
     """What is required of the call that a frame is being compiled in; None where torch does not let it be found."""
     call = calls.current()
     if call is None:
