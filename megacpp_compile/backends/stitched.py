@@ -69,7 +69,12 @@ def compile_blocks(
     if why := _why_whole(gm, example_inputs, config, target, patches):
         raise NotCut(why)
     mode = _fake_mode(example_inputs)
-    pieces, last = _cut(gm, example_inputs, config)
+    try:
+        pieces, last = _cut(gm, example_inputs, config)
+    except Exception as error:  # a defect of ours must not become the user's
+        if config.strict or isinstance(error, NotCut):
+            raise
+        raise NotCut(f"internal error: {type(error).__name__}: {error}"[:300]) from error
     given: dict[Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
     kinds: dict[Hashable, list[Piece]] = {}
     for piece in pieces:
@@ -77,7 +82,7 @@ def compile_blocks(
     runs: dict[Hashable, Callable[..., Any]] = {}
     for kind, (first, *others) in kinds.items():
         graph = first.graph_of(gm)
-        if not first.name and len(first.calls) < FEW:
+        if not first.outputs or not first.name and len(first.calls) < FEW:
             runs[kind] = graph.forward
             continue
         examples = [_example(gm, n, given, mode) for n in first.inputs]
