@@ -274,8 +274,9 @@ def test_rules_over_names_make_kinds(no_kernels):
         Model(6), token_ids(), steps=1,
         options={"block_kinds": {"layers.2.mlp": "mblock"}, "policy": {"eblock": "full"}},
     )  # fmt: skip
-    assert ("layers.2", 1) not in [(b, n) for b, n in blocks(report) if n > 1]
-    assert sum(n for b, n in blocks(report) if n > 1) == 5
+    assert blocks(report) == [("layers.0", 4)], "neither the third, nor the last, which recomputes nothing"
+    (region,) = report.regions
+    assert region.fqns == tuple(f"layers.{i}" for i in (0, 1, 3, 4))
 
 
 def test_requirements_count_every_block(no_kernels):
