@@ -9,13 +9,10 @@ import expecttest
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
-from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.softmax_attention import conditions as conditions_of_masks
 from megacpp_compile.passes import attention
 from tests.frames import TOLERANCE, check_graph, largest_error, render, train
 from tests.remat.steps import without_code
@@ -675,18 +672,6 @@ def test_a_prefix_by_the_length():
     frames = assert_fires(NAME, *block(half_of_it), dynamo=True)
     assert told(frames) == "prefix right 0"
     assert_dynamic(NAME, *lengths(half_of_it))
-
-
-def test_a_prefix_stays_data_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(conditions_of_masks, "value", lambda node: moved(value(node)))
-    assert told(assert_fires(NAME, *block(prefixed(PREFIXES["of_each_sequence"][0]), LENGTHS))) == "mask"
-
-
-def moved(t):
-    if not isinstance(t, torch.Tensor):
-        return t
-    with FakeTensorMode():
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
 
 
 @pytest.mark.parametrize(("mask", "more", "wanted"), [

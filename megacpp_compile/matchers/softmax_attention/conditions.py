@@ -139,9 +139,8 @@ def _by_distance(found: Attention, term: Term, node: Node, kind: str, fill: floa
 
 
 def _by_prefix(found: Attention, term: Term, node: Node, kind: str, fill: float, part: Any) -> Hidden | None:
-    """A condition that shows the keys of a prefix beside those up to a distance of 0 or more. On a GPU it stays data:
-    the kernels that take a prefix were compiled for one, and have run in the interpreter alone."""
-    if value(node).device.type == "cuda" or isinstance(part, list) or not is_low(fill):
+    """A condition that shows the keys of a prefix beside those up to a distance of 0 or more."""
+    if isinstance(part, list) or not is_low(fill):
         return None
     if (told := prefix_of(found, term, *part)) is None:
         return None
