@@ -13,8 +13,8 @@ weight. The matrix may be normalised in logarithms, by one softmax, or not at al
 
 Safe because the op computes the same function in float32, and nothing but what it gives is read elsewhere. It saves the
 streams and their logits; the normalisations, a value a step in plain code, are computed again in backward.
-Refused: joined streams without a norm, a norm over each stream, other activations, an intermediate that is used
-elsewhere, parts under different grad or autocast modes.
+Refused: joined streams without a norm, a norm over each stream, a weight for each channel of a stream (Qwen4-Exp),
+other activations, an intermediate that is used elsewhere, parts under different grad or autocast modes.
 Off by default: its kernels have not been timed on a GPU.
 """
 
@@ -32,13 +32,13 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.hyper_connections.connection import Connection, match_connection, unwidened
 from megacpp_compile.matchers.hyper_connections.maps import Gate, Mixing
 from megacpp_compile.matchers.hyper_connections.products import product_of
-from megacpp_compile.matchers.hyper_connections.streams import stream_sum
+from megacpp_compile.matchers.hyper_connections.streams import stream_sum, weights_of_channels
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 
 aten = torch.ops.aten
 name = "hyper_connection"
 op = "megacpp::hyper_connection"
-after: tuple[str, ...] = ("stream_update",)
+after: tuple[str, ...] = ()
 by_default = False
 
 
@@ -47,6 +47,8 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     for node in reversed(view.graph.nodes):  # the outermost of products that are one
         product = product_of(node) if node not in inside else None
         total = stream_sum(product) if product is not None else None
+        if total is None and node not in inside and (refusal := weights_of_channels(node)) is not None:
+            yield refusal
         if total is None or isinstance(total, MatchFailure) or total.mixes:
             continue
         inside |= total.internal

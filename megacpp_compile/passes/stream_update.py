@@ -8,12 +8,14 @@ After:  `megacpp.stream_update(streams, block, post, mix, dtype)`
 Safe because the op computes the same sums in float32 and rounds once, whatever makes `post` and `mix`. Backward reads
 streams and gradient once for all four gradients.
 Refused: streams and channels that are not the last two dimensions, a matrix that is the same for all tokens, parts
-under different grad or autocast modes. Where streams are not mixed there is nothing to gain: that is pointwise code.
+under different grad or autocast modes. Streams that are not mixed (Hy4) are told and left: that is pointwise code, and
+Inductor fuses it.
 Off by default: its kernels have not been timed on a GPU.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -22,22 +24,30 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.hyper_connections.streams import Update, match_update
-from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.matchers.hyper_connections.streams import Update, match_unmixed, match_update
+from megacpp_compile.passes._rule import REGION, Match, Recognised, in_other_modes
 
 name = "stream_update"
 op = "megacpp::stream_update"
-after: tuple[str, ...] = ("gated_delta_rule", "ssd_scan", "token_loop")  # a state that is updated is theirs
+# A state that is updated is a recurrence's, and weights that `hyper_connection` makes are those of streams.
+after: tuple[str, ...] = ("gated_delta_rule", "hyper_connection", "ssd_scan", "token_loop")
 by_default = False
 
 
-def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure | Recognised]:
     for node in view.graph.nodes:
         found = match_update(node)
+        if found is None and (post := match_unmixed(node)) is not None and _is_made(post):
+            yield Recognised(node, "streams that are not mixed")
         if isinstance(found, MatchFailure):
             yield found
         elif found is not None:
             yield _check(view, found)
+
+
+def _is_made(post: Node) -> bool:
+    """Whether `hyper_connection` has made these weights."""
+    return post.target is operator.getitem and post.args[0].target is torch.ops.megacpp.hyper_connection.default  # type: ignore[union-attr]
 
 
 def _check(view: GraphView, found: Update) -> Match | MatchFailure:

@@ -12,6 +12,7 @@ from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.passes import linear
 from tests.corpus import scans
 from tests.corpus.delta.block import CHUNKED, PlainDelta
+from tests.passes import streams
 from tests.passes import test_causal_conv1d as conv
 from tests.passes import test_compressed_linear as compressed
 from tests.passes import test_gated_rms_norm as gated
@@ -91,6 +92,8 @@ IDIOMS = {
     "gated_rms_norm": lambda: gated.build(gated.hf_mamba2),
     "ssd_scan": lambda: (Scan(scans.one_triangle), (torch.randn(2, 12, 10),)),
     "gated_delta_rule": lambda: (Delta(CHUNKED["solved_to_an_inverse"]), (torch.randn(2, 8, 10),)),
+    "hyper_connection": lambda: streams.build(streams.deepseek_v4),
+    "stream_update": lambda: streams.build(streams.deepseek_v4),
     "linear": lambda: (fp8.MLP(), fp8.hidden()),
     "compressed_linear": lambda: (compressed.Block(), compressed.hidden()),
 }
@@ -112,7 +115,8 @@ def test_fires_and_is_empty(name, dynamic, no_kernels, monkeypatch):
     torch._dynamo.reset()
     module, (x, *others) = IDIOMS[name]()
     options = {
-        "linear": {"precision": FLOAT8}, "norm_linear": {"passes": {"norm_linear": True}},
+        "linear": {"precision": FLOAT8}, "hyper_connection": {"passes": streams.ON.passes},
+        "stream_update": {"passes": streams.ON.passes}, "norm_linear": {"passes": {"norm_linear": True}},
         "compressed_linear": {"compress": {"names": "*"}},
     }.get(name)  # fmt: skip
     compiled = torch.compile(module, backend="megacpp", options=options, dynamic=dynamic)

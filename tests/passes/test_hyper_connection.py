@@ -228,6 +228,17 @@ def test_refused(form):
     assert_refused(NAME, tag, *build(body), config=ON)
 
 
+def weights_of_channels(m, x):
+    """As Qwen4-Exp's residual has them."""
+    normed = unit(x.flatten(2))
+    gates = torch.sigmoid(F.linear(F.silu(F.linear(normed, m.fn)), m.fn.t())).unflatten(-1, (N, D))
+    return (gates * normed.unflatten(-1, (N, D))).mean(dim=-2), torch.sigmoid(x.mean(-1)), None
+
+
+def test_a_weight_a_channel():
+    assert_refused(NAME, "channel-weights", *build(weights_of_channels), config=ON)
+
+
 @pytest.mark.parametrize("form", FURTHER)
 def test_what_is_made_of_the_matrix_stays(form):
     mix, axes, init = FURTHER[form]

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.frames import check_graph, render
 
+from . import streams as streams_of
 from .conditions import assert_serves, conditions, op_of, sampled
 from .contract import assert_fires, assert_refused
 from .streams import BEHIND, ON, D, N, streams
@@ -130,6 +131,16 @@ OTHERS = {
 @pytest.mark.parametrize("form", OTHERS)
 def test_left_alone(form):
     assert not check_graph(*build(OTHERS[form]), ON).counts[NAME]
+
+
+def test_streams_that_are_not_mixed_are_told():
+    """Where they are streams: what adds an outer product is no hyper-connection by that alone."""
+    frames = check_graph(*streams_of.build(streams_of.hy_v4, rows=2 * N), ON)
+    assert frames.fired == {"hyper_connection": 1}
+    told = [one["kind"] for analysis in frames.analyses for one in analysis.outcome.recognised]
+    assert told == ["streams that are not mixed"]
+    frames = check_graph(*build(OTHERS["streams are not mixed"]), ON)
+    assert not any(analysis.outcome.recognised for analysis in frames.analyses)
 
 
 def test_the_mixed_streams_are_read_elsewhere_too():

@@ -11,10 +11,13 @@ import dataclasses
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, same_shape, value
-from megacpp_compile.fx.views import is_cast
+from megacpp_compile.fx.edit import Builder, of_tensors, same_shape, same_size, value
+from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.hyper_connections.maps import bare
 from megacpp_compile.matchers.hyper_connections.products import Letters, Place, Product, deepest, product_of
+from megacpp_compile.matchers.linear import match_linear
+from megacpp_compile.matchers.silu import match_sigmoid
 
 aten = torch.ops.aten
 # Streams there may be: more are dimensions of something else.
@@ -70,6 +73,25 @@ def _arranged(product: Product, w: int, x: int, channel, rows, stream) -> Stream
     return StreamSum(product.node, weights.node, order, streams.node, bool(rows), frozenset(internal))
 
 
+def weights_of_channels(node: Node) -> MatchFailure | None:
+    """The near miss of streams that are summed with a sigmoid for each channel of each, made by a linear."""
+    if node.target not in (aten.sum.dim_IntList, aten.mean.dim) or len(node.args) > 2 and node.args[2]:
+        return None
+    product = uncast(node.args[0])
+    axis, rank = node.args[1], value(node.args[0]).dim()
+    if not isinstance(product, Node) or product.target is not aten.mul.Tensor or not of_tensors(product):
+        return None
+    if rank < 3 or [d % rank for d in axis] != [rank - 2] or not same_shape(*product.args):  # type: ignore[union-attr, operator, arg-type]
+        return None
+    n, d = value(product).shape[-2:]
+    for weights in map(bare, product.args):
+        gate = match_sigmoid(weights)
+        linear = match_linear(bare(gate[0])) if gate is not None else None
+        if linear is not None and isinstance(n, int) and n <= MOST and same_size(linear.out_features, n * d):
+            return MatchFailure(node, "channel-weights", "each channel of each stream has a weight of its own")
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Update:
     """`node = mix @ streams + post ⊗ block`."""
@@ -106,6 +128,18 @@ def match_update(node: Node) -> Update | MatchFailure | None:
         internal = {*mixed.internal, *adding.internal, *post.through, *block.through, node}  # type: ignore[union-attr]
         end, more = rounded(node)
         return Update(end, mixed, block.node, post.node, frozenset(internal | more))
+    return None
+
+
+def match_unmixed(node: Node) -> Node | None:
+    """The weights `post` where `node` is `streams + post ⊗ block`."""
+    if node.target is not aten.add.Tensor or node.kwargs or not of_tensors(node) or not same_shape(*node.args):  # type: ignore[arg-type]
+        return None
+    for factor in node.args:
+        product = product_of(factor)
+        outer = _outer(product, product.out) if product is not None and len(product.out) > 2 else None
+        if outer is not None:
+            return outer[0].node
     return None
 
 
