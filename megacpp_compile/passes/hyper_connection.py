@@ -87,7 +87,9 @@ def _rewrite(build: Builder, found: Connection) -> tuple[Node, list[Node]]:
     made = [build.item(node, 0)]
     for i, part in ((1, post), (2, mixing)):
         if part is not None:
-            made.append(build.cast(build.item(node, i), value(part.node).dtype))
+            result = build.cast(build.item(node, i), value(part.node).dtype)
+            joined = value(result).dim() - value(part.node).dim()
+            made.append(build(aten.flatten.using_ints, result, 0, joined) if joined else result)
     return node, made
 
 

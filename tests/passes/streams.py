@@ -157,6 +157,25 @@ def other_order(m, x):
     return torch.einsum("bsnd,bsn->bsd", x, torch.sigmoid(pre).to(x.dtype)), torch.sigmoid(post) * 2, mix
 
 
+def scales_of_rows(m, x):
+    """Bases within scales, a divisor, scales by rows of the matrix."""
+    (pre, post, mix), (b0, b1, b2), (s0, s1, s2) = logits(m, x)
+    each = torch.stack([s0, s1, s2, s0])
+    mix = mix.unflatten(-1, (N, N)) * each.unsqueeze(-1) + b2.view(N, N).t()
+    pre, post = torch.sigmoid((pre + b0) * each), torch.sigmoid((post - b1) / (2 + each.square()))
+    return collapse(pre, x), post, sinkhorn(mix.softmax(-1))
+
+
+def joined_tokens(m, x):
+    """All tokens in one dimension until the weights are made; the sum keeps its dimension."""
+    n, flat = m.n, unit(x.reshape(-1, m.n * D).float())
+    pre, post, mix = F.linear(flat, m.fn.float()).split([n, n, n * n], -1)
+    pre = torch.sigmoid(pre * m.scale[0] + m.base[:n]).view(*x.shape[:3])
+    post = 2 * torch.sigmoid(post).view(*x.shape[:3])
+    mix = sinkhorn(torch.softmax(mix.view(-1, n, n), -1) + EPS).view(*x.shape[:3], n)
+    return (pre.unsqueeze(-1) * x).sum(2, keepdim=True).squeeze(2).to(x.dtype), post, mix
+
+
 # --- what becomes of the streams
 
 
@@ -193,7 +212,8 @@ def broadcast_transposed(x, block, post, mix):
 BEFORE = {
     "deepseek_v4": (deepseek_v4, None), "paper": (paper, None), "in_logarithms": (in_logarithms, None),
     "by_log_softmax": (by_log_softmax, None), "one_softmax": (one_softmax, None), "hyperbolic": (hyperbolic, None),
-    "by_reciprocals": (by_reciprocals, None), "other_order": (other_order, None), "hy_v4": (hy_v4, 2 * N), "head": (head, N),
+    "by_reciprocals": (by_reciprocals, None), "other_order": (other_order, None),
+    "joined_tokens": (joined_tokens, None), "scales_of_rows": (scales_of_rows, None), "hy_v4": (hy_v4, 2 * N), "head": (head, N),
 }  # fmt: skip
 BEHIND = {"deepseek_v4": deepseek_v4_behind, "product": product, "equations": equations,
           "transposed_equation": transposed_equation, "broadcast": broadcast,

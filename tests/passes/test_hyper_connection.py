@@ -110,7 +110,7 @@ test_conditions = conditions(
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
-@pytest.mark.parametrize("form", ["deepseek_v4", "hy_v4"])
+@pytest.mark.parametrize("form", ["deepseek_v4", "hy_v4", "joined_tokens"])
 def test_one_graph_for_all_lengths(form, everything):
     """With `everything` the magnitude of the weights is an input of the frame, too."""
     body, rows = BEFORE[form]
@@ -267,6 +267,37 @@ def logits_too(m, x):
     (pre, _, _), *_ = logits(m, x)
     made = F.linear(unit(x.flatten(2).float()), m.fn.float())
     return block, post, mix + made.mean()
+
+
+def of_logits(made):
+    """A form whose logits are taken from the linear in another way."""
+
+    def before(m, x):
+        pre, post, mix = made(F.linear(unit(x.flatten(2).float()), m.fn.float()), m)
+        return collapse(torch.sigmoid(pre), x), torch.sigmoid(post), mix.unflatten(-1, (N, N)).softmax(-1)
+
+    return before
+
+
+def swapped(m, x):
+    """Joined channel by channel, not stream by stream."""
+    made = F.linear(unit(x.transpose(2, 3).flatten(2)), m.fn)
+    pre, post, mix = made.split([N, N, N * N], -1)
+    return collapse(torch.sigmoid(pre), x), torch.sigmoid(post), mix.unflatten(-1, (N, N)).softmax(-1)
+
+
+OTHER_LOGITS = {
+    "turned round": of_logits(lambda z, m: z.flip(-1).split([N, N, N * N], -1)),
+    "in turn": of_logits(lambda z, m: (z[..., 0 : 2 * N : 2], z[..., 1 : 2 * N : 2], z[..., 2 * N :])),
+    "a base of each token": of_logits(lambda z, m: (z + z.mean(-1, keepdim=True)).split([N, N, N * N], -1)),
+    "of the token before": of_logits(lambda z, m: z.roll(1, 1).split([N, N, N * N], -1)),
+    "joined by channels": swapped,
+}
+
+
+@pytest.mark.parametrize("form", OTHER_LOGITS)
+def test_other_logits(form):
+    assert not check_graph(*build(OTHER_LOGITS[form]), ON).counts[NAME]
 
 
 def weights_too(m, x):

@@ -122,10 +122,9 @@ def _source_of(node: Node, streams: Node) -> bool:
 
 def _of_streams(x: Node, streams: Node, at: Node) -> MatchFailure | None:
     """Why a norm of `x` is none of the joined streams, or None."""
-    *outer, n, d = value(streams).shape
-    shape = value(x).shape
-    if same_size(shape[-1], n * d) and len(shape) == len(outer) + 1 and all(map(same_size, shape, outer)):
-        return None
+    n, d = value(streams).shape[-2:]
+    if same_size(value(x).shape[-1], n * d) and value(x).dim() in (2, value(streams).dim() - 1):
+        return None  # tokens are joined, too, or as they are
     return MatchFailure(at, "norm-axes", "the norm is not over all streams of a token")
 
 
@@ -143,6 +142,10 @@ def _exits(affine: Affine, total: StreamSum) -> tuple[list[Node], set[Node]]:
         others = [a for a in node.all_input_nodes if a not in region]
         if not any(a in known or a in streams and not _is_statistic(a) for a in others):
             region.add(node)
+    view = total.weights
+    while view is not bare(view):  # from weights of joined tokens
+        region.add(view)
+        view = view.args[0]  # type: ignore[assignment]
     return [n for n in sorted(region) if any(u not in region and u not in total.internal for u in n.users)], region
 
 
@@ -206,7 +209,7 @@ def _sorted_out(
 
 def _map(node: Node, pre: Gate, total: StreamSum) -> Gate | Mixing | None:
     """The weights or the matrix that `node` is a view or a cast of."""
-    n, tokens = pre.affine.size, value(total.weights).dim() - 1
+    n, tokens = pre.affine.size, value(pre.affine.linear.node).dim() - 1
     inner = _inner(node, tokens, n)
     if inner is None:
         return None

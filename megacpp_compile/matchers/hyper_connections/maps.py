@@ -62,7 +62,8 @@ def match_gate(node: Node, tokens: int) -> Gate | None:
     while isinstance(at, Node) and at.op == "call_function":
         found = match_sigmoid(at)
         if found is not None:
-            affine = match_affine(found[0], tokens)
+            flat = value(found[0]).dim() - 1  # tokens may be one dimension until the weights are made
+            affine = match_affine(found[0], min(tokens, flat))
             return None if affine is None else Gate(node, affine, factor, shift)
         below = _number(at)
         if below is None:

@@ -65,6 +65,9 @@ def product_of(node: Any) -> Product | None:
 
 def _without_unit_dims(node: Node) -> Product | None:
     """A product by a single row, and that row alone."""
+    if node.target in SQUEEZES and (summed := _summed(node.args[0], keeps=True)) is not None:  # type: ignore[arg-type]
+        whole = len(summed.out) == value(node).dim()
+        return dataclasses.replace(summed, node=node, internal=(*summed.internal, node)) if whole else None
     drops = node.target in SQUEEZES or node.target is aten.select.int or node.target in RESHAPES
     if not drops or value(node).dim() != value(node.args[0]).dim() - 1:
         return None
@@ -95,8 +98,11 @@ def _broadcast(factor: Node, node: Node, letters: Letters) -> Letters:
     return tuple(None if same_size(n, 1) and not same_size(m, 1) else c for n, m, c in each)
 
 
-def _summed(node: Node) -> Product | None:
-    if node.target is not aten.sum.dim_IntList or len(node.args) > 2 and node.args[2]:
+def _summed(node: Node, keeps: bool = False) -> Product | None:
+    """keeps: the dimensions that are summed are kept, until a `squeeze` behind."""
+    if not isinstance(node, Node) or node.target is not aten.sum.dim_IntList:
+        return None
+    if (len(node.args) > 2 and bool(node.args[2])) != keeps:
         return None
     found = product_of(node.args[0])
     if found is None or not node.args[1]:
