@@ -1,8 +1,8 @@
 """`policy="auto"` in the place of a partitioner: torch's own cut of the joint graph, or a plan where that is better.
 
-The partitioner begins with a copy of the graph, as without a policy: what the plan is compared with is what would run,
-and where that stands the partitioner goes on (`first_cut.py`). Whatever goes wrong on the way to a plan leaves the copy
-to it, too. The rule is in `remat/automatic.py`.
+The partitioner begins with the graph, as without a policy: what the plan is compared with is what would run, and where
+that stands the partitioner goes on (`first_cut.py`). A plan is made of a copy: whatever goes wrong on the way to it
+leaves the graph to the partitioner, too. The rule is in `remat/automatic.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from megacpp_compile._torch.functorch import fx_graph_cse
+from megacpp_compile._torch.functorch import config as functorch_config
 from megacpp_compile._torch.inductor import CustomPartitionerFn
 from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile.backends._lower import expand
@@ -81,7 +81,6 @@ class Automatic:
         first = None
         try:
             with stages.stage("plan"):
-                gm.graph = fx_graph_cse(gm.graph)  # as the partitioner does: layers compute once what they do alike
                 first = FirstCut(cut, gm, outputs)
             return self._plan(gm, cut, first)
         except Exception as error:  # a defect of ours must not become the user's: what torch makes is there
@@ -99,7 +98,8 @@ class Automatic:
         halves = first.where(stands)
         (choice,) = chosen
         if choice.edited is not None:
-            halves = cut(choice.edited)
+            with functorch_config.patch(cse=functorch_config.cse and choice.new_ops):
+                halves = cut(choice.edited)
         assert halves is not None
         self.taken = self.taken or choice.told.taken
         self._say(choice.told)
@@ -142,7 +142,7 @@ class Automatic:
                 tell(plan, blocks, predicted(graph, plan, {}, SELECTIVE, StepContext(self.settings.copies)))
         told = AutoPlan.of(taken, planned, base, judged(ladder.selective()), time, found, speed.label)
         told.given_up = ladder.given_up_by(plan)
-        return _Choice(gm if taken else edited, told)
+        return _Choice(gm if taken else edited, told, bool(keeping))
 
     def _of(self, model: PeakModel, plan: Plan) -> Predicted:
         peak = model(plan)
@@ -157,10 +157,12 @@ class Automatic:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """edited: the graph to divide, None for the graph as it came. told: what is said of it."""
+    """edited: the graph to divide, None for the graph as it came. told: what is said of it. new_ops: whether there are
+    others in it than the graph had, of which some may compute the same."""
 
     edited: GraphModule | None
     told: AutoPlan
+    new_ops: bool
 
 
 class AutomaticPartitioner(CustomPartitionerFn):

@@ -12,8 +12,9 @@ from torch import fx
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from megacpp_compile._torch.functorch import fx_graph_cse
 from megacpp_compile._torch.partitioners import adds_to_what_is_saved, backward_told
-from megacpp_compile.fx.copies import copied, module_like
+from megacpp_compile.fx.copies import module_like
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.numbers_for_symbols import SYMBOLIC
 from megacpp_compile.remat.automatic import as_partitioned, plan_of_backward
@@ -25,15 +26,19 @@ Cut = Callable[[GraphModule], Halves]
 
 
 class FirstCut:
-    """The cut that `cut` makes of the graph of `gm` as it is now, made of a copy. outputs: how many of the forward's
-    results are the model's own."""
+    """The cut that `cut` makes of the graph of `gm` as it is now. `gm` has another graph from then on, in which layers
+    compute once what they do alike: the partitioner makes the same one of what it is given, which is thus copied once.
+    outputs: how many of the forward's results are the model's own."""
 
     def __init__(self, cut: Cut, gm: GraphModule, outputs: int) -> None:
-        self.cut, self.outputs, self.copy = cut, outputs, module_like(gm, copied(gm.graph)[0])
+        given = gm.graph
+        given.eliminate_dead_code()  # as the partitioner begins: of equal nodes the first that is read is kept
+        self.cut, self.outputs, self.given = cut, outputs, module_like(gm, given)
+        gm.graph = fx_graph_cse(given)
         self.forward = joint(gm.graph)[0]
 
     def halves(self) -> Halves:
-        return self.cut(self.copy)
+        return self.cut(self.given)
 
     def where(self, stands: Callable[[Plan], bool]) -> Halves | None:
         """The halves if `stands`, asked once with the plan that the cut carries out in the graph of `gm`; else None."""
@@ -47,7 +52,7 @@ class FirstCut:
             if not ask(plan_of_backward(self.forward, inputs, backward)):
                 raise _Stopped
 
-        if adds_to_what_is_saved() or _makes_sizes(self.copy.graph):
+        if adds_to_what_is_saved() or _makes_sizes(self.given.graph):
             halves = self.halves()
         else:
             try:
