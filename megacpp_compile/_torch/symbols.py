@@ -282,6 +282,8 @@ _ROWS = (
            "torch's launcher for our kernels", "Triton launches them"),
     Symbol("inductor.maybe_warm_pool", "torch._inductor.async_compile.maybe_warm_pool", "workers started ahead",
            "Inductor starts them when it needs them"),
+    Symbol("inductor.cache_dir", "torch._inductor.runtime.cache_dir_utils.cache_dir",
+           "keeping cuBLASLt's choices", "each process makes them"),
     Symbol("inductor.worker_compile_triton", "torch._inductor.runtime.compile_tasks._worker_compile_triton",
            "torch's launcher for our kernels", "Triton launches them"),
     Symbol("inductor.has_triton_package", "torch.utils._triton.has_triton_package", "torch's launcher for our kernels",

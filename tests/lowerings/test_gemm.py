@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 
 import pytest
@@ -304,6 +305,58 @@ def test_what_was_tried_is_not_tried_again(monkeypatch):
     with FakeTensorMode() as mode:
         fakes = [[mode.from_tensor(t) for t in operands(m=m)] for m in (4, 8)]
     assert [cublaslt.gains(*pair) for pair in fakes] == [False, True]
+
+
+class TestKeptChoices:
+    """cuBLASLt's candidates stand for themselves here: what is kept of them, for which GEMM, and when it is believed."""
+
+    @pytest.fixture(autouse=True)
+    def on_a_gpu(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        self.gpu = types.SimpleNamespace(name="a GPU", major=9, minor=0, multi_processor_count=132)
+        self.release, self.bits, self.searched = 120800, True, 0
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: self.gpu)
+        library = types.SimpleNamespace(cublasLtGetVersion=lambda: self.release)
+        monkeypatch.setattr(cublaslt, "_library", lambda: library)
+
+    def chosen(self, words, m=4):
+        """The algorithm of a GEMM in a process of its own, whose search would find `words`."""
+        gemm = object.__new__(cublaslt.Gemm)
+
+        def best(*_):
+            self.searched += 1
+            return None if words is None else cublaslt._Candidate(algorithm=(cublaslt.c_uint64 * 8)(*words))
+
+        gemm._candidates, gemm._best = lambda *_: [], best
+        gemm._has_torchs_bits = lambda *_: self.bits
+        a, b = operands(m=m)
+        found = gemm._chosen(a, b, a @ b)
+        return None if found is None else list(found.algorithm)
+
+    @pytest.mark.parametrize("words", [None, [2**64 - 1, *range(7)]])
+    def test_is_found_by_the_next_process(self, words):
+        assert [self.chosen(words), self.chosen([1] * 8)] == [words, words] and self.searched == 1
+
+    @pytest.mark.parametrize("other", ["another length", "another GPU", "another release", "caches disabled", "torn"])
+    def test_is_not_found_by(self, other, tmp_path):
+        self.chosen([1] * 8)
+        if other == "another GPU":
+            self.gpu.multi_processor_count = 78
+        if other == "another release":
+            self.release += 1
+        if other == "torn":
+            (file,) = (tmp_path / "megacpp_gemms").iterdir()
+            file.write_text(file.read_text()[:9])
+        with inductor_config.patch(force_disable_caches=other == "caches disabled"):
+            assert self.chosen([2] * 8, m=8 if other == "another length" else 4) == [2] * 8
+        assert self.searched == 2
+
+    def test_is_searched_for_again_where_the_bits_are_others(self):
+        self.chosen([1] * 8)
+        self.bits = False
+        assert self.chosen([2] * 8) == [2] * 8
+        self.bits = True
+        assert self.chosen([3] * 8) == [2] * 8 and self.searched == 2
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -1,9 +1,10 @@
 """Half-precision GEMMs by the fastest of cuBLASLt's own candidates.
 
 `torch.mm` takes the first kernel cuBLASLt's heuristic names. The heuristic ranks without running; for `x @ w.T` a later
-candidate is often 10 % faster. Here each shape's candidates are timed once per process, beside torch's own, when a
-graph with it is compiled or else on the first call, and the fastest serves from then on, if what it computes there is
-torch's to the last bit. Not under `torch.use_deterministic_algorithms`.
+candidate is often 10 % faster. Here each shape's candidates are timed once, beside torch's own, when a graph with it
+is compiled or else on the first call, and the fastest serves from then on, if what it computes there is torch's to the
+last bit; other processes find it beside torch's caches (`kept_choices.py`), and look at the bits again. Not under
+`torch.use_deterministic_algorithms`.
 
 The C API is called through ctypes on the libcublasLt that torch itself has loaded; numbers are from cublasLt.h
 (https://docs.nvidia.com/cuda/cublas/, section "cuBLASLt Data Types Reference").
@@ -11,6 +12,7 @@ The C API is called through ctypes on the libcublasLt that torch itself has load
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from megacpp_compile._torch.dispatch import disable_current_modes
 from megacpp_compile._torch.functorch import temporarily_clear_interpreter_stack
+from megacpp_compile.lowerings._gemm import kept_choices
 from megacpp_compile.lowerings._kernels.kept_tensors import kept
 
 log = logging.getLogger(__name__)
@@ -44,9 +47,13 @@ _WORTH, _LEAST = 0.97, 0.010
 _ALIGNED = 16
 
 
+# Words of an algorithm, which stays valid from process to process in one release of the library.
+_ALGORITHM = 8
+
+
 class _Candidate(ctypes.Structure):
     _fields_ = (
-        ("algorithm", c_uint64 * 8),
+        ("algorithm", c_uint64 * _ALGORITHM),
         ("workspace", c_size_t),
         ("status", c_int32),
         ("waves", c_float),
@@ -64,6 +71,7 @@ def _library() -> ctypes.CDLL:
         raise OSError("torch has loaded no libcublasLt")
     library = ctypes.CDLL(min(paths))
     library.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
+    library.cublasLtGetVersion.restype = c_size_t
     return library
 
 
@@ -109,7 +117,7 @@ class Gemm:
             flag = c_int32(int(t.stride(1) != 1))
             _check(lib.cublasLtMatmulDescSetAttribute(desc, attribute, byref(flag), c_size_t(4)), "transpose")
         self.layouts = [self._layout(kind, t) for t in (b, a, out)]
-        self.algorithm = self._best(a, b, out, self._candidates(a, b, out))
+        self.algorithm = self._chosen(a, b, out)
 
     def _layout(self, kind: int, t: Tensor) -> c_void_p:
         rows, columns = (t.shape[1], t.shape[0]) if t.stride(1) == 1 else (t.shape[0], t.shape[1])
@@ -120,6 +128,25 @@ class Gemm:
         )
         _check(status, "layout")
         return layout
+
+    def _chosen(self, a: Tensor, b: Tensor, out: Tensor) -> _Candidate | None:
+        """What a process before this one has found the fastest, else `_best`."""
+        file = kept_choices.place(a.device, _library().cublasLtGetVersion(), _key(a, b)[1:])
+        there, words = kept_choices.find(file)
+        if there and words is None:
+            return None
+        if words is not None and len(words) == _ALGORITHM:
+            known = _Candidate(algorithm=(c_uint64 * _ALGORITHM)(*words))
+            with contextlib.suppress(RuntimeError):
+                if self._has_torchs_bits(a, b, out, known):
+                    return known
+        best = self._best(a, b, out, self._candidates(a, b, out))
+        kept_choices.keep(file, None if best is None else list(best.algorithm))
+        return best
+
+    def _has_torchs_bits(self, a: Tensor, b: Tensor, out: Tensor, candidate: _Candidate) -> bool:
+        self.run(a, b, out, candidate)
+        return torch.equal(out, torch.mm(a, b))
 
     def _candidates(self, a: Tensor, b: Tensor, out: Tensor) -> list[_Candidate]:
         lib = _library()
@@ -172,8 +199,7 @@ class Gemm:
         torchs = min(middle[-1], middle.get(0, middle[-1]))
         if best < 0 or middle[best] > min(_WORTH * torchs, torchs - _LEAST):
             return None
-        calls[best]()
-        return candidates[best] if torch.equal(out, torch.mm(a, b)) else None
+        return candidates[best] if self._has_torchs_bits(a, b, out, candidates[best]) else None
 
     def run(self, a: Tensor, b: Tensor, out: Tensor, algorithm: _Candidate | None = None) -> None:
         algorithm = algorithm or self.algorithm
