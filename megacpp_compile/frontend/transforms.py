@@ -2,8 +2,9 @@
 
 Dynamo's graph enters and leaves a level of functorch by calls. Pre-dispatch tracing can't functionalise what runs on
 the wrapped tensors in between. A vmap that no gradient flows into, as libraries build attention masks under, is traced
-by itself with vmap's batching rules applied, which leaves plain ATen in its place. Every other region becomes one call
-of a submodule that holds its nodes as Dynamo wrote them: `opaque_ops` carries it around capture, and it is
+by itself with vmap's batching rules applied, which leaves plain ATen in its place; so is one whose ATen is arithmetic
+alone, which autograd differentiates alike, as what an associative scan combines pairs with. Every other region becomes
+one call of a submodule that holds its nodes as Dynamo wrote them: `opaque_ops` carries it around capture, and it is
 differentiated as if this package were not there.
 """
 
@@ -23,11 +24,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile._torch.functorch import is_functorch_wrapped_tensor
 from megacpp_compile._torch.modes import restored
-from megacpp_compile._torch.ops import set_grad_enabled
+from megacpp_compile._torch.ops import HigherOrderOperator, set_grad_enabled
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend import autocast
 from megacpp_compile.frontend.opaque_ops import WHAT, is_body, refake
 
+aten = torch.ops.aten
+# Ops that a vmap leaves as they are, each with the gradient that it has by itself.
+_ARITHMETIC = {
+    aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.exp.default, aten.mul.Scalar,
+    aten.add.Scalar,
+}  # fmt: skip
+_TRAINED = "a `vmap` that gradients flow through"
 _ENTER, _LEAVE = "_increment_nesting", "_decrement_nesting"
 _VMAP = "_vmap" + _ENTER
 
@@ -152,13 +160,16 @@ def _resolve(
     fakes = _fakes(region, values, mode)
     if any(f is None for f in fakes.values()):
         raise _NotPlain("a `vmap` that reads a value of unknown shape")
-    if any(isinstance(f, torch.Tensor) and f.requires_grad for f in fakes.values()) and torch.is_grad_enabled():
-        raise _NotPlain("a `vmap` that gradients flow through")
+    trains = any(isinstance(f, torch.Tensor) and f.requires_grad for f in fakes.values()) and torch.is_grad_enabled()
+    if trains and any(n.op != "call_function" or _has_rules_of_its_own(n.target) for n in region.nodes):
+        raise _NotPlain(_TRAINED)
     try:
         with restored(), mode, torch.no_grad():
             traced = make_fx(_body(gm, region, region.inputs), tracing_mode="real")(*fakes.values())
     except Exception as error:
         raise _NotPlain("a `vmap` that cannot be traced by itself") from error
+    if trains and any(n.op == "call_function" and n.target not in _ARITHMETIC for n in traced.graph.nodes):
+        raise _NotPlain(_TRAINED)
     if any(n.op == "get_attr" for n in traced.graph.nodes):
         raise _NotPlain("a `vmap` that makes a constant tensor")
     holders = iter(region.inputs)
@@ -173,6 +184,11 @@ def _resolve(
             for field in ("stack_trace", "nn_module_stack"):
                 if field in region.nodes[-1].meta:
                     inner[n].meta[field] = region.nodes[-1].meta[field]
+
+
+def _has_rules_of_its_own(target: Any) -> bool:
+    """Whether gradients may be other than those of the ATen that `target` runs."""
+    return isinstance(target, HigherOrderOperator) or target is set_grad_enabled
 
 
 def _body(gm: GraphModule, region: _Region, inputs: Sequence[Node]) -> GraphModule:

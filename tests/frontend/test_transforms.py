@@ -185,3 +185,30 @@ def test_inductor_takes_it_and_the_report_says_what_is_not_looked_at(between, to
     rows = [(m.tag, m.reason) for m in report.misses if m.pass_name == "capture"]
     assert [tag for tag, _ in rows] == ["opaque"] * bool(told)
     assert not told or told in rows[0][1]
+
+
+class Gated(nn.Module):
+    def __init__(self, pair):
+        super().__init__()
+        self.pair = pair
+
+    def forward(self, x):
+        return torch.vmap(self.pair)(x, x.sin())
+
+
+def without_gradients_within(a, b):
+    with torch.no_grad():
+        c = a * b
+    return c + a
+
+
+@pytest.mark.parametrize(("pair", "plain"), [
+    (lambda a, b: a * b + torch.exp(a) - 2 * b, True), (lambda a, b: a * b.detach(), False),
+    (without_gradients_within, False),
+    (lambda a, b: a * b.relu(), False),
+], ids=["arithmetic", "detached", "no_gradient_within", "more_than_arithmetic"])  # fmt: skip
+def test_a_vmap_of_arithmetic_is_plain_where_gradients_flow(pair, plain):
+    """Others stay one call, and gradients are eager's (`check` holds them to it)."""
+    frames = check(Gated(pair), (torch.randn(3, 4).requires_grad_(),))
+    (captured,) = (a.captured for a in frames.analyses)
+    assert any(n.op == "call_module" for n in captured.gm.graph.nodes) != plain
