@@ -31,7 +31,7 @@ def test_pass_order():
         "moe", "linear", "sparse_mla", "mla_decode", "linear_cross_entropy", "down_norm_up", "mla_rope_q", "mla_rope_kv",
         "rope_qk", "attention", "causal_conv1d", "token_loop", "gated_delta_rule", "gated_linear_attention",
         "gated_rms_norm", "hyper_connection", "ssd_scan", "norm_linear", "compressed_linear", "index_scores",
-        "stream_update",
+        "selective_scan", "stream_update",
     )  # fmt: skip
     assert sorted(pass_names()) == PASSES
     for i, p in enumerate(all_passes()):

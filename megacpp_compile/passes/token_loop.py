@@ -66,9 +66,9 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
     operands = Operands(found)
     if (problem := operands.problem()) is not None:
         return MatchFailure(root, *problem)
-    if _on_cuda(root) and found.rates and not KERNELS_HAVE_RUN:
+    if on_cuda(root) and found.rates and not KERNELS_HAVE_RUN:
         return MatchFailure(root, *NOT_RUN)
-    if _on_cuda(root) and not found.delta and not found.scan and not operands.one_rate():
+    if on_cuda(root) and not found.delta and not found.scan and not operands.one_rate():
         return MatchFailure(root, *NO_KERNEL)
     ends = [last] if any(u not in loop.inside and u is not root for u in last.users) else []
     outputs = [root] if loop.read is None else loop.everywhere(loop.read)
@@ -89,7 +89,7 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
     return Match(root, inputs, [*outputs, *ends], rewrite)
 
 
-def _on_cuda(root: Node) -> bool:
+def on_cuda(root: Node) -> bool:
     return value(root).device.type == "cuda"
 
 

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
 
 
 def first_state(u, A, state):
@@ -193,6 +194,65 @@ NEAR = {
     "products_averaged": partial(products, lambda added: added.mean(1, keepdim=True).expand_as(added)),
     "products_of_another_row": partial(products, lambda added: added.flip(0)),
     "read_again": read_again, "two_states": two_states, "last_left_out": last_left_out, "other_steps": other_steps,
+}  # fmt: skip
+
+
+def combine(left, right):
+    return left[0] * right[0], right[0] * left[1] + right[1]
+
+
+def at_once(u, dt, A, B, C, D, state, *, pair=combine, add=lambda dt, u, B: (dt[..., None] * B[:, None].float()) * u[..., None].float(),
+            decay=lambda dt, A: torch.exp(A[None, :, None, :] * dt[:, :, :, None]), reverse=False,
+            read=lambda s, C: torch.matmul(s, C.unsqueeze(-1)).squeeze(-1), last=-1, mode="generic"):  # fmt: skip
+    """As transformers when it is compiled: no state enters."""
+    u, dt, dtype = u.mT, dt.mT, u.dtype
+    _, states = associative_scan(pair, (decay(dt, A), add(dt, u, B)), dim=2, reverse=reverse, combine_mode=mode)
+    y = read(states.transpose(1, 2).to(dtype), C).transpose(1, 2)
+    return (y + u * D[None, :, None]).mT, states[:, :, last]
+
+
+def at_once_tokens_first(u, dt, A, B, C, D, state):
+    """Products in einsums, tokens in front, a sum for y."""
+    u, dt, B, C = (x.transpose(0, 1) for x in (u, dt, B, C))
+    a, b = torch.einsum("tbd,dn->tbdn", dt, A).exp(), torch.einsum("tbd,tbn,tbd->tbdn", dt, B, u)
+    _, states = associative_scan(combine, (a, b), dim=0, combine_mode="generic")
+    return ((states * C[:, :, None]).sum(-1) + D * u).transpose(0, 1), states[-1]
+
+
+def by_doubling(u, dt, A, B, C, D, state):
+    """Hillis and Steele's: in steps of 1, 2, 4, ... tokens."""
+    u, dt, B, C = (x.transpose(0, 1) for x in (u, dt, B, C))
+    a, b, reach = (dt[..., None] * A).exp(), (dt * u)[..., None] * B[:, :, None], 1
+    while reach < len(u):
+        b = torch.cat((b[:reach], b[reach:] + a[reach:] * b[:-reach]))
+        a = torch.cat((a[:reach], a[reach:] * a[:-reach]))
+        reach *= 2
+    return (torch.einsum("tbdn,tbn->tbd", b, C) + D * u).transpose(0, 1), b[-1]
+
+
+AT_ONCE = {f.__name__: f for f in (at_once, at_once_tokens_first, by_doubling)}
+
+
+def states_read_again(u, dt, A, B, C, D, state):
+    return at_once(u, dt, A, B, C, D, state, read=lambda s, C: (s @ C[..., None]).squeeze(-1) * s.mean(-1))
+
+
+NEAR_AT_ONCE = {
+    "forgets_the_left_decay": partial(at_once, pair=lambda a, b: (b[0], b[0] * a[1] + b[1])),
+    "half_of_the_left": partial(at_once, pair=lambda a, b: (a[0] * b[0], 0.5 * b[0] * a[1] + b[1])),
+    "sums_alone": partial(at_once, pair=lambda a, b: (a[0] * b[0], a[1] + b[1])),
+    "decays_with_the_left": partial(at_once, pair=lambda a, b: (a[0] * b[0], a[0] * b[1] + a[1])),
+    "from_the_end": partial(at_once, reverse=True),
+    "no_exponential": partial(at_once, decay=lambda dt, A: torch.sigmoid(A[None, :, None, :] * dt[:, :, :, None])),
+    "step_squared": partial(at_once, decay=lambda dt, A: torch.exp(A[None, :, None, :] * dt.square()[:, :, :, None])),
+    "no_step_in_the_input": partial(at_once, add=lambda dt, u, B: B[:, None] * u[..., None]),
+    "input_squared": partial(at_once, add=lambda dt, u, B: dt[..., None] * B[:, None] * u.square()[..., None] * u[..., None]),
+    "inputs_reversed": partial(at_once, add=lambda dt, u, B: (dt[..., None] * B[:, None] * u[..., None]).flip(2)),
+    "inputs_summed": partial(at_once, add=lambda dt, u, B: (dt[..., None] * B[:, None] * u[..., None]).cumsum(2)),
+    "largest_read": partial(at_once, read=lambda s, C: (s * C[:, :, None]).amax(-1)),
+    "squared_when_read": partial(at_once, read=lambda s, C: (s * s * C[:, :, None]).sum(-1)),
+    "states_of_another_token": partial(at_once, read=lambda s, C: (s.roll(1, 1) * C[:, :, None]).sum(-1)),
+    "first_state_returned": partial(at_once, last=0), "states_read_again": states_read_again,
 }  # fmt: skip
 
 

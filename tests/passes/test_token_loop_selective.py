@@ -10,6 +10,7 @@ from tests.corpus.selective_scans import FORMS, NEAR, PlainMamba1, as_transforme
 from tests.frames import check_graph
 
 from . import conditions
+from .conditions import sampled
 from .contract import assert_fires, assert_refused
 from .deltas import fires_dynamic
 
@@ -25,7 +26,7 @@ def fires(form, **kwargs):
     return conditions.op_of(assert_fires(NAME, *block(form, **kwargs)), OP)
 
 
-@pytest.mark.parametrize("given", [False, True])
+@sampled(3, "given", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_spellings(form, given):
     frames = assert_fires(NAME, *block(FORMS[form], given=given, state=given))
@@ -52,7 +53,7 @@ def test_lengths(length):
         fires(einsums, length=length)
 
 
-@pytest.mark.parametrize("sizes", [{"d": 1}, {"n": 1}, {"d": 5, "n": 5}, {"d": 2, "n": 2}, {"batch": 1}, {"batch": 6}], ids=str)
+@sampled(3, "sizes", [{"d": 1}, {"n": 1}, {"d": 5, "n": 5}, {"d": 2, "n": 2}, {"batch": 1}, {"batch": 6}], ids=str)
 def test_sizes(sizes):
     """With batch, channels, states and tokens of one size, too."""
     form = as_transformers
@@ -86,7 +87,7 @@ def test_two_layers_share_a_graph():
     assert_fires(NAME, Two(), PlainMamba1().example_inputs(), 2)
 
 
-@pytest.mark.parametrize("near", NEAR)
+@sampled(5, "near", NEAR)
 def test_near_misses_stay(near):
     """Whatever fires beside it, no selective scan does, and results are eager's."""
     module, args = block(NEAR[near], given=True, state=True)
@@ -97,5 +98,5 @@ def test_near_misses_stay(near):
 def test_on_cuda_until_its_kernels_ran(monkeypatch):
     from megacpp_compile.passes import token_loop
 
-    monkeypatch.setattr(token_loop, "_on_cuda", lambda root: True)
+    monkeypatch.setattr(token_loop, "on_cuda", lambda root: True)
     assert_refused(NAME, "cuda", *block())

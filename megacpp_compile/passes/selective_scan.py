@@ -1,0 +1,58 @@
+"""Mamba-1's selective scan of all tokens at once, by an associative scan, as transformers has it when it is compiled.
+
+Before: `a = exp(dt A); b = dt u B; _, s = associative_scan(combine, (a, b), dim); y = (s @ C[..., None])[..., 0]`, as
+        the tree of slices, products and sums that Dynamo makes of it
+After:  `y, final_state, states = megacpp.selective_scan(u, dt, A, B, C, None, None, ...)`
+
+Safe because the tree is run beside the recurrence at its number of tokens (`matchers/associative_scans.py`), and what
+makes decays, inputs and results beside these (`matchers/selective_scans.py`); the op computes in float32 or better. As
+a loop over tokens it is `token_loop`'s.
+Refused: states that are read otherwise than by C and as the last of them, other operands, parts under different grad or
+autocast modes; on CUDA all of it, until the kernels ran on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.selective_scans import SelectiveScan, find_selective_scans
+from megacpp_compile.passes import token_loop
+from megacpp_compile.passes._rewrites.arrange import arrange, results
+from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+
+name = "selective_scan"
+op = "megacpp::selective_scan"
+after: tuple[str, ...] = ("token_loop",)
+
+
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    for found in find_selective_scans(view.graph):
+        yield _check(view, found) if isinstance(found, SelectiveScan) else found
+
+
+def _check(view: GraphView, found: SelectiveScan) -> Match | MatchFailure:
+    root = found.y.node
+    if (refusal := in_other_modes(view, sorted(found.inside), root)) is not None:
+        return refusal
+    if token_loop.on_cuda(root) and not token_loop.KERNELS_HAVE_RUN:
+        return MatchFailure(root, *token_loop.NOT_RUN)
+    inputs = list(dict.fromkeys(leaf.node for leaf in found.operands.values()))
+    outputs = [leaf.node for leaf in (found.y, *found.finals)]
+    if place(inputs, outputs, root, view.mode_states) is None:
+        return MatchFailure(root, *REGION)
+
+    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+        b, t, d, n = (tuple(part) for part in (found.b, found.t, found.d, found.n))
+        dims = {"u": (b, t, d), "dt": (b, t, d), "A": (d, n), "B": (b, t, n), "C": (b, t, n)}
+        operands = [arrange(build, found.operands[role], target) for role, target in dims.items()]
+        chunk, dtype = token_loop.SELECTIVE_CHUNK, value(root).dtype
+        node = build(torch.ops.megacpp.selective_scan.default, *operands, None, None, chunk, dtype)
+        return node, results(build, node, found.y, (b, t, d), found.finals, (b, d, n))
+
+    return Match(root, inputs, outputs, rewrite)
