@@ -54,6 +54,10 @@ KERNELS = {
     ("hyper_connection_backward", "logarithms"): {"maps_backward", "gradients_of_streams"},
     ("stream_update", "four_streams"): {"update_streams"},
     ("stream_update_backward", "four_streams"): {"update_streams_backward"},
+    ("index_scores", "several_tiles"): {"index_scores_tiles"},
+    ("index_scores_backward", "several_tiles"): {"index_scores_of_queries", "index_scores_of_keys"},
+    ("selective_scan", "plain"): {"selective_ends", "selective_carry", "selective_rows"},
+    ("selective_scan_backward", "plain"): {"selective_ends", "selective_carry", "selective_gradients"},
     ("ssd_scan", "plain"): {"ssd_decay", "ssd_walk"},
     ("ssd_scan", "documents"): {"ssd_decay", "ssd_cuts", "ssd_walk"},
 }  # fmt: skip
