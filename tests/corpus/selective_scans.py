@@ -159,12 +159,7 @@ def last_left_out(u, dt, A, B, C, D, state):
 
 
 def other_steps(u, dt, A, B, C, D, state):
-    """What enters is weighted with the steps of the token behind."""
-    return products(lambda added: added, u, dt, A, B, C, D, state) if dt.shape[1] < 2 else _rolled(
-        u, dt, A, B, C, D, state)  # fmt: skip
-
-
-def _rolled(u, dt, A, B, C, D, state):
+    """What enters is weighted with the step of another token."""
     decays, added = (dt[..., None] * A).exp(), (dt.roll(1, 1) * u)[..., None] * B[:, :, None]
     state, out = first_state(u, A, state), []
     for i in range(u.shape[1]):
