@@ -83,6 +83,7 @@ class Dropping(Layer):
         return super().forward(x, table) + F.dropout(x, 0.5, self.training)
 
 
+@pytest.mark.end_to_end
 def test_each_call_of_a_block_draws_its_own_random_numbers():
     """Equal weights on equal inputs: with one mask for all, the blocks' results would be equal."""
 
@@ -123,6 +124,7 @@ def test_checkpoint_regions(no_kernels):
     assert blocks(agrees(Checkpointed([Layer(i) for i in range(5)]), ids())) == [("layers.0", 5)]
 
 
+@pytest.mark.end_to_end
 def test_checkpoint_regions_with_dropout():
     """Backward recomputes what forward drew: gradients are those that the outputs imply."""
 
@@ -229,6 +231,7 @@ def test_autocast_around_the_frame(no_kernels):
     torch.testing.assert_close(call(ids()), eager(ids()), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_sizes_that_are_inputs(no_kernels, dynamic):
     class Unscaled(Layer):
@@ -258,6 +261,7 @@ def test_backward_twice_and_second_use_of_a_graph(no_kernels):
         torch.testing.assert_close(2 * a, p.grad)
 
 
+@pytest.mark.end_to_end
 def test_policy(no_kernels):
     """Layers recompute what they do in one graph: the last one, which is a piece of another kind, nothing of weight."""
     policy = {"ablock": "full", "eblock": "full"}
@@ -269,6 +273,7 @@ def test_policy(no_kernels):
         assert again == whole.frames[0].remat[kind]["recomputed"] > 0
 
 
+@pytest.mark.end_to_end
 def test_rules_over_names_make_kinds(no_kernels):
     report = agrees(
         Model(6), token_ids(), steps=1,
@@ -279,6 +284,7 @@ def test_rules_over_names_make_kinds(no_kernels):
     assert region.fqns == tuple(f"layers.{i}" for i in (0, 1, 3, 4))
 
 
+@pytest.mark.end_to_end
 def test_requirements_count_every_block(no_kernels):
     agrees(Model(5), token_ids(), steps=1, options={"require": {"down_norm_up": 10}})
     torch._dynamo.reset()
@@ -305,6 +311,7 @@ def test_dropped_outputs(no_kernels):
     assert blocks(report) == [("layers.0", 4)]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("options", "why"),
     [({"verify": "each"}, "verify"), ({"policy": {"peak_gib": 4.0}}, "peak_gib")],
@@ -340,6 +347,7 @@ def test_results_laid_out_otherwise_than_in_eager(monkeypatch, eager_backend):
     assert len(seen) > 4 and all(seen)
 
 
+@pytest.mark.end_to_end
 def test_inside_megacpp_compile(no_kernels):
     """Blocks that are compiled by themselves are not cut again, and a small model that is compiled whole may be."""
     model = Model(5)
