@@ -34,8 +34,8 @@ from megacpp_compile.frontend import (
     tensor_subclasses,
     unbacked_shapes,
 )
+from megacpp_compile.frontend.calls_of_blocks import NotCut
 from megacpp_compile.frontend.early_writes import ahead_of
-from megacpp_compile.frontend.repeated_blocks import NotCut
 from megacpp_compile.frontend.sdpa_regions import restore_sdpa_regions
 from megacpp_compile.fx.provenance import is_backward, is_whole
 from megacpp_compile.passes._driver import pass_names

@@ -23,8 +23,9 @@ from megacpp_compile.config import rules
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend import unbacked_shapes
+from megacpp_compile.frontend.calls_of_blocks import NotCut, Piece
 from megacpp_compile.frontend.opaque_ops import refake
-from megacpp_compile.frontend.repeated_blocks import NotCut, Piece, cut
+from megacpp_compile.frontend.repeated_blocks import cut
 from megacpp_compile.fx.edit import attribute_of, dynamo_value
 from megacpp_compile.fx.provenance import module_fqn, modules_called
 from megacpp_compile.report.records import CompiledRegion

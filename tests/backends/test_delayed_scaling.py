@@ -14,7 +14,7 @@ from torch import nn
 import megacpp_compile
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.errors import NotAModuleError, ScalingStateError
-from megacpp_compile.frontend import repeated_blocks
+from megacpp_compile.frontend import calls_of_blocks
 from megacpp_compile.precision import maxima
 from tests.backends.models import DIM, HIDDEN, Block, Stack, batch, equal, options, step
 from tests.backends.models import compiled as compiled_as
@@ -89,7 +89,7 @@ def test_as_near_as_current_scaling(rand):
 def test_blocks_that_share_code_have_pasts_of_their_own(rand, monkeypatch, by_frames):
     """One artifact serves all blocks, and each call brings its weights' past: frames of one block, and a whole frame
     whose blocks are one graph."""
-    monkeypatch.setattr(repeated_blocks, "CALL", 0)
+    monkeypatch.setattr(calls_of_blocks, "CALL", 0)
     model, same = Stack(4), Stack(4)
     with megacpp_compile.record() as report:
         if by_frames:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from megacpp_compile.frontend.repeated_blocks import NotCut, cut
+from megacpp_compile.frontend.calls_of_blocks import NotCut
+from megacpp_compile.frontend.repeated_blocks import cut
 from tests.memory.layered import MLP, Experts
 
 
