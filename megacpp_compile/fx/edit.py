@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch.dispatch import enable_python_dispatcher
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.mode_states import ModeStates
 
@@ -61,7 +62,8 @@ class Builder:
             if key in self.like.meta:
                 node.meta[key] = self.like.meta[key]
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
-        with self.fake_mode, torch.no_grad():
+        # Without this dispatcher torch 2.11 asks symbolic sizes for numbers.
+        with self.fake_mode, torch.no_grad(), enable_python_dispatcher():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
         if self.anchor in self.mode_states:
             self.mode_states[node] = self.mode_states[self.anchor]

@@ -30,7 +30,8 @@ def attention_kernels(fn: Callable[[], Any], device: torch.device) -> list[str]:
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities, acc_events=True) as profiler:  # else torch warns that it would clear them
         fn()
         if cuda:
             torch.cuda.synchronize()

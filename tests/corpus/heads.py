@@ -42,10 +42,16 @@ def rows_of(logits, labels):
     return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1).clamp(min=0), reduction="none")
 
 
+def needs_equal_counts():
+    """Skips where torch is too old to trace two boolean indices that choose as many rows as each other."""
+    if release(torch.__version__) < (2, 13):
+        pytest.skip(f"torch {torch.__version__} cannot trace two boolean indices that choose as many rows as each other")
+
+
 def build(body, *, bias=False, length=LENGTH, dtype=torch.float32, ignored=True):
     """(module, arguments) of a body; some labels are IGNORED unless the body takes each for a word."""
-    if body in (hidden_by_their_labels, masked_shifted) and release(torch.__version__) < (2, 13):
-        pytest.skip(f"torch {torch.__version__} cannot trace two boolean indices that choose as many rows as each other")
+    if body in (hidden_by_their_labels, masked_shifted):
+        needs_equal_counts()
     head = Head(body, bias).to(dtype)
     return head, arguments(length, dtype, ignored and body not in WITHOUT_IGNORED.values())
 

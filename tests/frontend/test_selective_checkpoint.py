@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megacpp_compile import record
+from megacpp_compile._torch._registry import release
 from tests.corpus.spellings import PlainMLA, tables
 from tests.frames import TOLERANCE, check, largest_error, train
 from tests.test_pipeline import PassedOn
@@ -93,7 +94,9 @@ def test_at_a_second_length():
     frames = check(model, inputs(), dynamic=True)
     assert frames.fired == SITES
     got = train(frames.compiled, model, args)
-    assert largest_error(got, train(model, model, args))[0] <= TOLERANCE[torch.float32] and len(frames.graphs) == 1
+    assert largest_error(got, train(model, model, args))[0] <= TOLERANCE[torch.float32]
+    # Before 2.13 torch fixes the length that a region is traced with.
+    assert len(frames.graphs) == 1 or release(torch.__version__) < (2, 13)
 
 
 def test_the_policy_is_asked_what_eager_asks_it():

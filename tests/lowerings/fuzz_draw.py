@@ -86,6 +86,7 @@ def _drawn_elsewhere(op: str) -> Any:
         delta_draw,
         experts_draw,
         fp8_draw,
+        index_cases,
         loss_draw,
         mixer_draw,
         selective_cases,
@@ -93,7 +94,7 @@ def _drawn_elsewhere(op: str) -> Any:
     )
 
     homes = {"mixer": mixer_draw, "experts": experts_draw, "attention": attention_draw, "fp8_linear": fp8_draw,
-             "float8": fp8_draw, "delta rule": delta_draw, "loss": loss_draw}  # fmt: skip
+             "float8": fp8_draw, "delta rule": delta_draw, "loss": loss_draw, "indexer": index_cases}  # fmt: skip
     by_op = {"mla_decode": decode_draw, **dict.fromkeys(("attention", "attention_backward"), softmax_attention_draw),
              **dict.fromkeys(("selective_scan", "selective_scan_backward"), selective_cases)}
     return by_op.get(op) or homes.get(KIND[op])

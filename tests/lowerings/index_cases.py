@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import torch
 
 from .cases import each_case
+from .fuzz_draw import FLOATS, Kind, Maker, _class, outer_sizes, pattern
 
 
 def operands(rand, dtype, b=2, t=7, h=3, c=24, s=11, layout="plain", wide=True):
@@ -30,3 +34,20 @@ def forward(rand, dtype, **options):
 def backward(rand, dtype, **options):
     q, k, weights, scale = operands(rand, dtype, **options)
     return rand(*q.shape[:2], k.shape[1], dtype=weights.dtype), q, k, weights, scale
+
+
+def kind(draw: random.Random, op: str) -> Kind:
+    main = draw.choice(FLOATS)
+    return Kind(op=op, sizes=(_class(draw), _class(draw)),
+                widths={"h": draw.choice((1, 2, 5)), "c": draw.choice((8, 16, 24, 64, 130)), "s": draw.choice((1, 7, 70, 130))},
+                dtypes={"main": main, "out": draw.choice(FLOATS) if draw.random() < 0.2 else main,
+                        "weights": torch.promote_types(main, torch.float32) if draw.random() < 0.6 else main}, flags={},
+                patterns={"q": pattern(draw, 3), **{name: pattern(draw, 2) for name in ("k", "weights", "grad")}})  # fmt: skip
+
+
+def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:
+    (b, t), w, dtypes = outer_sizes(kind, draw, room), kind.widths, kind.dtypes
+    lay = lambda name, shape, dtype: kind.patterns[name].lay(make.normal(dtypes[dtype]), shape)  # noqa: E731
+    given = (lay("q", (b, t, w["h"], w["c"]), "main"), lay("k", (b, w["s"], w["c"]), "main"),
+             lay("weights", (b, t, w["h"]), "weights"), w["c"] ** -0.5)  # fmt: skip
+    return (*given, dtypes["out"]) if kind.op == "index_scores" else (lay("grad", (b, t, w["s"]), "out"), *given)

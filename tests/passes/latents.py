@@ -39,7 +39,7 @@ def rotated(q=None, k=None, **joins):
     `k_join` put nope lanes and turned lanes together."""
 
     def body(m, x, cos, sin):
-        q_rope, k_rope = q or turn, k or turn
+        q_rope, k_rope = turn if q is None else q, turn if k is None else k
         return attention_with(m, x, lambda t: q_rope(t, cos, sin), lambda t: k_rope(t, cos, sin), **joins)
 
     return body

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megacpp_compile.passes import index_scores
 from tests.frames import check_graph, render
 
 from .conditions import conditions, shown
@@ -167,6 +170,14 @@ REFUSED = {"keys": keys_of_heads, "weights": weights_of_keys, "escapes": heads_k
 @pytest.mark.parametrize("tag", REFUSED)
 def test_refused(tag):
     assert_refused(NAME, tag, *build(REFUSED[tag]))
+
+
+def test_float32_stays_on_a_gpu(monkeypatch):
+    """Told by the result's device; bfloat16 fires there."""
+    there = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(index_scores, "device_of", lambda node: there)
+    assert_refused(NAME, "dtype", *build(by_einsums))
+    assert_fires(NAME, *build(by_matmul, torch.bfloat16))
 
 
 def by_gelu(q, k, w):
