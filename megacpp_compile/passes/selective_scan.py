@@ -8,7 +8,7 @@ Safe because the tree is run beside the recurrence at its number of tokens (`mat
 makes decays, inputs and results beside these (`matchers/selective_scans.py`); the op computes in float32 or better. As
 a loop over tokens it is `token_loop`'s.
 Refused: states that are read otherwise than by C and as the last of them, other operands, parts under different grad or
-autocast modes; on CUDA all of it, until the kernels ran on a GPU.
+autocast modes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ def _check(view: GraphView, found: SelectiveScan) -> Match | MatchFailure:
     root = found.y.node
     if (refusal := in_other_modes(view, sorted(found.inside), root)) is not None:
         return refusal
-    if token_loop.on_cuda(root) and not token_loop.KERNELS_HAVE_RUN:
-        return MatchFailure(root, *token_loop.NOT_RUN)
     inputs = list(dict.fromkeys(leaf.node for leaf in found.operands.values()))
     outputs = [leaf.node for leaf in (found.y, *found.finals)]
     if place(inputs, outputs, root, view.mode_states) is None:

@@ -43,9 +43,6 @@ after: tuple[str, ...] = ()
 NO_KERNEL = ("cuda", "linear attention with gates of its tokens has no kernel on CUDA: it stays as it is written")
 # Tokens from one saved state of a selective scan to the next.
 SELECTIVE_CHUNK = 256
-# Whether `selective_scan`'s kernels ran on a GPU; until then CUDA keeps the loop.
-KERNELS_HAVE_RUN = False
-NOT_RUN = ("cuda", "the kernels of Mamba-1's selective scan are not yet tried on a GPU: it stays as it is written")
 
 OTHER_GRAD = ("region", "its tokens are taken out of a tensor under another grad mode")
 
@@ -66,9 +63,7 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
     operands = Operands(found)
     if (problem := operands.problem()) is not None:
         return MatchFailure(root, *problem)
-    if on_cuda(root) and found.rates and not KERNELS_HAVE_RUN:
-        return MatchFailure(root, *NOT_RUN)
-    if on_cuda(root) and not found.delta and not found.scan and not operands.one_rate():
+    if on_cuda(root) and not (found.delta or found.scan or found.rates) and not operands.one_rate():
         return MatchFailure(root, *NO_KERNEL)
     ends = [last] if any(u not in loop.inside and u is not root for u in last.users) else []
     outputs = [root] if loop.read is None else loop.everywhere(loop.read)
