@@ -138,7 +138,7 @@ def test_readme_s_architectures_are_those_of_their_data():
     assert f"The picture has {len(of['least_ms'])} architectures" in text
     assert f"takes {time} of Inductor's time and {peak} of its peak, the first one {first} of its time" in text
     failed = [m["name"] for m in models if "error" in m.get("inductor", {})]
-    assert len(failed) == 6 and not any("error" in m["megacpp"] for m in models), "on six more Inductor fails"
+    assert len(failed) == 8 and not any("error" in m["megacpp"] for m in models), "on eight more Inductor fails"
 
 
 def test_the_recall_page_is_read_back_whole():
