@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any
@@ -11,11 +12,15 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch._registry import release
 from megacpp_compile._torch.dispatch import enable_python_dispatcher
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.mode_states import ModeStates
 
 _INHERITED = ("nn_module_stack", "stack_trace", "source_fn_stack", "recompute", "ac_graph_id", "custom", "seq_nr")
+
+# Before 2.13 torch's ops of several others ask symbolic sizes for numbers, unless Python dispatches them.
+_ASKS_SIZES = release(torch.__version__) < (2, 13)
 
 
 def value(node: Any) -> Any:
@@ -62,8 +67,7 @@ class Builder:
             if key in self.like.meta:
                 node.meta[key] = self.like.meta[key]
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
-        # Without this dispatcher torch 2.11 asks symbolic sizes for numbers.
-        with self.fake_mode, torch.no_grad(), enable_python_dispatcher():
+        with self.fake_mode, torch.no_grad(), enable_python_dispatcher() if _ASKS_SIZES else contextlib.nullcontext():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
         if self.anchor in self.mode_states:
             self.mode_states[node] = self.mode_states[self.anchor]
