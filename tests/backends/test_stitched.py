@@ -55,8 +55,7 @@ def why_whole(report):
     return region.reason
 
 
-@pytest.mark.end_to_end
-def test_layers_of_two_kinds():
+def test_layers_of_two_kinds(no_kernels):
     report = agrees(Model(7, dense=3), token_ids(), steps=1, tolerance=1e-4)
     assert blocks(report) == [("layers.0", 3), ("layers.3", 4)]
     assert report.counts["down_norm_up"] == 2 * 2 and report.counts["mla_rope_kv"] == 2
