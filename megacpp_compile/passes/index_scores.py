@@ -13,7 +13,7 @@ and on CUDA products in float32 (`dtype`): of an einsum's the reference took 4.5
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.fx import Node
@@ -24,6 +24,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.index_scores import IndexScores, index_scores_of, is_relu
 from megacpp_compile.matchers.softmax_attention.scores import VIEWS
+from megacpp_compile.passes import token_loop
 from megacpp_compile.passes._rewrites.arrange import arrange
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 
@@ -43,29 +44,24 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 def _decide(view: GraphView, found: IndexScores) -> Match | MatchFailure:
     if (other := in_other_modes(view, sorted(found.inside), found.result)) is not None:
         return other
-    dtypes = {_dtype(o.node, value(found.product).dtype) for o in (found.q, found.k)}
-    if device_of(found.result).type == "cuda" and not dtypes <= {torch.float16, torch.bfloat16}:
+    dtypes = [_dtype(o.node, value(found.product).dtype) for o in (found.q, found.k)]
+    if token_loop.on_cuda(found.result) and not {*dtypes} <= {torch.float16, torch.bfloat16}:
         reason = "products in float32: kernels multiply half precision, and Inductor's own code is no slower there"
         return MatchFailure(found.relu, "dtype", reason)
     inputs = list(dict.fromkeys([*(uncast(o.node) for o in (found.q, found.k)), found.weights[0]]))
     if place(inputs, [found.result], found.result, view.mode_states) is None:
         return MatchFailure(found.relu, *REGION)
-    return Match(found.result, inputs, [found.result], lambda build: _rewrite(build, found))
+    return Match(found.result, inputs, [found.result], lambda build: _rewrite(build, found, dtypes))
 
 
-def _rewrite(build: Builder, found: IndexScores) -> tuple[Node, list[Node]]:
+def _rewrite(build: Builder, found: IndexScores, dtypes: Sequence[torch.dtype]) -> tuple[Node, list[Node]]:
     batch, queries, keys = found.batch, found.queries, found.keys
     q = arrange(build, (uncast(found.q.node), found.q.dims), (batch, queries, found.heads, found.channels))
     k = arrange(build, (uncast(found.k.node), found.k.dims), (batch, keys, found.channels))
-    rounded = value(found.product).dtype
-    q, k = (build.cast(one, _dtype(of.node, rounded)) for one, of in ((q, found.q), (k, found.k)))
+    q, k = (build.cast(one, dtype) for one, dtype in zip((q, k), dtypes, strict=True))
     weights = arrange(build, found.weights, (batch, queries, found.heads))
     made = build(torch.ops.megacpp.index_scores.default, q, k, weights, found.scale, value(found.result).dtype)
     return made, [arrange(build, (made, (batch, queries, keys)), found.dims)]
-
-
-def device_of(node: Node) -> torch.device:
-    return value(node).device
 
 
 def _dtype(operand: Node, rounded: torch.dtype) -> torch.dtype:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megacpp_compile.passes import index_scores
+from megacpp_compile.passes import token_loop
 from tests.frames import check_graph, render
 
 from .conditions import conditions, shown
@@ -174,8 +172,7 @@ def test_refused(tag):
 
 def test_float32_stays_on_a_gpu(monkeypatch):
     """Told by the result's device; bfloat16 fires there."""
-    there = SimpleNamespace(type="cuda")
-    monkeypatch.setattr(index_scores, "device_of", lambda node: there)
+    monkeypatch.setattr(token_loop, "on_cuda", lambda node: True)
     assert_refused(NAME, "dtype", *build(by_einsums))
     assert_fires(NAME, *build(by_matmul, torch.bfloat16))
 

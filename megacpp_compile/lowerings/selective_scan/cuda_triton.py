@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, power_of_2, strides
 from megacpp_compile.lowerings.selective_scan import _triton_gradients, _triton_walk
+from megacpp_compile.lowerings.selective_scan.reference import all_of
 
 __all__ = ["selective_scan", "selective_scan_backward", "supports"]
 
@@ -149,7 +150,7 @@ def selective_scan_backward(
         grads = [None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in operands]
         if initial_state is not None and dfinal is not None:
             grads[-1] = dfinal.to(initial_state.dtype, copy=True)
-        return _all(states, grads, operands)
+        return all_of(grads, operands, states)
     dy = _rows(dy)
     left, d_initial = call.carried(dy, call.C, dfinal, reverse=True)
     blocks = triton.cdiv(call.channels, call.bd)
@@ -168,13 +169,4 @@ def selective_scan_backward(
         items=items, **strides("dy", dy, "bt"), K=kept, EACH=each,
     )  # fmt: skip
     sums = dA.sum((0, 1)), dB.sum(1), dC.sum(1), dD.sum((0, 1)) if D is not None else None
-    return _all(states, (du, d_dt, *sums, d_initial), operands)
-
-
-def _all(
-    states: Tensor, grads: Sequence[Tensor | None], operands: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op's results, empty where there is no operand."""
-    made = zip(grads, operands, strict=True)
-    a, b, c, d, e, f, g = (states.new_empty(0) if x is None or t is None else t.to(x.dtype) for t, x in made)
-    return a, b, c, d, e, f, g
+    return all_of((du, d_dt, *sums, d_initial), operands, states)

@@ -110,11 +110,18 @@ def selective_scan_backward(
     if D is not None:
         made[0] = made[0] + D.to(wide) * dy
     *grads, d_initial = made
-    each = zip((*grads, skipped, d_initial), operands, strict=True)
-    d_u, d_dt, d_A, d_B, d_C, d_D, d_initial = (
-        states.new_empty(0) if g is None or x is None else g.to(x.dtype).contiguous() for g, x in each
+    return all_of((*grads, skipped, d_initial), operands, states)
+
+
+def all_of(
+    grads: Sequence[Tensor | None], operands: Sequence[Tensor | None], states: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients that the op returns, empty where there is no operand."""
+    made = zip(grads, operands, strict=True)
+    a, b, c, d, e, f, g = (
+        states.new_empty(0) if x is None or t is None else x.to(t.dtype).contiguous() for x, t in made
     )
-    return d_u, d_dt, d_A, d_B, d_C, d_D, d_initial
+    return a, b, c, d, e, f, g
 
 
 def _walked_back(
