@@ -80,13 +80,6 @@ def test_near_misses_stay(near):
     assert near not in told or frames.tags(NAME) <= {"escapes", "operands", "axes"} and frames.tags(NAME)
 
 
-def test_fires_where_kernels_serve(monkeypatch):
-    from megacpp_compile.passes import token_loop
-
-    monkeypatch.setattr(token_loop, "on_cuda", lambda root: True)
-    assert_fires(NAME, *block(), dynamo=True)
-
-
 def test_beside_a_loop():
     """A layer of each is a site of each pass."""
     from tests.corpus.selective_scans import einsums
