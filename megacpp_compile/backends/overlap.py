@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from megacpp_compile._torch import pytree
 from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import value
@@ -43,7 +44,9 @@ _operands, _readers = operator.attrgetter("all_input_nodes"), operator.attrgette
 def overlap(graph: fx.Graph) -> None:
     """Move waits down, and GEMMs in front of them, in place, in a graph that autograd has differentiated."""
     waits = [node for node in graph.nodes if name_of(node) == _WAIT]
-    if not waits or any(free_unbacked_symbols(value(node)) for node in graph.nodes):
+    # A Triton kernel's results are a dict, which torch below 2.13 takes for no value.
+    values = pytree.tree_leaves([value(node) for node in graph.nodes])
+    if not waits or any(map(free_unbacked_symbols, values)):
         return
     for wait in waits:
         (start, *_) = wait.args

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,7 +38,9 @@ def scheduled(function, *args):
 
 def calls(graph: fx.Graph):
     short = {"all_reduce": "start", "wait_tensor": "wait"}
-    names = [n.target._opname for n in graph.nodes if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload)]
+    names = [
+        n.target._opname for n in graph.nodes if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload)
+    ]
     return [short.get(name, name) for name in names]
 
 
@@ -141,3 +145,20 @@ def test_symbolic_sizes_stay_symbolic(summed):
     overlap(gm.graph)
     assert calls(gm.graph) == ["start", "mm", "wait", "exp"]
     assert shapes.guards == before
+
+
+def test_results_of_a_triton_kernel_are_named(summed):
+    """Its node's value is a dict, which torch below 2.13 finds no sizes in."""
+    x, w = tensors((64, 512), (512, 512))
+    gm = make_fx(lambda x, w: (x.sin(), summed(x).exp(), x @ w), tracing_mode="fake")(x, w)
+    sin = next(node for node in gm.graph.nodes if "sin" in node.name)
+    with gm.graph.inserting_before(sin):
+        kernel = gm.graph.call_function(lambda x: {"y": x.sin()}, (sin.args[0],))
+        one = gm.graph.call_function(operator.getitem, (kernel, "y"))
+    kernel.meta["val"], one.meta["val"] = {"y": sin.meta["val"]}, sin.meta["val"]
+    sin.replace_all_uses_with(one)
+    gm.graph.erase_node(sin)
+    overlap(gm.graph)
+    assert calls(gm.graph) == ["start", "mm", "wait", "exp"]
+    gm.recompile()
+    assert equal(gm(x, w)[0], x.sin())
