@@ -23,8 +23,8 @@ __all__ = ["MIN_BYTES", "stream_update", "stream_update_backward", "supports"]
 # Bytes of the streams from which this gains.
 MIN_BYTES = 8 << 20
 MOST_STREAMS = 8
-# Products of a token's streams and gradients that a program of the backward sums at a time.
-HELD = 4096
+# Products of a token's streams and gradients that a program of the backward sums at a time: numbers in registers.
+HELD = 8192
 
 
 @triton.jit
@@ -46,42 +46,60 @@ def update_streams(streams, block, post, mix, new, channels, x_t, x_i, y_t, p_t,
 
 
 @triton.jit
+def _vectors(pointer, step, inside, N: tl.constexpr):
+    """N vectors, `step` apart."""
+    found = ()
+    for i in tl.static_range(N):
+        found = found + (tl.load(pointer + i * step, mask=inside, other=0),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
 def update_streams_backward(grad, streams, block, post, mix, d_streams, d_block, d_post, d_mix, channels, g_t, g_i,
-                            x_t, x_i, y_t, p_t, p_i, m_t, m_i, m_j, N: tl.constexpr, NP: tl.constexpr,
-                            WIDE: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+                            x_t, x_i, y_t, p_t, p_i, m_t, m_i, m_j, N: tl.constexpr, WIDE: tl.constexpr,
+                            BC: tl.constexpr):  # fmt: skip
+    """Vectors of channels and a number for each pair of streams: with the streams as dimensions of one tensor, Triton
+    spreads these over warps, and each sum over streams goes through shared memory."""
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
     t = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, NP)[:, None, None]
-    j = tl.arange(0, NP)[None, :, None]
-    lane = tl.arange(0, BC)[None, None, :]
-    m = tl.load(mix + t * m_t + i * m_i + j * m_j, mask=(i < N) & (j < N), other=0).to(dtype)
-    p = tl.load(post + t * p_t + i * p_i, mask=i < N, other=0).to(dtype)
-    of_mix = tl.zeros([NP, NP, BC], dtype)
-    of_post = tl.zeros([NP, 1, BC], dtype)
-    own = tl.arange(0, NP)[:, None]
+    lane = tl.arange(0, BC)
+    at_g, at_x, at_y = grad + t * g_t + lane, streams + t * x_t + lane, block + t * y_t + lane
+    to_x, to_y = d_streams + t * N * channels + lane, d_block + t * channels + lane
+    p, m, of_post, of_mix = (), (), (), ()
+    for i in tl.static_range(N):
+        p = p + (tl.load(post + t * p_t + i * p_i).to(dtype),)  # type: ignore[assignment]
+        of_post = of_post + (tl.zeros([BC], dtype),)  # type: ignore[assignment]
+        for j in tl.static_range(N):
+            m = m + (tl.load(mix + t * m_t + i * m_i + j * m_j).to(dtype),)  # type: ignore[assignment]
+            of_mix = of_mix + (tl.zeros([BC], dtype),)  # type: ignore[assignment]
     # Channels are loaded ahead of the arithmetic on those before them.
-    at_g, at_x, at_y = grad + t * g_t + i * g_i, streams + t * x_t + j * x_i, block + t * y_t
-    next_g = tl.load(at_g + lane, mask=(i < N) & (lane < channels), other=0)
-    next_x = tl.load(at_x + lane, mask=(j < N) & (lane < channels), other=0)
-    next_y = tl.load(at_y + lane, mask=lane < channels, other=0)
+    next_g, next_x = _vectors(at_g, g_i, lane < channels, N), _vectors(at_x, x_i, lane < channels, N)
+    next_y = tl.load(at_y, mask=lane < channels, other=0)
     for first in range(0, channels, BC):
-        g, x, y = next_g.to(dtype), next_x.to(dtype), next_y.to(dtype)
-        ahead = first + BC + lane
-        next_g = tl.load(at_g + ahead, mask=(i < N) & (ahead < channels), other=0)
-        next_x = tl.load(at_x + ahead, mask=(j < N) & (ahead < channels), other=0)
-        next_y = tl.load(at_y + ahead, mask=ahead < channels, other=0)
-        of_mix += g * x
-        of_post += g * y
-        dx = tl.sum(m * g, 0)
-        dy = tl.sum(p * g, 0)
-        c = first + tl.arange(0, BC)[None, :]
-        at = d_streams + (t * N + own) * channels + c
-        tl.store(at, as_stored(dx, d_streams), mask=(own < N) & (c < channels))
-        tl.store(d_block + t * channels + c, as_stored(dy, d_block), mask=c < channels)
-    other = tl.arange(0, NP)[None, :]
-    at = d_mix + (t * N + own) * N + other
-    tl.store(at, as_stored(tl.sum(of_mix, 2), d_mix), mask=(own < N) & (other < N))
-    tl.store(d_post + t * N + own, as_stored(tl.sum(of_post, 2), d_post), mask=own < N)
+        g, x, y = next_g, next_x, next_y.to(dtype)
+        inside, ahead = first + lane < channels, first + BC
+        next_g = _vectors(at_g + ahead, g_i, ahead + lane < channels, N)
+        next_x = _vectors(at_x + ahead, x_i, ahead + lane < channels, N)
+        next_y = tl.load(at_y + ahead, mask=ahead + lane < channels, other=0)
+        dy = tl.zeros([BC], dtype)
+        sums, pairs = (), ()
+        for i in tl.static_range(N):
+            one = g[i].to(dtype)
+            dy += p[i] * one
+            sums = sums + (of_post[i] + one * y,)  # type: ignore[assignment]
+            for j in tl.static_range(N):
+                pairs = pairs + (of_mix[i * N + j] + one * x[j].to(dtype),)  # type: ignore[assignment]
+        of_post, of_mix = sums, pairs
+        tl.store(to_y + first, as_stored(dy, d_block), mask=inside)
+        for j in tl.static_range(N):
+            dx = tl.zeros([BC], dtype)
+            for i in tl.static_range(N):
+                dx += m[i * N + j] * g[i].to(dtype)
+            tl.store(to_x + j * channels + first, as_stored(dx, d_streams), mask=inside)
+    for i in tl.static_range(N):
+        tl.store(d_post + t * N + i, as_stored(tl.sum(of_post[i], 0), d_post))
+        for j in tl.static_range(N):
+            tl.store(d_mix + (t * N + i) * N + j, as_stored(tl.sum(of_mix[i * N + j], 0), d_mix))
 
 
 _update = Kernel(update_streams, [{"BC": bc, "num_warps": w} for bc in (512, 1024, 2048) for w in (4, 8)], key=("N",))
@@ -135,7 +153,7 @@ def stream_update_backward(
     args = _operands(streams, block, post, mix)
     g = last_dim_contiguous(by_token(grad, 2))
     made = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (streams, block, post, mix)]
-    held = max(64, min(1024, HELD // args["NP"] ** 2))
+    held = max(128, min(1024, HELD // args.pop("NP") ** 2))
     static = {"BC": min(held, power_of_2(args["channels"])), "num_warps": 4}
     tokens = args["streams"].shape[0]
     names = ("d_streams", "d_block", "d_post", "d_mix")
