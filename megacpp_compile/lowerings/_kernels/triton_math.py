@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megacpp_compile.lowerings._kernels.triton_cast import INTERPRETED
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -16,6 +18,17 @@ def dot(a, b, to, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, to, input_precision=PRECISION)
+
+
+@triton.jit
+def power_of_two(x):
+    """2^x in float32, by the GPU's own instruction; Triton puts three around it for what is subnormal, here 0."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit

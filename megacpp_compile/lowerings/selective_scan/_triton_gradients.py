@@ -11,7 +11,8 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
-from megacpp_compile.lowerings.selective_scan._triton_walk import exponents, numbers, power_of_two
+from megacpp_compile.lowerings._kernels.triton_math import power_of_two
+from megacpp_compile.lowerings.selective_scan._triton_walk import exponents, numbers
 
 
 @triton.jit
@@ -70,25 +71,29 @@ def selective_gradients(dy, u, dt, A, B, C, D, states, left, kept, du, d_dt, dA,
                 shared_k = shared + begin * N
                 state = tl.load(kept + (parts - 1 - i) * BD * BN)
                 behind, decays, steps, values, rows = (state,), (), (), (), ()
+                d_rows, reads, of_Bs, of_Cs = (), (), (), ()
                 for k in tl.static_range(K):
                     there = none + k < rest
-                    step, value = numbers(dt_k + k * dt_t, ours & there), numbers(u_k + k * u_t, ours & there)
-                    row = numbers(B_k + k * B_t, real & there)
-                    decay = power_of_two(step[:, None] * power)
-                    state = state * decay + (step * value)[:, None] * row[None, :]
+                    # All that is read of these tokens is asked for before the first of it is waited for. Block after
+                    # block of a group adds its part to dB and dC; who begins has nothing to read.
+                    earlier = real & there & (none + j > 0)
+                    d_rows = d_rows + (numbers(dy_k + k * dy_t, ours & there),)  # type: ignore[assignment]
+                    reads = reads + (numbers(C_k + k * C_t, real & there),)  # type: ignore[assignment]
+                    of_Bs = of_Bs + (tl.load(dB + shared_k + k * N, mask=earlier, other=0),)  # type: ignore[assignment]
+                    of_Cs = of_Cs + (tl.load(dC + shared_k + k * N, mask=earlier, other=0),)  # type: ignore[assignment]
+                    steps = steps + (numbers(dt_k + k * dt_t, ours & there),)  # type: ignore[assignment]
+                    values = values + (numbers(u_k + k * u_t, ours & there),)  # type: ignore[assignment]
+                    rows = rows + (numbers(B_k + k * B_t, real & there),)  # type: ignore[assignment]
+                for k in tl.static_range(K):
+                    decay = power_of_two(steps[k][:, None] * power)
+                    state = state * decay + (steps[k] * values[k])[:, None] * rows[k][None, :]
                     behind, decays = behind + (state,), decays + (decay,)  # type: ignore[assignment]
-                    steps, values = steps + (step,), values + (value,)  # type: ignore[assignment]
-                    rows = rows + (row,)  # type: ignore[assignment]
                 for back in tl.static_range(K):
                     there = none + (K - 1 - back) < rest
-                    d_row = numbers(dy_k + (K - 1 - back) * dy_t, ours & there)
-                    read = numbers(C_k + (K - 1 - back) * C_t, real & there)
+                    d_row, read = d_rows[K - 1 - back], reads[K - 1 - back]
                     step, value, decay = steps[K - 1 - back], values[K - 1 - back], decays[K - 1 - back]
-                    # Block after block of a group adds its part; who begins has nothing to read.
                     own_rows = shared_k + (K - 1 - back) * N
-                    earlier = real & there & (none + j > 0)
-                    of_B = tl.load(dB + own_rows, mask=earlier, other=0)
-                    of_C = tl.load(dC + own_rows, mask=earlier, other=0)
+                    of_B, of_C = of_Bs[K - 1 - back], of_Cs[K - 1 - back]
                     of_C += tl.sum(d_row[:, None] * behind[K - back], 0)
                     grad += d_row[:, None] * read[None, :]
                     of_B += tl.sum(grad * (step * value)[:, None], 0)

@@ -9,20 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._kernels.triton_cast import INTERPRETED, as_stored
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
-from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
-
-
-@triton.jit
-def power_of_two(x):
-    """2^x in float32, by the GPU's own instruction: Triton puts three around it for what is subnormal, here nothing."""
-    if INTERPRETED:
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+from megacpp_compile.lowerings._kernels.triton_math import LOG2_E, power_of_two
 
 
 @triton.jit

@@ -28,8 +28,8 @@ MOST_STATES = 64
 # Blocks a launch can have along a dimension other than the first.
 MOST_BLOCKS = 65535
 # Numbers of a state that a program has: channels times states; in backward fewer, as it has them for `KEPT` tokens.
-FORWARD, BACKWARD = 512, 256
-KEPT = 8
+FORWARD, BACKWARD = 1024, 256
+KEPT = 4
 # Programs of backward that a GPU runs at once, or nearly; parts of the gradients of B and C.
 AT_ONCE, PARTS = 2048, 64
 ONE_WARP = {"num_warps": 1, "num_stages": 1}
