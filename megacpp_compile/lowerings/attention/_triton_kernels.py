@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
-from megacpp_compile.lowerings._kernels.triton_math import LN_2, LOG2_E, dot
+from megacpp_compile.lowerings._kernels.triton_cast import INTERPRETED, as_stored, single
+from megacpp_compile.lowerings._kernels.triton_math import LN_2, LOG2_E, dot, power_of_two, sigmoid
 from megacpp_compile.lowerings.attention._triton_dropout import kept, words_of_keys, words_of_queries
 
 
@@ -31,16 +31,11 @@ def tile(base, rows, lanes, step, most, width, ROWS: tl.constexpr, LANES: tl.con
 
 
 @triton.jit
-def _tanh(x):
-    """tanh by one exponential, exact to float32's rounding where it matters: softcaps take scores in their middle."""
-    return 1 - 2 / (1 + tl.exp2(x * (2 * LOG2_E)))
-
-
-@triton.jit
 def capped_scores(products, scale, softcap, SOFTCAP: tl.constexpr):
     """Scores before bias and mask."""
     if SOFTCAP:
-        return softcap * _tanh(products * (scale / softcap))
+        # tanh(x) = 2 sigmoid(2x) - 1: exact to float32's rounding of softcap, where the scores are
+        return 2 * softcap * sigmoid(products * (2 * scale / softcap), INTERPRETED) - softcap
     else:
         return products * scale
 
@@ -87,14 +82,15 @@ def weights_of(products, i, j, known, above, tokens, keys, left, right, opened, 
     scores = hidden_scores(capped, i, j, tokens, keys, left, right, opened, mask, bias, m_t, m_s, b_t, b_s, fill,
                            documents, MASK, BIAS, LEFT, RIGHT, DOCUMENTS, EDGE)  # fmt: skip
     if MASK or BIAS:
-        p = tl.exp2((scores - above) * LOG2_E - known)
+        p = power_of_two((scores - above) * LOG2_E - known)
     else:
-        p = tl.exp2(scores * LOG2_E - known)
+        p = power_of_two(scores * LOG2_E - known)
     if EDGE:  # rows and keys that are not there
         p = tl.where((i < tokens) & (j < keys), p, 0.0)
     slope = capped
     if SOFTCAP:
-        slope = 1 - (capped / softcap) * (capped / softcap)
+        part = capped * (1 / softcap)
+        slope = 1 - part * part
     return p, slope, scores
 
 
@@ -120,9 +116,9 @@ def _forward_block(acc, total, most, q_a, q_r, k, v, mask, bias, first, i, token
     if EDGE or MASK or BIAS:  # else every score is a number
         base = tl.where(new == float("-inf"), 0.0, new)
     if MASK or BIAS:
-        p, keep = tl.exp2((scores - base[:, None]) * LOG2_E), tl.exp2((most - base) * LOG2_E)
+        p, keep = power_of_two((scores - base[:, None]) * LOG2_E), power_of_two((most - base) * LOG2_E)
     else:
-        p, keep = tl.exp2(scores - base[:, None]), tl.exp2(most - base)
+        p, keep = power_of_two(scores - base[:, None]), power_of_two(most - base)
     total = total * keep + tl.sum(p, 1)
     if DROPOUT:
         p = tl.where(kept(row_a[:, None], row_b[:, None], words_of_keys(words, j, keys)[None, :], least), p, 0.0)

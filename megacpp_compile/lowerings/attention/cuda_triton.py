@@ -151,18 +151,27 @@ def _prefix(q: Tensor, prefix: Tensor | None) -> dict[str, Any]:
 # Block sizes by kernel, of heads of so many channels at most (H100; measured causal at 64, 128, 192/128 and 256).
 _STATIC: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
-    "queries": {64: (64, 64, 4, 2), 128: (128, 64, 8, 3), 192: (128, 64, 8, 2), 256: (64, 64, 4, 2)},
+    "queries": {64: (64, 64, 4, 2), 128: (128, 64, 8, 3), 192: (128, 64, 8, 2), 256: (128, 32, 8, 3)},
     "keys": {64: (64, 64, 4, 2), 128: (32, 64, 4, 3), 192: (64, 128, 8, 2), 256: (128, 32, 8, 2)},
     "bias": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1)},
 }
 
 
-def _tile(kernel: str, q: Tensor, v: Tensor) -> dict[str, int]:
+# Documents are some hundred tokens, most of whose blocks are at a border: smaller ones compute less that is hidden.
+_DOCUMENTS: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "forward": {128: (64, 32, 4, 3)},
+    "queries": {128: (64, 32, 4, 3)},
+}
+
+
+def _tile(kernel: str, q: Tensor, v: Tensor, documents: Tensor | None = None) -> dict[str, int]:
     """The static choice of block sizes of "forward", "queries", "keys" or "bias"."""
     if q.dtype.itemsize == 4:
         return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 1}
     widest = max(q.shape[-1], v.shape[-1])
-    found = next(sizes for most, sizes in _STATIC[kernel].items() if widest <= most)
+    for_all = next((most, sizes) for most, sizes in _STATIC[kernel].items() if widest <= most)
+    packed = {} if documents is None else _DOCUMENTS.get(kernel, {})
+    found = packed.get(for_all[0], for_all[1])
     return dict(zip(("BM", "BN", "num_warps", "num_stages"), found, strict=True))
 
 
@@ -201,7 +210,7 @@ def attention(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     top = lse.new_empty(q.shape[:3] if mask is not None or bias is not None else (0,))
     _forward(
-        lambda meta: (triton.cdiv(q.shape[2], meta["BM"]), q.shape[1], q.shape[0]), _tile("forward", q, v),
+        lambda meta: (triton.cdiv(q.shape[2], meta["BM"]), q.shape[1], q.shape[0]), _tile("forward", q, v, documents),
         sinks=q if sinks is None else sinks.contiguous(), SINKS=int(sinks is not None), out=out, lse=lse, top=top,
         **strides("o", out, "bht"), **args,
     )  # fmt: skip
@@ -240,7 +249,7 @@ def attention_backward(
     dq, dk, dv = (empty_like_tokens(like, *x.shape[1:]) for like, x in zip(operands, (q, k, v), strict=True))
     _keys_grad(lambda meta: (triton.cdiv(keys, meta["BN"]), groups, b), _tile("keys", q, v), dk=dk, dv=dv,
                **strides("dk", dk, "bhs"), **strides("dv", dv, "bhs"), **args)  # fmt: skip
-    _query_grad(lambda meta: (triton.cdiv(tokens, meta["BM"]), h, b), _tile("queries", q, v), dq=dq,
+    _query_grad(lambda meta: (triton.cdiv(tokens, meta["BM"]), h, b), _tile("queries", q, v, documents), dq=dq,
                 **strides("o", dq, "bht"), **args)  # fmt: skip
     dbias, dsinks = q.new_empty(0), q.new_empty(0)
     if bias_grad and bias is not None:
