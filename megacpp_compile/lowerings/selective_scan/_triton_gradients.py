@@ -90,10 +90,10 @@ def selective_gradients(dy, u, dt, A, B, C, D, states, left, kept, du, d_dt, dA,
                     behind, decays = behind + (state,), decays + (decay,)  # type: ignore[assignment]
                 for back in tl.static_range(K):
                     there = none + (K - 1 - back) < rest
-                    d_row, read = d_rows[K - 1 - back], reads[K - 1 - back]
+                    d_row, read = d_rows[K - 1 - back], reads[K - 1 - back]  # type: ignore[var-annotated]
                     step, value, decay = steps[K - 1 - back], values[K - 1 - back], decays[K - 1 - back]
                     own_rows = shared_k + (K - 1 - back) * N
-                    of_B, of_C = of_Bs[K - 1 - back], of_Cs[K - 1 - back]
+                    of_B, of_C = of_Bs[K - 1 - back], of_Cs[K - 1 - back]  # type: ignore[var-annotated]
                     of_C += tl.sum(d_row[:, None] * behind[K - back], 0)
                     grad += d_row[:, None] * read[None, :]
                     of_B += tl.sum(grad * (step * value)[:, None], 0)
