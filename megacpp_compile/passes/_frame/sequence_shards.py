@@ -12,7 +12,7 @@ one, shows how many tokens a rank has.
 from __future__ import annotations
 
 import dataclasses
-import re
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,29 +20,24 @@ import torch
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch import context_parallel
-from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import SequenceShardedError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.frontend.dtensors import activations_in, leaves
 from megacpp_compile.frontend.local_dtensors.rules import part_of
-from megacpp_compile.fx.edit import all_nodes, called, dynamo_value, same_size
+from megacpp_compile.fx.edit import all_nodes, dynamo_value, same_size
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.fx.subgraph import inside
-from megacpp_compile.lowerings._traits import name_of, traits_of
+from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
-from megacpp_compile.matchers.ssd.tensor_ops import argument
-from megacpp_compile.passes._driver import Outcome, Review, all_passes
+from megacpp_compile.passes._driver import Outcome, Review
+from megacpp_compile.passes._frame import token_readers
 from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report.records import MissedFusion, Site
 
 TAG = "sequence-sharded"
 BY_HAND = "a DTensor of this frame is sharded along its tokens"
-_CONVOLUTIONS = frozenset({"conv1d", "conv_transpose1d", "convolution"})
-# Torch's own recurrences, and ops of other libraries, of which nothing but the name is known.
-_BY_NAME = re.compile(r"(^|\W|_)scan(\W|_|$)|causal_conv|delta_rule|linear_att|wkv|(^|\W)(lstm|gru|rnn_\w+)(\W|$)")
 
 
 @dataclasses.dataclass
@@ -92,30 +87,19 @@ class SequenceShards:
 
     def _near(self, misses: Iterable[MissedFusion], captured: Captured | None) -> Iterator[MissedFusion]:
         """What passes that make such ops came near to; convolutions are told of as such."""
-        reads = {p.name for p in all_passes() if traits_of(p.op).tokens is not None}
-        nodes = {n.name: n for n in captured.gm.graph.nodes} if captured is not None else {}
-        for miss in misses:
-            node = nodes.get(miss.node)
-            if miss.pass_name in reads and miss.tag != TAG and node is not None and not _convolves(node):
-                if node not in self.within and self._has_part(node):
-                    reason = self._reason(f"what nearly is {miss.pass_name} ({miss.reason})")
-                    yield dataclasses.replace(miss, tag=TAG, reason=reason)
+        for miss, node in token_readers.near(misses, captured.gm.graph.nodes if captured is not None else ()):
+            if miss.tag != TAG and node not in self.within and self._has_part(node):
+                reason = self._reason(f"what nearly is {miss.pass_name} ({miss.reason})")
+                yield dataclasses.replace(miss, tag=TAG, reason=reason)
 
     def _unmatched(self, gm: GraphModule, captured: Captured | None) -> Iterator[MissedFusion]:
         """What no pass came near to, in the captured graph or, where there is none, in Dynamo's."""
         nodes = captured.gm.graph.nodes if captured is not None else all_nodes(gm)
-        for node in (n for n in nodes if n.op.startswith("call") and n not in self.within):
-            if _convolves(node):
-                what = "conv1d" if _overlaps(node) else ""
-            elif name_of(node).startswith("megacpp::"):
-                what = name_of(node) if self._splits(node) else ""
-            else:
-                what = _name(node) if _BY_NAME.search(_name(node)) else ""
-            if what and self._has_part(node):
+        spelled = token_readers.spelled(nodes) if captured is not None else ()
+        for what, node in itertools.chain(token_readers.named(nodes), spelled):
+            split = self._splits(node) if what.startswith("megacpp::") else True
+            if split and node not in self.within and self._has_part(node):
                 yield self._row(what, node)
-        for found in find_recurrences(captured.gm.graph.nodes) if captured is not None else ():
-            if found.kind in NAMES and found.node not in self.within and self._has_part(found.node):
-                yield self._row(NAMES[found.kind], found.node)
 
     def _splits(self, node: Node) -> bool:
         """Whether the op of `node` reads other tokens of what is a part of a sequence here. Where sequences are sharded
@@ -186,23 +170,6 @@ def _tokens_of(value: Any) -> Iterator[Any]:
     for axis, placed in enumerate(value.placements):
         if placed.is_shard() and placed.dim % value.dim() < value.dim() - 1 and value.device_mesh.size(axis) > 1:
             yield part_of(value).shape[placed.dim]
-
-
-def _name(node: Node) -> str:
-    name = name_of(node) if isinstance(node.target, OpOverload) else called(node) or str(node.target)
-    return name.lower()
-
-
-def _convolves(node: Node) -> bool:
-    """Whether it is a convolution along one dimension."""
-    named = node.op == "call_function" and called(node).partition(".")[0] in _CONVOLUTIONS
-    return named and len(_shape(argument(node, 1, "weight"))) == 3
-
-
-def _overlaps(node: Node) -> bool:
-    """Whether a convolution reads more steps at a time than it goes on by, so that a result depends on others' own."""
-    stride = argument(node, 3, "stride", 1)
-    return bool(_shape(argument(node, 1, "weight"))[-1] > (stride[0] if isinstance(stride, (tuple, list)) else stride))
 
 
 def _shape(node: Any) -> Sequence[Any]:
