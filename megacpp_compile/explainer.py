@@ -25,6 +25,7 @@ from megacpp_compile.frontend import dropped_outputs, graph_breaks, unbacked_sha
 from megacpp_compile.frontend.early_writes import ahead_of
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.passes._frame.mixed_documents import if_several, mixed
 from megacpp_compile.passes._frame.required import FrameCount
 from megacpp_compile.report.collector import emit_frame, record
 from megacpp_compile.report.records import Frame
@@ -60,6 +61,7 @@ def explain(
         seen = ahead_of(dropped_outputs.without(gm, example_inputs, config).gm).gm
         result = analyse(seen, example_inputs, config, resolve_target(config.target, example_inputs))
         result.frame.graph_break = str(cut or "")
+        result.notes += if_several(mixed(result.captured, result.near_misses(), True, config))
         outcome = result.outcome
         count, again = FrameCount(gm, config), retrace_needed(gm, result)
         if not again or outcome and outcome.misses:

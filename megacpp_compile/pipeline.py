@@ -39,6 +39,7 @@ from megacpp_compile.frontend.early_writes import ahead_of
 from megacpp_compile.frontend.sdpa_regions import restore_sdpa_regions
 from megacpp_compile.fx.provenance import is_backward, is_whole
 from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.passes._frame import mixed_documents
 from megacpp_compile.passes._frame.buckets import cut_sites
 from megacpp_compile.passes._frame.required import FrameCount, Requirement, requirement_of_call
 from megacpp_compile.passes._frame.sequence_shards import watching
@@ -58,6 +59,7 @@ class Block:
     sibling_params: as in `sharding.pinning.pin_frame`. checked: whether rules by name were held against the model.
     required: what `require` asks of the model that the frame is a piece of, None where the frame's own call counts.
     publish: takes what would report the frame, where it is one of the pieces that a frame of Dynamo's was cut into.
+    model: the whole model, where the frame is known to be a part of it.
     """
 
     name: str = ""
@@ -66,6 +68,7 @@ class Block:
     checked: bool = False
     required: Requirement | None = None
     publish: Callable[[Callable[[], None]], None] | None = None
+    model: Any = None
 
 
 WHOLE = Block()
@@ -108,6 +111,8 @@ def compile_frame(
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     analysis.notes += boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
+    alone = is_whole(gm) and not block.name
+    documents = mixed_documents.mixed(analysis.captured, analysis.near_misses(), alone, config)
     if before is not None:
         analysis.frame.seconds["dynamo"] = before
     rewritten = analysis.rewritten_gm()
@@ -135,6 +140,7 @@ def compile_frame(
                                     block.publish is not None)  # fmt: skip
     analysis.frame.cached = cache_hits() > served
     compiled = watching(count.counting(compiled, analysis.frame), boundary.gm, analysis.op_nodes(), config)
+    compiled = mixed_documents.watching(compiled, documents, analysis.frame, config, block.model)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
     report = functools.partial(publish, analysis, config)
     report() if block.publish is None else block.publish(report)

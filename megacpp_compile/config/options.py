@@ -54,8 +54,8 @@ class Config(_Asked):
         require: pass name -> number of times it has to fire in a call of the model, else `RequirementError`. A model
             that is one frame is checked when it is compiled. Where it is cut into frames, each counts as often as it
             runs: too many are an error at once, too few at the end of the call.
-        strict: raise an error where a frame or a lowering otherwise falls back with a reason in the report, and where
-            the graph breaks.
+        strict: raise an error where a frame or a lowering otherwise falls back with a reason in the report, where the
+            graph breaks, and where a layer runs across packed documents that another layer keeps apart.
         verify: "each" compares every rewrite with the code it replaced; "off" does not.
         target: what to lower for; "auto" goes by the device of the inputs.
         explain: print the report of every compiled frame to stderr.

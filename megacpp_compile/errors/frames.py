@@ -71,6 +71,25 @@ class SequenceShardedError(MegacppError):
         )
 
 
+class MixedDocumentsError(MegacppError):
+    """Layers that run across packed documents which another layer of the model keeps apart, under `strict`.
+
+    Args:
+        blocks: (module, what it computes) of each.
+        keeper: the module that keeps documents apart.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[str, str]], keeper: str) -> None:
+        self.blocks, self.keeper = tuple(blocks), keeper
+        named = ", ".join(f"{fqn or 'the frame itself'} ({what})" for fqn, what in dict.fromkeys(self.blocks))
+        super().__init__(
+            f"a row holds several documents, which {keeper or 'the frame itself'} keeps apart, and these layers run "
+            f"across their bounds: {named}. So they do in eager: a document begins with what the one before has left. "
+            "Give these layers the documents, as masks of a convolution's taps and of a recurrence's decays, or put "
+            "one document in a row."
+        )
+
+
 class DroppedOutputError(MegacppError, AttributeError):
     """Something reads an output that the option 'drop_outputs' has dropped. Who asks by `hasattr` whether it is a
     tensor, as accelerate does of every output, is told that it is not.

@@ -74,9 +74,9 @@ def compared_documents(node: Node) -> Node | None:
     seen, pending = {node}, [node]
     while pending:
         n = pending.pop()
-        if n.target in (aten.eq.Tensor, aten.ne.Tensor) and not any(map(_fractional, n.args)) and not _is_constant(n):
+        if n.target in (aten.eq.Tensor, aten.ne.Tensor) and not any(map(_fractional, n.args)) and not is_constant(n):
             return n
-        if (start := _decayed_away(n)) is not None:
+        if (start := decayed_away(n)) is not None:
             return start
         if n.op == "call_function" and not is_projection(n) and not str(n.target).startswith("megacpp."):
             new = [a for a in n.all_input_nodes if a not in seen]
@@ -85,7 +85,7 @@ def compared_documents(node: Node) -> Node | None:
     return None
 
 
-def _decayed_away(node: Node) -> Node | None:
+def decayed_away(node: Node) -> Node | None:
     """The comparison of an input's integers with a number that says where `node` is a large negative number."""
     if node.target not in _CHOICES:
         return None
@@ -95,10 +95,10 @@ def _decayed_away(node: Node) -> Node | None:
         asked = asked.args[0]  # type: ignore[assignment]
     if not filled or asked is None or asked.target not in _COMPARISONS or _fractional(asked.args[0]):
         return None
-    return None if _is_constant(asked) else asked
+    return None if is_constant(asked) else asked
 
 
-def _is_constant(node: Node) -> bool:
+def is_constant(node: Node) -> bool:
     """Whether `node` is computed from no input of the model."""
     seen, pending = {node}, [node]
     while pending:

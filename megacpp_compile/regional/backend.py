@@ -48,7 +48,7 @@ class Regional:
         part = next((p for fqn in roots.values() if (p := self._part(fqn)) is not None), "")
         blocks = len(self.parts[part].fqns) if part else 0
         siblings = self._sibling_params(part) if self.config.sharding is not None else None
-        block = Block(part, blocks, siblings, checked=True, required=self.required)
+        block = Block(part, blocks, siblings, checked=True, required=self.required, model=self.model())
         return compile_with(gm, example_inputs, self.config, self.mode, block, self.inner_compile)
 
     def _sibling_params(self, part: str) -> SiblingParams:

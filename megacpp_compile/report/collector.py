@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megacpp_compile.report.at_exit import ENDING
@@ -115,6 +115,15 @@ def emit_frame(
             ENDING.note(frame, sites)
         for report in _receivers():
             report.add(frame, sites, misses)
+
+
+def emit_misses(frame: Frame, misses: Sequence[MissedFusion]) -> None:
+    """Add what was found of a compiled frame while it runs to the reports that are open for this thread and have it."""
+    with lock:
+        for report in _receivers():
+            index = next((f.index for f in reversed(report.frames) if f.name == frame.name), None)
+            if index is not None:
+                report.misses.extend(replace(miss, frame=index) for miss in misses)
 
 
 def emit_regions(regions: Iterable[CompiledRegion]) -> None:

@@ -123,6 +123,8 @@ TAGS: dict[str, tuple[str, str]] = {
     "masks": ("Masks write several numbers, or one before a bias is added.", "Mask last, with `-inf` alone."),
     "matrices": ("RoPE's matrices are an input or a buffer.", "Make them in forward, of `cos` and `sin`."),
     "measured": ("Both kernels were timed at this shape.", "Nothing: the faster one serves."),
+    "mixed-documents": ("The layer runs across packed documents, which another layer keeps apart.",
+                        "Mask taps and decays by the documents, or one document a row."),
     "mixed-tables": ("The halves are multiplied by different tables.", _ROPE),
     "multiple": ("A size is not known to be a multiple of what float8 GEMMs need.", "Sizes in multiples of 16."),
     "no-delta-rule": ("There is a triangular inverse, but no delta rule is made of it.", _PLAIN),
