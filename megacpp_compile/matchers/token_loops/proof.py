@@ -25,6 +25,7 @@ from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
+from megacpp_compile.matchers.token_loops import resets
 from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
 from megacpp_compile.matchers.token_loops.last_step import LastStep, of_state
 from megacpp_compile.matchers.token_loops.loops import Loop, NoLoop
@@ -83,7 +84,11 @@ def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
             found = _told(algebra, loop)
         if loop.others and not isinstance(found, TokenLoop):
             found = _beside_others(loop)
-        if isinstance(found, TokenLoop) or found is not None and (not loop.wide or found.tag == DIFFERS):
+        if found is None or loop.wide and isinstance(found, NoLoop) and found.tag != DIFFERS:
+            sources = [loop.reads[n].source for n in loop.taken() if n in loop.reads]
+            found = NoLoop(loop.output, *resets.DECAYS) if resets.cleared_in_front(sources) else found
+        told = isinstance(found, NoLoop) and (not loop.wide or found.tag in (DIFFERS, resets.DECAYS[0]))
+        if found is not None and (told or isinstance(found, TokenLoop)):
             yield found  # what is read of chunks' states and the like is nobody's loop over tokens
 
 
@@ -161,6 +166,8 @@ def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | NoLoop | N
     if value(loop.entering).dim() < 2 or len(step.leaves) > MOST_OPERANDS:
         return None
     if step.strange is not None:
+        if resets.clears(step.strange):
+            return NoLoop(step.strange, *resets.STATE)
         reason = f"what becomes of the state is more than sums and products ({called(step.strange).split('.')[0]})"
         refused = NoLoop(step.strange, "op", reason)
         return refused if step.outer else None
@@ -170,7 +177,9 @@ def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | NoLoop | N
         for one, other in zip(resized.dims[n], resized.dims[leaf], strict=True):
             resized.axes.same(one, other)
     tokens = tokens_of(resized, loop)
-    return None if tokens is None else _Roles(loop, step, resized, tokens).found()
+    found = None if tokens is None else _Roles(loop, step, resized, tokens).found()
+    cleared = not isinstance(found, TokenLoop) and any(map(resets.clears, step.own))
+    return NoLoop(loop.output, *resets.STATE) if cleared else found
 
 
 class _Roles:

@@ -13,12 +13,14 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.filled import is_filled, padded_with
 from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, PARTS, SPLITS
+from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.ssd.atoms import Atom, flat
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_ops import REPEATS, VIEWS
 from megacpp_compile.matchers.token_loops.constants import is_positive
 from megacpp_compile.matchers.token_loops.proof import TokenLoop
+from megacpp_compile.matchers.token_loops.resets import cleared_by_flags
 from megacpp_compile.passes._rewrites.arrange import arrange, leading
 
 aten = torch.ops.aten
@@ -27,6 +29,8 @@ _SHAPED = VIEWS | REPEATS - PADS | IDENTITIES | CASTS
 _PARTS = _SHAPED | PARTS | SPLITS | {operator.getitem}
 # What a decay may be of something, and the logarithm of that.
 _LOGARITHMS = {aten.exp.default: None, aten.sigmoid.default: aten.log_sigmoid.default}
+# What stands for the logarithm of 0: its exponential is 0 in every dtype, and sums of it are exact enough.
+_NOTHING = -1000.0
 
 
 class Operands:
@@ -40,7 +44,7 @@ class Operands:
     def problem(self) -> tuple[str, str] | None:
         """(tag, reason) where there is no op with these operands."""
         g = self.found.operands.get("g")
-        if g is not None and self.found.decay and not all(map(has_logarithm, self._whole_nodes(g))):
+        if g is not None and self.found.decay and not all(_has_own(n) for n in self._whole_nodes(g)):
             return "decay", "a decay that is no exponential, sigmoid or known number may have no logarithm"
         if self.loop.initial is None:
             own = [leaf.node for role, leaf in self.found.operands.items() if role != "g" and self._is_stacked(leaf)]
@@ -60,6 +64,7 @@ class Operands:
             for node in self._whole_nodes(leaf):
                 chain = _chain(node) if role == "g" and self.found.decay else None
                 yield node if chain is None else chain[-1].args[0]  # type: ignore[misc]
+                yield from (cleared.flags for n in chain or () if (cleared := cleared_by_flags(n)) is not None)
 
     def arranged(self, build: Builder, role: str, target: Dims) -> Node:
         """The operand with all dimensions of `target`, repeated where it does not have them."""
@@ -138,6 +143,7 @@ class Operands:
         leaf = self.found.operands[role]
         logarithms = role == "g" and self.found.decay
         nodes = [_logarithm(build, n) if logarithms else n for n in self._whole_nodes(leaf)]
+        nodes = [_bounded(build, n) for n in nodes] if role == "g" else nodes
         if self._has_tokens(leaf):
             return Leaf(nodes[0], tuple(self.t if set(d) & self.found.tokens else d for d in leaf.dims))
         if self._is_read(leaf):
@@ -158,13 +164,18 @@ def _seen_through(node: Node) -> list[Node]:
     return chain
 
 
-def _chain(decay: Node) -> list[Node] | None:
-    """`decay`, views, parts and casts behind it, what it is padded from with numbers above 0, and the exponential or
-    sigmoid that it is of."""
+def _chain(decay: Node, clears: bool = True) -> list[Node] | None:
+    """`decay`, views, parts and casts behind it, what it is padded from with numbers above 0 or, with `clears`, set to
+    0 in, and the exponential or sigmoid that it is of."""
     chain = [decay]
-    while chain[-1].target in _PARTS or (_padding(chain[-1]) or 0.0) > 0:
-        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
-    return chain if chain[-1].target in _LOGARITHMS else None
+    while True:
+        node = chain[-1]
+        if node.target in _PARTS or (_padding(node) or 0.0) > 0:
+            chain.append(node.args[0])  # type: ignore[arg-type]
+        elif clears and (cleared := cleared_by_flags(node)) is not None:
+            chain.append(cleared.node)
+        else:
+            return chain if node.target in _LOGARITHMS else None
 
 
 def _padding(node: Node) -> float | None:
@@ -174,7 +185,27 @@ def _padding(node: Node) -> float | None:
 
 
 def has_logarithm(decay: Node) -> bool:
+    return _chain(decay, False) is not None or is_positive(decay)
+
+
+def _has_own(decay: Node) -> bool:
+    """Whether `_logarithm` can be made of `decay`."""
     return _chain(decay) is not None or is_positive(decay)
+
+
+def _bounded(build: Builder, logarithm: Node) -> Node:
+    """A decay's logarithm that is no infinity, as one is where a document begins, and no sum of which becomes one."""
+    pending, seen = [logarithm], {logarithm}
+    while pending and len(seen) < 200:
+        node = pending.pop()
+        fills = [number_of(a) for a in node.args if not isinstance(a, (Node, list, tuple)) and a is not None]
+        low = any(fill is not None and fill < _NOTHING for fill in fills)
+        if node.target is aten.log.default or low and isinstance(value(node), torch.Tensor):
+            return build(aten.clamp_min.default, logarithm, _NOTHING)
+        new = [a for a in node.all_input_nodes if a not in seen and not is_projection(a)]
+        seen.update(new)
+        pending += new
+    return logarithm
 
 
 def _logarithm(build: Builder, decay: Node) -> Node:
@@ -188,6 +219,10 @@ def _logarithm(build: Builder, decay: Node) -> Node:
     for view in reversed(views):
         if (padded := _padding(view)) is not None:
             node = build(aten.constant_pad_nd.default, node, view.args[1], math.log(padded))
+        elif (cleared := cleared_by_flags(view)) is not None:
+            flags = cleared.flags if cleared.kept else build(aten.logical_not.default, cleared.flags)
+            flags = flags if value(flags).dtype is torch.bool else build(aten.ne.Scalar, flags, 0)
+            node = build(aten.where.ScalarOther, flags, node, _NOTHING)
         elif view.target is operator.getitem:
             node = build.item(node, view.args[1])  # type: ignore[arg-type]
         else:
