@@ -18,8 +18,12 @@ from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, silu_of
+from megacpp_compile.matchers.documents import is_constant
 
 aten = torch.ops.aten
+# What nothing shows of positions is that they count from 0 in each document.
+POSITIONS = "taps are masked by positions, which may be any: compare numbers of documents, `(position == 0).cumsum(-1)`"
+_LIMITS = {aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
 
 
@@ -36,10 +40,12 @@ class _Term:
 
 
 def match_masked_taps(root: Node) -> CausalConv | NoCausalConv | None:
-    """The convolution that the sum `root` is; None where no term of it is masked by documents."""
+    """The convolution that the sum `root` is; None where no term of it is masked by documents or positions."""
     summands, internal = _flatten(root, aten.add.Tensor)
-    if len(summands) < 2 or not any(_is_same(f) is not None for s in summands for f in _factors(s)[0]):
-        return None
+    factors = [_factors(s)[0] for s in summands] if len(summands) > 1 else []
+    if not any(_is_same(f) is not None for product in factors for f in product):
+        by_positions = any(any(map(_is_position, p)) and any(_column(f) is not None for f in p) for p in factors)
+        return NoCausalConv(root, "documents", POSITIONS) if by_positions else None
     bias, terms = None, list[_Term]()
     for node in summands:
         factors, inside, cleared = _factors(node)
@@ -186,6 +192,14 @@ def _is_same(node: Any) -> _Same | None:
         if x is now:
             return _Same(x, lag, differs)
     return None
+
+
+def _is_position(node: Any) -> bool:
+    """Whether a mask says how far into its document each step is, by an input."""
+    while isinstance(node, Node) and node.target in IDENTITIES | CASTS | SQUEEZES | _NOT | {UNSQUEEZE}:
+        node = node.args[0]
+    asked = isinstance(node, Node) and node.target in _LIMITS and _is_numbers(node.args[0])
+    return asked and not is_constant(node)
 
 
 def _is_numbers(node: Any) -> bool:

@@ -170,6 +170,9 @@ REFUSED = {
     "weights_reversed": by_lags(lambda x, seq_idx, lag: delayed(x, lag) * same(seq_idx, lag), 0, lambda lag: lag),
     # what `masked_fill` leaves is what is of other documents
     "other_documents": by_lags(lambda x, seq_idx, lag: delayed(x, lag).masked_fill(same(seq_idx, lag), 0)),
+    # in place of the documents' numbers, each step's position in its document
+    "by_positions": by_lags(lambda x, positions, lag: delayed(x, lag) * (positions >= lag)[..., None]),
+    "by_positions_cleared": by_lags(lambda x, positions, lag: delayed(x, lag).masked_fill((positions < lag)[..., None], 0)),
     "padded_with_ones": by_lags(lambda x, seq_idx, lag: delayed(x, lag, 1.0) * same(seq_idx, lag, 1)),
 }
 
@@ -177,6 +180,27 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case):
     assert_refused(NAME, "documents", Mixer(REFUSED[case]), arguments())
+
+
+def test_steps_at_the_beginning_are_no_documents():
+    """Masked by a position that no input says."""
+    fixed = by_lags(lambda x, ids, lag: delayed(x, lag) * (torch.arange(x.shape[1])[None] >= lag)[..., None])
+    assert "documents" not in check_graph(Mixer(fixed), arguments()).tags(NAME)
+
+
+@pytest.mark.parametrize("told", ["positions", "flags"])
+def test_numbers_made_of_where_documents_begin(told):
+    """As `position_ids` of packed rows have it, and flags of first tokens."""
+
+    class Made(Mixer):
+        def forward(self, x, told):
+            begins = told if told.dtype is torch.bool else told == 0
+            return super().forward(x, begins.cumsum(-1))
+
+    x, _ = arguments(12)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 0, 1]]).expand(2, -1)
+    frames = assert_fires(NAME, Made(multiplied), (x, positions if told == "positions" else positions == 0))
+    assert operand(frames) is not None
 
 
 def test_what_is_no_delay_stays_plain():
