@@ -373,6 +373,17 @@ def documents(m, q, k, v, ids):
     return scored(q, k).masked_fill(~(same & causal(q, k)), INF).softmax(-1) @ v
 
 
+def documents_of_all_heads(m, q, k, v, ids):
+    """The dimension of heads is put in last, by what all of the mask goes through."""
+    seen = (ids[:, :, None] == ids[:, None]) & causal(q, k)
+    return scored(q, k).masked_fill(~seen[:, None], INF).softmax(-1) @ v
+
+
+def documents_added(m, q, k, v, ids):
+    seen = (ids[:, :, None] == ids[:, None]) & causal(q, k)
+    return (scored(q, k) + torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, INF)[:, None]).softmax(-1) @ v
+
+
 def documents_by_others(m, q, k, v, ids):
     """Other numbers than those of the queries."""
     same = ids[:, None, :, None] == (ids // 2)[:, None, None, :]
@@ -561,6 +572,8 @@ SPELLINGS = {
     "chunks": (lambda: block(chunks), "mask right 0"),
     "last_queries": (lambda: block(last_queries), "right 3"),
     "documents": (lambda: block(documents, IDS), "documents right 0"),
+    "documents_of_all_heads": (lambda: block(documents_of_all_heads, IDS), "documents right 0"),
+    "documents_added": (lambda: block(documents_added, IDS), "documents right 0"),
     "documents_by_others": (lambda: block(documents_by_others, IDS), "mask right 0"),
     "documents_and_padding": (lambda: block(documents_and_padding, IDS, THERE), "mask documents right 0"),
     "one_row_of_documents": (lambda: block(one_row_of_documents, IDS[0]), "documents"),

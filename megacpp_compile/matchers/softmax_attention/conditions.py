@@ -62,6 +62,7 @@ class Hidden:
 
 def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
     """The conditions of a mask; None of a bias."""
+    term = _before_unit_dims(term)
     if term.kind == "bias":
         try:
             conditions = masks.added(term.node)
@@ -77,10 +78,23 @@ def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
     for condition in masks.conditions(term.node, term.kind == "hidden"):
         assert not isinstance(condition, list)
         node, kind = condition[0], "hidden" if condition[1] else "seen"
+        if node.target is UNSQUEEZE and node is not term.node:
+            parts += conditions_of(found, dataclasses.replace(term, node=node, kind=kind)) or ()
+            continue
         part = _by_distance(found, term, node, kind, term.fill, condition)
         part = part or _by_prefix(found, term, node, kind, term.fill, condition)
         parts.append(part or Hidden(term, node, kind, term.fill, documents=_documents(found, term, node, kind)))
     return parts
+
+
+def _before_unit_dims(term: Term) -> Term:
+    """The same mask before dimensions of size 1 were put in, such as that of heads."""
+    while term.node.target is UNSQUEEZE:
+        rank, at = value(term.node).dim(), term.node.args[1]
+        at = len(term.dims) - rank + at % rank  # type: ignore[operator]
+        dims = (*term.dims[:at], *term.dims[at + 1 :])
+        term = dataclasses.replace(term, node=term.node.args[0], dims=dims)  # type: ignore[arg-type]
+    return term
 
 
 def _by_number(found: Attention, term: Term, fill: float, part: Any) -> Hidden | None:
