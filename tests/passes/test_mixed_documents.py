@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import megacpp_compile
 from megacpp_compile.config.options import Config
@@ -135,6 +136,16 @@ def added(told, tokens):
     return torch.zeros(tokens, tokens).masked_fill(~by_positions(told, tokens), float("-inf"))
 
 
+def chunked(told, tokens):
+    n = (torch.arange(tokens) + told[:, :1]) // 4
+    return by_numbers(n, tokens)
+
+
+def joined(told, tokens):
+    """Tokens of one number see each other beside what is causal, as those of an image do."""
+    return ((told[:, :, None] == told[:, None]) | causal(tokens))[:, None]
+
+
 def padding(told, tokens):
     return causal(tokens) & told[:, None, None].bool()
 
@@ -206,9 +217,9 @@ def test_a_convolution_that_is_told_shows_who_is_not():
 @pytest.mark.parametrize("mask, told", [
     (by_positions, ONE), (by_numbers, torch.zeros(1, TOKENS, dtype=torch.int64)), (given, causal(TOKENS)[None, None]),
     (by_offsets, OFFSETS[::2]), (by_numbers, torch.tensor([[1] * 9 + [0] * 3])), (by_numbers, torch.tensor([[-1] * 4 + [2] * 8])),
-    (given, (causal(TOKENS).triu(-2))[None, None]),
+    (by_positions, torch.tensor([[*range(8), 0, 0, 0, 0]])), (given, (causal(TOKENS).triu(-2))[None, None]),
     (given, (causal(TOKENS) & (torch.arange(TOKENS) > 2) | (torch.arange(TOKENS) < 3)[:, None])[None, None]),
-], ids=["positions", "numbers", "mask", "offsets", "zeros behind", "negative in front", "window", "padding in front"])  # fmt: skip
+], ids=["positions", "numbers", "mask", "offsets", "zeros behind", "negative in front", "positions of padding", "window", "padding in front"])  # fmt: skip
 def test_one_document_in_a_row(mask, told):
     assert looked_at(Hybrid(conv=Conv(), attention=Attention(mask)), told) == ({CONV}, False)
 
@@ -218,6 +229,8 @@ SILENT = {
     "decays are nothing": (lambda: Hybrid(delta=Cleared(), attention=Attention(by_positions)), POSITIONS),
     "documents reach none": (lambda: Hybrid(conv=Conv(), attention=Attention(None, causal=True)), POSITIONS),
     "padding": (lambda: Hybrid(conv=Conv(), attention=Attention(padding)), torch.tensor([[0] * 4 + [1] * 8])),
+    "chunks": (lambda: Hybrid(conv=Conv(), attention=Attention(chunked)), ONE),
+    "seen beside": (lambda: Hybrid(conv=Conv(), attention=Attention(joined)), NUMBERS),
     "attention alone": (lambda: Hybrid(a=Attention(by_positions), b=Attention(by_positions)), POSITIONS),
 }  # fmt: skip
 
@@ -287,8 +300,9 @@ def test_whole_model(no_kernels, anew, caplog):
 
 
 @pytest.mark.end_to_end
-def test_strict(no_kernels, anew):
-    compiled = torch.compile(hybrid(), backend="megacpp", options={"strict": True})
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_strict(no_kernels, anew, dynamic):
+    compiled = torch.compile(hybrid(), backend="megacpp", options={"strict": True}, dynamic=dynamic)
     compiled(x(), ONE)
     with pytest.raises(MixedDocumentsError, match="layers.conv") as caught:
         compiled(x(), POSITIONS)
@@ -318,6 +332,37 @@ def test_block_by_block(no_kernels, anew, caplog):
         model(x(), POSITIONS)
     assert {(m.tag, m.pass_name) for m in report.misses} == {(TAG, CONV)}
     assert {m.fqn for m in report.misses} == {"layers.0"} and "layers.0 (megacpp" in caplog.text
+
+
+@pytest.mark.end_to_end
+def test_frames_between_graph_breaks(no_kernels, anew, caplog):
+    class Broken(Hybrid):
+        def forward(self, x, *told):
+            for layer in self.layers.values():
+                x = x + layer(x, *told)
+                torch._dynamo.graph_break()
+            return x
+
+    module = Broken(attention=Attention(by_positions), conv=Conv())
+    torch.compile(module, backend="megacpp")(x(), POSITIONS)
+    (line,) = [r.message for r in caplog.records if "several documents" in r.message]
+    assert f"({CONV})" in line and "F.scaled_dot_product_attention" in line
+
+
+class Flex(Attention):
+    """FlexAttention, whose mask is a function of places."""
+
+    def forward(self, x, told):
+        q, k, v = (a.unflatten(-1, (2, 5)).transpose(1, 2) for a in self.qkv(x).chunk(3, -1))
+        mask = lambda b, h, i, j: (i >= j) & (told[b, i] == told[b, j])  # noqa: E731
+        blocks = create_block_mask(mask, 1, None, x.shape[1], x.shape[1], device="cpu")
+        return self.out(flex_attention(q, k, v, block_mask=blocks).transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def test_flex_attention():
+    report = megacpp_compile.explain(Hybrid(conv=Conv(), attention=Flex(None)), x().detach(), NUMBERS)
+    assert [(miss.tag, miss.fqn) for miss in report.misses] == [(TAG, "layers.conv")]
 
 
 def test_explained():

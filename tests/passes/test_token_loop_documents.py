@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.frames import check, check_graph, run_graph, train
 
-from .conditions import assert_serves, op_of
+from .conditions import assert_serves, op_of, sampled
 
 NAME = "token_loop"
 B, T, H, K, V = 2, 7, 2, 3, 4
@@ -85,7 +85,7 @@ def of_documents():
     return train(module, module, args())
 
 
-@pytest.mark.parametrize("how", DECAYS)
+@sampled(6, "how", DECAYS)
 def test_decays(how):
     """Equal to eager in forward and gradients, which are finite though a decay has no logarithm."""
     frames = check_graph(Loop(delta=how != "sigmoid", decays=DECAYS[how]), args())
@@ -130,8 +130,7 @@ def test_gates_without_documents_are_left_as_they_are():
     assert op_of(frames, "gated_delta_rule") is not None
 
 
-@pytest.mark.parametrize("delta", [True, False])
-@pytest.mark.parametrize("how", STATES)
+@pytest.mark.parametrize(("how", "delta"), [("times", True), ("filled", False), ("where", True), ("times", False)])
 def test_states_that_are_cleared(how, delta):
     """No op clears a state; the reason says what to write."""
     frames = check_graph(Loop(delta, state=STATES[how]), args())

@@ -18,7 +18,8 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import OpOverload
-from megacpp_compile.fx.edit import attribute_of, same_size, value
+from megacpp_compile.fx.edit import attribute_of, called, same_size, value
+from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import PARTS, REARRANGEMENTS, SPLITS
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers.documents import decayed_away, is_constant
@@ -37,6 +38,8 @@ NUMBERS, OFFSETS, MASK = "numbers", "offsets", "mask"
 # Arguments by which ops are told of documents.
 _OFFSETS = re.compile(r"cu_?seq_?len|cum_seq|query_start_loc")
 _NUMBERS = re.compile(r"seq_idx|doc(ument)?(s|_?ids)|segment_ids")
+# Of positions, they number chunks.
+_CHUNKS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
 _NOT = (aten.logical_not.default, aten.bitwise_not.default)
 _INDEXED = (aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.index_put.default,
             aten.scatter.src, aten.take_along_dim.default)  # fmt: skip
@@ -150,8 +153,8 @@ def _flex_numbers(node: Node) -> Iterator[Node]:
         return
     blocks, captures = node.args[4], node.args[8] if len(node.args) > 8 else ()
     mask = attribute_of(node.graph.owning_module, blocks[-1].target)  # type: ignore[index, union-attr]
-    compares = {n.target for n in mask.graph.nodes}
-    if aten.eq.Tensor in compares and not compares & {aten.bitwise_or.Tensor, aten.logical_or.default}:
+    calls = {called(n).partition(".")[0] for n in mask.graph.nodes if n.op.startswith("call")}
+    if "eq" in calls and not calls & {"or_", "bitwise_or", "logical_or"}:
         tokens = value(node.args[0]).shape[2]
         given = (n for n in captures if isinstance(n, Node) and _whole(n))  # type: ignore[union-attr]
         yield from (n for n in given if value(n).dim() and same_size(value(n).shape[-1], tokens))
@@ -178,7 +181,7 @@ def _compared(node: Any, kind: str) -> Iterator[Node]:
         yield from _compared_in_bias(node)
     elif target is (aten.eq.Tensor if kind == "seen" else aten.ne.Tensor):
         own = [_of_tokens(a) for a in args[:2]]
-        if own[0] is own[1] and own[0] is not None:
+        if own[0] is own[1] and own[0] is not None and not is_constant(own[0]) and own[0].target not in _CHUNKS:
             yield own[0]
 
 
@@ -285,9 +288,9 @@ def _whole(node: Node) -> bool:
     return isinstance(held, torch.Tensor) and not held.is_floating_point() and not held.is_complex()
 
 
-def _shapes(node: Node) -> list[Any]:
+def _sizes(node: Node) -> list[Any]:
     held = [value(n) for n in (node, *node.all_input_nodes)]
-    return [t.shape for t in held if isinstance(t, torch.Tensor) and t.dim() > 2]
+    return [n for t in held if isinstance(t, torch.Tensor) and t.dim() > 2 for n in t.shape]
 
 
 def _is_long(node: Node) -> bool:
@@ -300,7 +303,5 @@ def _is_long(node: Node) -> bool:
 
 def _same_tokens(node: Node, apart: Iterable[Apart]) -> bool:
     """Whether `node` may have as many tokens as a row in which documents are kept apart."""
-    rows = [size for one in apart if one.form != OFFSETS for size in value(one.told).shape if not same_size(size, 1)]
-    sizes = [size for shape in _shapes(node) for size in shape]
-    exact = all(isinstance(size, int) for size in (*rows, *sizes))
-    return not rows or not exact or any(size in rows for size in sizes)
+    rows = {hint(n) for one in apart if one.form != OFFSETS for n in value(one.told).shape if not same_size(n, 1)}
+    return not rows or any(hint(n) in rows for n in _sizes(node))

@@ -117,9 +117,10 @@ def watching(
 
     def run(*args: Any) -> Any:
         nonlocal count
-        if not ledger.keeper and not _is_traced(args):
+        if not ledger.keeper:
             count += 1
-            if count & (count - 1) == 0 and several_documents(told(*args), found.forms):
+            looks = count & (count - 1) == 0 and not _is_traced(args)
+            if looks and several_documents(told(*args), found.forms):
                 ledger.keeper = found.keeper
         ledger.tell(frame, config)
         return compiled(*args)
@@ -139,14 +140,14 @@ def several_documents(told: Sequence[Tensor], forms: Sequence[str]) -> bool:
 
 
 def _by_numbers(x: Tensor) -> Tensor:
-    """Where a number is another than the one before. Negative numbers, and zeros behind all others, are padding; of
-    tokens that all differ nothing is said."""
+    """Where a number is another than the one before. Negative numbers, zeros behind all others, and tokens at the end
+    that all differ, as padding by position 0 does, are no documents."""
     tokens = max((i for i, n in enumerate(x.shape) if n > 1), default=0)
     rows = x.movedim(tokens, -1).reshape(-1, x.shape[tokens]) if x.dim() else x.reshape(1, 1)
     padding = (rows < 0) | (rows.flip(-1).abs().cumsum(-1).flip(-1) == 0) & (rows != 0).any(-1, keepdim=True)
     begins = (rows[:, 1:] != rows[:, :-1]) & ~padding[:, 1:] & ~padding[:, :-1]
-    count = begins.sum(-1)
-    return ((count > 0) & (count < rows.shape[-1] - 1)).any()
+    alone = begins.flip(-1).cumprod(-1).flip(-1).bool()
+    return (begins & ~alone).any()
 
 
 def _by_offsets(x: Tensor) -> Tensor:
@@ -156,11 +157,11 @@ def _by_offsets(x: Tensor) -> Tensor:
 def _by_mask(x: Tensor) -> Tensor:
     """Where a token does not see the one before, nor that it, though each sees itself: padding is seen by nobody, and
     a window has the token before in it."""
-    seen = x if x.dtype is torch.bool else x > -1e4
-    own = seen.diagonal(0, -2, -1)
+    diagonals = [x.diagonal(at, -2, -1) for at in (0, -1, 1)]
+    own, before, behind = (d if d.dtype is torch.bool else d > -1e4 for d in diagonals)
     if x.dtype is torch.bool and not own.any():  # it says what is hidden
-        seen, own = ~seen, ~own
-    apart = own[..., 1:] & own[..., :-1] & ~seen.diagonal(-1, -2, -1) & ~seen.diagonal(1, -2, -1)
+        own, before, behind = ~own, ~before, ~behind
+    apart = own[..., 1:] & own[..., :-1] & ~before & ~behind
     return (apart.any(-1) & ~apart.all(-1)).any()
 
 
