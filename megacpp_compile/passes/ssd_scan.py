@@ -79,7 +79,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         if documents is None:
             yield MatchFailure(other.node, other.tag, other.reason)
         else:
-            reason = max(tried, key=lambda one: one.stage).reason
+            reason = max(tried, key=lambda one: (one.tag == "documents", one.stage)).reason
             yield MatchFailure(documents, "documents", f"{DOCUMENTS}: {reason}")
     for product in given_decays(view):
         yield MatchFailure(product, "given-decays", GIVEN)

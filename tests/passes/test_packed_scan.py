@@ -248,6 +248,26 @@ def test_refuses(tag, body):
     assert_refused(NAME, tag, *packed(*body))
 
 
+def test_a_small_decay_is_told_of_as_such():
+    frames = assert_refused(NAME, "documents", *packed(*NEAR["documents"]["small, not nothing"]))
+    assert "made small in it, not nothing" in frames.misses[0].reason
+
+
+def test_masks_of_several_tensors():
+    """Which of them begins a document is not tried; the reason says that there are several."""
+
+    class Twice(PlainMamba2):
+        def forward(self, u, numbers, others):
+            equal = lambda n: n[:, :, None] == n[:, None]  # noqa: E731
+            self.form = lambda *args: masked(lambda n, _: equal(n) & equal(others))(*args, numbers)
+            return super().forward(u)
+
+    module = Twice().double()
+    u, numbers = packed(masked(None))[1]
+    frames = assert_refused(NAME, "documents", module, (u, numbers, numbers.flip(0)))
+    assert "several tensors" in frames.misses[0].reason
+
+
 def test_a_mask_of_positions_is_no_document():
     """Positions compared with each other come from no input."""
 
