@@ -102,7 +102,7 @@ def _is_attention(what: str) -> bool:
     return traits_of(op).block_kind == "ablock"
 
 
-_CAUSAL = "causal attention"
+CAUSAL = "causal attention"
 
 
 def _causal(graph: fx.Graph) -> Iterator[tuple[str, Node]]:
@@ -113,12 +113,12 @@ def _causal(graph: fx.Graph) -> Iterator[tuple[str, Node]]:
             given = arguments_of(node)
             q, k = value(given["query"]), value(given["key"])
             if given["is_causal"] is True and given["attn_mask"] is None and same_size(q.shape[-2], k.shape[-2]):
-                yield _CAUSAL, node
+                yield CAUSAL, node
         elif str(node.target) == "megacpp.attention.default":
             q, k, _, mask, bias, _, documents = node.args[:7]
             several = same_size(value(q).shape[2], value(k).shape[2]) and same_size(node.args[10], 0)
             if mask is None and bias is None and documents is None and several and len(node.args) < 15:
-                yield _CAUSAL, node
+                yield CAUSAL, node
 
 
 def _operands(node: Node) -> Iterator[tuple[Node, str]]:

@@ -7,7 +7,7 @@ it an error.
 
 Whether a row holds several documents is data. What tells them apart is computed once more beside the compiled code, of
 whole numbers alone, in the first call and in each whose number is a power of two, until several are seen. Frames of one
-model, such as its blocks, share a `Ledger`.
+model, such as its blocks, share a `Ledger`; those that run from then on are told of.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.fx.sizes import elements
-from megacpp_compile.passes._frame.document_sites import MASK, OFFSETS, Apart, kept_apart, run_across
+from megacpp_compile.passes._frame.document_sites import CAUSAL, MASK, OFFSETS, Apart, kept_apart, run_across
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.records import Frame, MissedFusion
 
@@ -52,21 +52,22 @@ class Mixed:
 
 
 class Ledger:
-    """What is known of one model's documents: who was seen to keep several apart, and what runs across them."""
+    """What is known of one model's documents: who was seen to keep several apart, and what was said."""
 
     def __init__(self) -> None:
         self.keeper = ""
-        self.across: dict[tuple[str, str], MissedFusion] = {}
-        self.said = 0
+        self.said = set[tuple[str, str]]()
 
-    def tell(self, frame: Frame, config: Config) -> None:
-        """Warn of what is known and was not said. Raises MixedDocumentsError under `strict`."""
-        if not self.keeper or self.said == len(self.across):
+    def tell(self, across: Sequence[MissedFusion], frame: Frame, config: Config) -> None:
+        """Warn of what runs across documents now and was not said. Raises MixedDocumentsError under `strict`."""
+        new = {(miss.fqn or miss.source, miss.pass_name): miss for miss in across} if self.keeper else {}
+        if not (new.keys() - self.said):
             return
-        new = [*self.across.values()][self.said :]
-        self.said = len(self.across)
-        error = MixedDocumentsError([(miss.fqn or miss.source, miss.pass_name) for miss in new], self.keeper)
-        collector.emit_misses(frame, [dataclasses.replace(miss, reason=_reason(miss, self.keeper)) for miss in new])
+        blocks = [block for block in new if block not in self.said]
+        self.said |= new.keys()
+        rows = [dataclasses.replace(new[block], reason=_reason(new[block], self.keeper)) for block in blocks]
+        collector.emit_misses(frame, rows)
+        error = MixedDocumentsError(blocks, self.keeper)
         if config.strict:
             raise error
         warn_once(str(error))
@@ -91,7 +92,9 @@ def _mixed(captured: Captured, misses: Sequence[MissedFusion], whole: bool) -> M
     if whole and not run_across(graph, misses, ()):
         return None
     apart = [one for one in kept_apart(graph, captured.weights) if _is_told(one)]
-    across = [_row(one.node, one.what) for one in run_across(graph, misses, apart)]
+    # Attention is compiled again for a mask: a frame without one runs where a row holds one document.
+    found = [one for one in run_across(graph, misses, apart) if whole or one.what != CAUSAL]
+    across = [_row(one.node, one.what) for one in found]
     if not apart or whole and not across:
         return Mixed(across) if across and not whole else None
     first = apart[0].node
@@ -106,23 +109,16 @@ def watching(
     that of the call of torch's."""
     if found is None:
         return compiled
-    ledger = _ledger(model)
-    for miss in found.across:
-        ledger.across.setdefault((miss.fqn or miss.source, miss.pass_name), miss)
-    told = found.told
-    if told is None:
-        ledger.tell(frame, config)
-        return compiled
-    count = 0
+    ledger, told, count = _ledger(model), found.told, 0
 
     def run(*args: Any) -> Any:
         nonlocal count
-        if not ledger.keeper:
+        if told is not None and not ledger.keeper:
             count += 1
             looks = count & (count - 1) == 0 and not _is_traced(args)
             if looks and several_documents(told(*args), found.forms):
                 ledger.keeper = found.keeper
-        ledger.tell(frame, config)
+        ledger.tell(found.across, frame, config)
         return compiled(*args)
 
     return run
