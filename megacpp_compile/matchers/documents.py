@@ -85,6 +85,21 @@ def compared_documents(node: Node) -> Node | None:
     return None
 
 
+def masked_by_documents(node: Node, most: int = 5) -> Node | None:
+    """The comparison, as `compared_documents` has it, of a mask that is applied to `node` or to what is made of it, in
+    the next `most` nodes on each way."""
+    seen, ahead = {node}, [node]
+    for _ in range(most):
+        ahead = [u for n in ahead for u in n.users if u not in seen and u.op == "call_function"]
+        ahead = [u for u in ahead if not is_projection(u)]
+        masks = [a for u in ahead for a in u.all_input_nodes if a not in seen and a not in ahead]
+        flags = [a for a in masks if getattr(value(a), "dtype", None) is torch.bool]
+        if (found := next(filter(None, map(compared_documents, flags)), None)) is not None:
+            return found
+        seen.update(ahead)
+    return None
+
+
 def decayed_away(node: Node) -> Node | None:
     """The comparison of an input's integers with a number that says where `node` is a large negative number."""
     if node.target not in _CHOICES:

@@ -25,6 +25,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.delta_rule.rule import DeltaRule, find_delta_rules
+from megacpp_compile.matchers.documents import compared_documents
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.recurrences import single_steps
 from megacpp_compile.matchers.ssd.atoms import flat
@@ -35,13 +36,17 @@ name = "gated_delta_rule"
 op = "megacpp::gated_delta_rule"
 after: tuple[str, ...] = ("token_loop",)  # a loop of few tokens is also one of chunks
 ONE_TOKEN = "one token of a delta rule"
+DOCUMENTS = (
+    "documents", "what integers are equal, as packed documents' are, masks it: gates of -1e4 where one begins are taken"
+)  # fmt: skip
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure | Recognised]:
     seen = set[Node]()
     for found in find_delta_rules(view.graph):
         if not isinstance(found, DeltaRule):
-            yield MatchFailure(found.node, found.tag, found.reason)
+            told = compared_documents(found.node)
+            yield MatchFailure(found.node, *(DOCUMENTS if told is not None else (found.tag, found.reason)))
         elif found.axes.t or found.chunk:
             yield _check(view, found)
         else:

@@ -28,7 +28,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.delta_rule.core import in_corrected_cores
-from megacpp_compile.matchers.documents import compared_documents
+from megacpp_compile.matchers.documents import compared_documents, masked_by_documents
 from megacpp_compile.matchers.given_decays import given_decays
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.atoms import flat
@@ -46,6 +46,7 @@ after: tuple[str, ...] = ("gated_linear_attention",)  # what it takes is no near
 
 aten = torch.ops.aten
 LEAST_CHUNK, MOST_CHUNK = 16, 256
+DOCUMENTS_OF = (compared_documents, masked_by_documents)
 DOCUMENTS = "decays go by what integers are equal, as packed documents' do, but what is made is no scan of documents"
 
 GIVEN = (
@@ -75,7 +76,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         if any(decay in corrected for decay in other.decays):
             continue
         tried = [other, *(again for again in why if again.decays & other.decays)]
-        documents = next(filter(None, (compared_documents(one.node) for one in tried)), None)
+        documents = next(filter(None, (of(one.node) for one in tried for of in DOCUMENTS_OF)), None)
         if documents is None:
             yield MatchFailure(other.node, other.tag, other.reason)
         else:

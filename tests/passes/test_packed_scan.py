@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.corpus.scans import PlainMamba2, chunks, einsums, one_triangle, padded, segment_sums, to_heads
 from tests.frames import check_graph
@@ -278,3 +280,31 @@ def test_a_mask_of_positions_is_no_document():
 
     module = PlainMamba2(equal_positions)
     assert_fires(NAME, module, module.example_inputs())
+
+
+class MaskedDelta(nn.Module):
+    """A delta rule whose tokens are one chunk, its decays times what `seen(numbers)` makes of documents."""
+
+    def __init__(self, seen):
+        super().__init__()
+        torch.manual_seed(0)
+        self.seen, self.into, self.out = seen, nn.Linear(5, 24), nn.Linear(8, 5)
+
+    def forward(self, x, numbers):
+        q, k, v, g, beta = self.into(x).split([6, 6, 8, 2, 2], -1)
+        q, k, v = (a.view(*x.shape[:2], 2, -1).transpose(1, 2) for a in (q, k, v))
+        sums, beta = (-F.softplus(g)).transpose(1, 2).cumsum(-1), beta.sigmoid().transpose(1, 2)[..., None]
+        decays = (sums[..., :, None] - sums[..., None, :]).tril().exp().tril()
+        decays = self.seen(decays, numbers[:, None, :, None] == numbers[:, None, None, :])
+        inverse = torch.eye(x.shape[1]) + ((beta * k) @ k.transpose(-1, -2) * decays).tril(-1)
+        new = torch.linalg.solve_triangular(inverse, beta * v, upper=False)
+        return self.out(((q @ k.transpose(-1, -2) * decays) @ new).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("seen", [lambda d, same: d * same, lambda d, same: d.masked_fill(~same, 0.0)])
+def test_masked_delta_rules(seen):
+    """It takes documents by its gates alone; a pass says so, and none that what is masked is another recurrence."""
+    x = torch.randn(1, 8, 5, requires_grad=True)
+    frames = check_graph(MaskedDelta(seen), (x, torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])))
+    assert {m.tag for m in frames.misses} == {"documents"}, frames.misses
+    assert check_graph(MaskedDelta(lambda d, same: d), (x, torch.tensor([[0] * 8]))).counts["gated_delta_rule"] == 1
