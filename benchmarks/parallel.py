@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 -m benchmarks.parallel --device cpu --quick   # the whole path at toy sizes
 
 Layers of plain latent attention (MLA) with a SwiGLU or with experts, cut over all ranks by PyTorch's own means and
-compiled one by one, as trainers do. Each compiler trains the same weights on the same batches, then steps without an
-optimizer are timed in turns. Losses are held against eager's: bfloat16 scatters, and Inductor's distance from eager
-says by how much. The exit code is 1 where losses are further off than twice that, where a site of one device did not
-fire on some rank, or where there are more graphs than Inductor makes.
+compiled one by one, as trainers do, or as one model (`--whole`). Each compiler trains the same weights on the same
+batches, then steps without an optimizer are timed in turns. Losses are held against eager's: bfloat16 scatters, and
+Inductor's distance from eager says by how much. The exit code is 1 where losses are further off than twice that, where
+a site of one device did not fire on some rank, or where there are more graphs than Inductor makes.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ SLACK = 1e-4  # relative, of losses that Inductor happens to get exactly
 
 
 class Composition:
-    """One way to cut the model, with a compiled form of every layer for every row."""
+    """One way to cut the model, with a compiled form of every layer, or of the whole, for every row."""
 
-    def __init__(self, how: str, sizes: Sizes, device: torch.device, rows: Sequence[str]) -> None:
+    def __init__(self, how: str, sizes: Sizes, device: torch.device, rows: Sequence[str], whole: bool) -> None:
         self.how, self.device, self.names = how, device, rows
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         mesh = init_device_mesh(device.type, (self.ranks,))
@@ -68,10 +68,10 @@ class Composition:
         if how in ("tensor", "sequence"):
             plan = parallel_models.TENSOR if how == "tensor" else parallel_models.sequence()
             parallel_models.tensor_parallel(self.model, mesh, plan)
-        self.layers = list(self.model.layers)
+        self.parts = [self.model] if whole else list(self.model.layers)
         self.compiled: dict[str, list[Any]] = {}
         for name in rows:
-            self.compiled[name] = [_compiled(layer, name) for layer in self.layers]
+            self.compiled[name] = [_compiled(part, name) for part in self.parts]
         if how.endswith("fsdp"):
             parallel_models.shard(self.model, mesh)
         self.after = parallel_models.repairs(self.model, how, self.ranks, group)
@@ -81,8 +81,8 @@ class Composition:
         self.inputs = self.batch(0)
 
     def use(self, name: str) -> None:
-        for layer, call in zip(self.layers, self.compiled[name], strict=True):
-            layer._compiled_call_impl = call
+        for part, call in zip(self.parts, self.compiled[name], strict=True):
+            part._compiled_call_impl = call
 
     def begin_anew(self) -> None:
         with torch.no_grad():
@@ -156,14 +156,14 @@ class Composition:
         return torch.cuda.max_memory_allocated() / 2**20
 
 
-def _compiled(layer: torch.nn.Module, name: str) -> Any:
+def _compiled(part: torch.nn.Module, name: str) -> Any:
     if name == "eager":
         return None
     import megacpp_compile
 
     options = ROWS[name]
-    layer.compile(**({} if options is None else {"backend": megacpp_compile.backend, "options": options or None}))
-    return layer._compiled_call_impl
+    part.compile(**({} if options is None else {"backend": megacpp_compile.backend, "options": options or None}))
+    return part._compiled_call_impl
 
 
 def _local(p: Any) -> Tensor:
@@ -190,7 +190,7 @@ def measure(how: str, sizes: Sizes, device: torch.device, a: Any) -> dict[str, A
     say(f"{how}: the sites of one device")
     alone = of_one_device(sizes, device)
     torch._dynamo.reset()
-    composition = Composition(how, sizes, device, a.rows)
+    composition = Composition(how, sizes, device, a.rows, a.whole)
     rows: dict[str, dict[str, Any]] = {name: {"name": name} for name in a.rows}
     for name, row in rows.items():
         torch._dynamo.utils.counters.clear()
@@ -220,8 +220,8 @@ def measure(how: str, sizes: Sizes, device: torch.device, a: Any) -> dict[str, A
         say(f"{how}: turn {turn + 1} of {a.turns}")
     for name, row in rows.items():
         row["ms"] = {"median": statistics.median(turns[name]), "turns": turns[name]}
-    found = {"how": how, "what": HOW[how], "sizes": dataclasses.asdict(sizes), "ranks": composition.ranks,
-             "sites_of_one_device": alone, "rows": list(rows.values())}  # fmt: skip
+    found = {"how": how, "what": HOW[how] + ", as one frame" * a.whole, "sizes": dataclasses.asdict(sizes),
+             "ranks": composition.ranks, "sites_of_one_device": alone, "rows": list(rows.values())}  # fmt: skip
     judge(found)
     return found
 
@@ -289,6 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps whose losses are compared")
     parser.add_argument("--turns", type=int, default=6, help="how often every row is timed")
     parser.add_argument("--calls", type=int, default=5, help="steps of a turn")
+    parser.add_argument("--whole", action="store_true", help="compile the model as one frame, not layer by layer")
     parser.add_argument("--layers", type=int, help="in place of 4, or of 2 toys")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --quick alone")
     parser.add_argument("--quick", action="store_true", help="toy sizes")
