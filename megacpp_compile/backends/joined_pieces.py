@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import RESHAPES, is_elementwise
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -48,8 +49,7 @@ def _fixed(t: torch.Tensor) -> bool:
 
 def _computed(piece: Node) -> Node | None:
     """What `piece`, or what it is a reshape of, is made by, if by more than a few elementwise ops."""
-    while piece.target in RESHAPES:
-        piece = piece.args[0]  # type: ignore[assignment]
+    piece = through(piece, RESHAPES)
     made = value(piece)
     plain = isinstance(made, torch.Tensor) and _fixed(made) and made.is_contiguous()
     computed = is_elementwise(piece) or piece.target is _CAST

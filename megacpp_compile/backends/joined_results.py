@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.reader.links import above, through
 
 aten = torch.ops.aten
 
@@ -54,9 +55,8 @@ class Join:
             at = self.firsts.index(first)
             node, pieces[at] = pieces[at], whole
             self.cat.args = (list(pieces), *self.cat.args[1:])
-            while node is not op:
-                views, node = node, node.args[0]
-                views.graph.erase_node(views)
+            for view in above(node, op):
+                view.graph.erase_node(view)
 
     def finish(self, copy: Callable[[Node, Node, int], Node]) -> None:
         """Put the joined tensor in the place of the `cat`. copy(whole, piece, first): copies a piece, ahead of the
@@ -121,8 +121,7 @@ def _rows_are_apart(t: torch.Tensor, width: int) -> bool:
 def _source(piece: Node, whole: torch.Tensor) -> Node | None:
     """The result of an op that is all of `piece`, if nobody else reads it, and its elements are so in memory."""
     node, width = piece, value(piece).shape[-1]
-    while node.target in RESHAPES and len(node.users) == 1:
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, lambda n: n.target in RESHAPES and len(n.users) == 1)
     of_op = node.target is operator.getitem and node.args[0].target in semantic_ops()  # type: ignore[union-attr]
     if not of_op or len(node.users) != 1:
         return None

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import CASTS, COPIES, EXPANSIONS, PADS, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _SDPA = {aten.scaled_dot_product_attention.default}
@@ -59,9 +60,7 @@ def _operands(product: Node) -> list[Node]:
 
 
 def _views(node: Node) -> Node:
-    while node.target in _VIEWS:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return through(node, _VIEWS)
 
 
 def _multiplies_by(reader: Reader, weights: frozenset[Node]) -> bool:

@@ -17,6 +17,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PADS, RESHAPES, UNIT_DIMS
 from megacpp_compile.matchers.linear import is_projection
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _LAST = 1 << 62
@@ -106,8 +107,7 @@ def decayed_away(node: Node) -> Node | None:
         return None
     asked, *_ = [a for a in node.all_input_nodes if getattr(value(a), "dtype", None) is torch.bool] or [None]
     filled = [a for a in node.args if isinstance(a, float | int) and not isinstance(a, bool) and a <= -10]
-    while asked is not None and asked.target in RESHAPES | UNIT_DIMS | EXPANSIONS | IDENTITIES:
-        asked = asked.args[0]  # type: ignore[assignment]
+    asked = through(asked, RESHAPES, UNIT_DIMS, EXPANSIONS, IDENTITIES)
     if not filled or asked is None or asked.target not in _COMPARISONS or _fractional(asked.args[0]):
         return None
     return None if is_constant(asked) else asked
@@ -128,15 +128,13 @@ def is_constant(node: Node) -> bool:
 
 def plain(node: Any) -> Any:
     """`node` before casts between integers, copies, and views that insert or drop dimensions of size 1."""
-    while isinstance(node, Node) and node.op == "call_function":
-        if node.target in IDENTITIES | CASTS | {aten.detach.default}:
-            same = isinstance(node.args[0], Node) and not _fractional(node) and not _fractional(node.args[0])
-        else:
-            same = node.target in RESHAPES | UNIT_DIMS | EXPANSIONS and _wide(node) == _wide(node.args[0]) <= 1
-        if not same:
-            break
-        node = node.args[0]
-    return node
+    return through(node, _is_plain)
+
+
+def _is_plain(node: Node) -> bool:
+    if node.target in IDENTITIES | CASTS | {aten.detach.default}:
+        return not _fractional(node) and not _fractional(node.args[0])
+    return node.target in RESHAPES | UNIT_DIMS | EXPANSIONS and _wide(node) == _wide(node.args[0]) <= 1
 
 
 def _row(node: Any) -> Node | None:

@@ -18,6 +18,7 @@ from megacpp_compile.fx.edit import of_tensors, same_shape, value
 from megacpp_compile.fx.views import COPIES, FOLDS, RESHAPES, is_cast
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.silu import match_sigmoid, match_silu
+from megacpp_compile.reader.links import chain, through, widens
 
 aten = torch.ops.aten
 # Ops that keep the elements in row-major order and change the dimensions only.
@@ -85,11 +86,7 @@ def _keeps_order(node: Node) -> bool:
 
 def _source(node: Node) -> Node:
     """What `node` is made of by reshapes and widening casts."""
-    while True:
-        cast = is_cast(node) and _bits(node.args[0]) <= _bits(node)  # type: ignore[arg-type]
-        if not cast and not (_keeps_order(node) and _fuller(node)):
-            return node
-        node = node.args[0]  # type: ignore[assignment]
+    return through(node, widens, lambda n: _keeps_order(n) and _fuller(n))
 
 
 def _fuller(node: Node) -> bool:
@@ -102,9 +99,7 @@ def _fuller(node: Node) -> bool:
 
 def _through(node: Any) -> Any:
     """`node` without casts, reshapes and copies, down to what computes it."""
-    while isinstance(node, Node) and (is_cast(node) or _keeps_order(node)):
-        node = node.args[0]
-    return node
+    return through(node, is_cast, _keeps_order)
 
 
 def _gate(factor: Any, activation: str) -> tuple[Node, set[Node]] | None:
@@ -112,11 +107,8 @@ def _gate(factor: Any, activation: str) -> tuple[Node, set[Node]] | None:
     found = _GATES[activation](_through(factor))
     if found is None:
         return None
-    z, internal = found[0], set(found[1])
-    while factor not in internal:
-        internal.add(factor)
-        factor = factor.args[0]
-    return z, internal
+    z, internal = found
+    return z, {*internal, *chain(factor, lambda n: n not in internal)}
 
 
 def _other_gate(factor: Any, node: Node) -> NoNorm | None:
@@ -137,11 +129,8 @@ class _Gate:
 
 def _gate_before(norm: RmsNorm) -> _Gate | NoNorm | None:
     """The product with a gate, where that is what `norm` norms."""
-    internal: set[Node] = set()
-    node = norm.x
-    while is_cast(node) or _keeps_order(node):
-        internal.add(node)
-        node = node.args[0]  # type: ignore[assignment]
+    *between, node = chain(norm.x, is_cast, _keeps_order)
+    internal = {*between}
     if node.target is not aten.mul.Tensor or not of_tensors(node):
         return None
     pairs = (node.args, node.args[::-1])

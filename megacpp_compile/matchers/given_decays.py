@@ -15,6 +15,7 @@ from megacpp_compile.matchers.recurrences import find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.matchers.rope.lanes import is_one
 from megacpp_compile.matchers.ssd.tensor_ops import SAME, VIEWS
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _READS = VIEWS | SAME | EXPANSIONS | {aten.slice.Tensor, aten.select.int}
@@ -45,8 +46,7 @@ def _table_met(state: Node, computed: set[Node]) -> Node | None:
 
 
 def _is_given(node: Node) -> bool:
-    while node.target in _READS:
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, _READS)
     return node.op in ("placeholder", "get_attr") and isinstance(value(node), torch.Tensor)
 
 

@@ -13,6 +13,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.equations import Equation, equation_of
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 
@@ -166,8 +167,7 @@ def _equation_by_heads(node: Node, equation: Equation) -> ByHeads | None:
 
 def _is_stored(node: Node) -> bool:
     """Whether `node` is a view or a cast of an input of the graph, as a weight is."""
-    while node.op == "call_function" and (is_cast(node) or node.target in _VIEWS):
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, is_cast, _VIEWS)
     return node.op != "call_function"
 
 

@@ -19,6 +19,7 @@ from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, silu_of
 from megacpp_compile.matchers.documents import is_constant
+from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
 # What nothing shows of positions is that they count from 0 in each document.
@@ -177,13 +178,10 @@ class _Same:
 
 
 def _is_same(node: Any) -> _Same | None:
-    differs = False
-    while isinstance(node, Node) and node.target in IDENTITIES | CASTS | SQUEEZES | _NOT | {UNSQUEEZE}:
-        differs ^= node.target in _NOT
-        node = node.args[0]
+    *steps, node = chain(node, IDENTITIES, CASTS, SQUEEZES, _NOT, UNSQUEEZE)
     if not isinstance(node, Node) or node.target not in (aten.eq.Tensor, aten.ne.Tensor):
         return None
-    differs ^= node.target is aten.ne.Tensor
+    differs = (node.target is aten.ne.Tensor) != (sum(n.target in _NOT for n in steps) % 2 == 1)
     a, b = node.args
     if not all(isinstance(n, Node) and _is_numbers(n) for n in (a, b)):
         return None
@@ -210,10 +208,8 @@ def _is_numbers(node: Any) -> bool:
 def _delayed(node: Node, time: int, zeros: bool) -> tuple[Node, int]:
     """(x, lag) where `node` is x as it was `lag` steps earlier along `time`; before time 0 it is 0, if `zeros` is
     asked. `node` itself and 0 where it is no delay."""
-    first, at = 0, node
-    while (start := _slice_start(at, time)) is not None:
-        first, at = first + start, at.args[0]  # type: ignore[assignment]
-    left = 0
+    *cuts, at = chain(node, lambda n: _slice_start(n, time) is not None)
+    first, left = sum(_slice_start(n, time) or 0 for n in cuts), 0
     while (padded := _padded(at, time, zeros)) is not None:
         at, left = padded[0], left + padded[1]
     # It may have been cut at its end before it was padded.
@@ -264,24 +260,22 @@ def _column(node: Node) -> tuple[Node, int] | None:
     taps, column = value(node.args[0]).shape[-1], node.args[2]
     if not isinstance(taps, int) or not isinstance(column, int):
         return None
-    base, found = node.args[0], None
-    while isinstance(base, Node):
-        shape = value(base).shape
-        if len(shape) < 2 or shape[-1] != taps:
-            break
-        if len(shape) == 2 or len(shape) == 3 and shape[1] == 1:
-            found = base
-        units = SQUEEZES | IDENTITIES | {UNSQUEEZE}
-        one = base.target is aten.select.int and value(base.args[0]).shape[base.args[1]] == 1  # type: ignore[index]
-        base = base.args[0] if base.target in units or one else None
-    return None if found is None else (found, column % taps)
+    bases = chain(node.args[0], lambda n: value(n).dim() > 1 and value(n).shape[-1] == taps and _is_unit_view(n))
+    shapes = ((base, value(base).shape) for base in bases)
+    found = [base for base, s in shapes if s[-1] == taps and (len(s) == 2 or len(s) == 3 and s[1] == 1)]
+    return (found[-1], column % taps) if found else None
+
+
+def _is_unit_view(node: Node) -> bool:
+    """Whether `node` is its first argument but for dimensions of size 1."""
+    if node.target is aten.select.int:
+        return bool(value(node.args[0]).shape[node.args[1]] == 1)
+    return node.target in SQUEEZES | IDENTITIES | {UNSQUEEZE}
 
 
 def _unit_free(node: Node) -> Node:
     """`node` before dimensions of size 1 were put in or dropped."""
-    while node.target in SQUEEZES | {UNSQUEEZE}:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return through(node, SQUEEZES, UNSQUEEZE)
 
 
 def _is_channels(node: Node, like: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from megacpp_compile.fx.edit import long_dimensions, of_tensors, same_size, valu
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 NAMES = {
@@ -293,11 +294,8 @@ def _contracts(node: Node) -> bool:
     return any(n.target in (*CONTRACTIONS, *_SUMS) for n in _through_views(node))
 
 
-def _through_views(node: Node) -> Iterator[Node]:
-    yield node
-    while (node.target in _READS or is_cast(node)) and isinstance(node.args[0], Node):
-        node = node.args[0]
-        yield node
+def _through_views(node: Node) -> list[Node]:
+    return chain(node, _READS, is_cast)
 
 
 def _depends(node: Node, on: Node) -> bool:

@@ -19,6 +19,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, is_cast, uncast
 from megacpp_compile.matchers.numbers import is_number, number_of
+from megacpp_compile.reader.links import above, chain, through, widens
 
 aten = torch.ops.aten
 _MUL = {aten.mul.Tensor, aten.mul.Scalar}
@@ -96,11 +97,8 @@ def _is_written(factor: Any) -> bool:
 
 
 def _match(node: Node) -> RmsNorm | None:
-    internal: set[Node] = set()
-    top = node
-    while is_cast(node) or node.target in (aten.contiguous.default, aten.clone.default):
-        internal.add(node)
-        node = node.args[0]  # type: ignore[assignment]
+    top, (*between, node) = node, chain(node, is_cast, aten.contiguous.default, aten.clone.default)
+    internal = {*between}
     inner = node.args[0] if node.target is operator.getitem else node
     if isinstance(inner, Node) and inner.target in (aten.layer_norm.default, aten.native_layer_norm.default):
         raise _Refuse(node, "layer-norm", "LayerNorm subtracts the mean; only RMSNorm can be computed again this way")
@@ -131,11 +129,11 @@ def _match(node: Node) -> RmsNorm | None:
             raise _Refuse(f, "divided", "the normed value is divided by another tensor")
     if len(normed) != 1:
         raise _Refuse(mean, "other-tensor", "the mean square is of another tensor than the one it scales")
-    chain = _casts_of(normed[0])
-    if narrow in chain:  # rounded before the norm, and all of the norm is of the rounded tensor
-        internal -= set(_casts_of(narrow))
+    casts = chain(normed[0], is_cast)
+    if narrow in casts:  # rounded before the norm, and all of the norm is of the rounded tensor
+        internal -= set(chain(narrow, is_cast))
         x = narrow
-    internal.update(chain[: chain.index(x)])
+    internal.update(casts[: casts.index(x)])
     width = value(x).shape[-1]
     for gain in gains:
         _check_gain(gain, width)
@@ -177,26 +175,13 @@ def _whole(top: Node, node: Node, internal: set[Node]) -> RmsNorm:
         eps = torch.finfo(torch.promote_types(value(x).dtype, torch.float32)).eps
     internal |= {node, top}
     source = uncast(x)
-    step = x
-    while step is not source:
-        internal.add(step)
-        step = step.args[0]  # type: ignore[assignment]
+    internal.update(above(x, source))
     return RmsNorm(top, source, float(eps), [weight] if isinstance(weight, Node) else [], 1.0, internal)  # type: ignore[arg-type]
-
-
-def _casts_of(node: Node) -> list[Node]:
-    """`node`, then what it is a cast of, and so on down to what is no cast."""
-    chain = [node]
-    while is_cast(chain[-1]):
-        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
-    return chain
 
 
 def _narrowest(node: Node) -> Node:
     """`node` without the casts that widen it."""
-    while is_cast(node) and _bits(node.args[0]) <= _bits(node):  # type: ignore[arg-type]
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return through(node, widens)
 
 
 def _flatten(
@@ -208,11 +193,7 @@ def _flatten(
         inner = uncast(node)
         product = isinstance(inner, Node) and inner is not whole and inner.target in _MUL | _DIV
         if product and not _is_square(inner) and not _is_root(inner):
-            step = node
-            while step is not inner:
-                internal.add(step)
-                step = step.args[0]
-            internal.add(inner)
+            internal.update(above(node, inner), [inner])
             a, b = inner.args[:2]
             _flatten(a, over, under, internal, whole)
             if inner.target in _MUL:
@@ -234,11 +215,10 @@ def _is_root(node: Node) -> bool:
     return node.target in _DIV and not isinstance(node.args[0], Node)
 
 
-def _peel(node: Any, through: set[Node]) -> Any:
+def _peel(node: Any, internal: set[Node]) -> Any:
     """Casts, dimensions of size 1 put back after a reduction without keepdim, a statistic repeated along channels."""
-    while isinstance(node, Node) and (is_cast(node) or node.target is aten.unsqueeze.default or _is_repeated(node)):
-        through.add(node)
-        node = node.args[0]
+    *between, node = chain(node, is_cast, aten.unsqueeze.default, _is_repeated)
+    internal.update(between)
     return node
 
 
@@ -293,9 +273,7 @@ def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
 
 def _under_root(node: Any) -> bool:
     """Whether `node` is a root, or the norm of a vector, perhaps times a number."""
-    node = uncast(node)
-    while isinstance(node, Node) and node.target in _MUL | _DIV and is_number(node.args[1]):
-        node = uncast(node.args[0])
+    node = through(node, is_cast, lambda n: n.target in _MUL | _DIV and is_number(n.args[1]))
     return isinstance(node, Node) and (node.target in (aten.sqrt.default, aten.linalg_vector_norm.default) or (
         node.target is aten.pow.Tensor_Scalar and node.args[1] == 0.5))  # fmt: skip
 
@@ -329,17 +307,13 @@ def _mean_square(mean: Node) -> tuple[Node, Node, set[Node]]:
         operand = square.args[0]
     elif square.target is aten.mul.Tensor and uncast(square.args[0]) is uncast(square.args[1]):
         operand = square.args[0]
-        other = square.args[1]
-        while isinstance(other, Node) and is_cast(other):
-            internal.add(other)
-            other = other.args[0]
+        internal.update(chain(square.args[1], is_cast)[:-1])
     else:
         raise _Refuse(square, "no-square", "the mean is not of squares")
     assert isinstance(operand, Node)
     narrow = _narrowest(operand)
-    while isinstance(operand, Node) and is_cast(operand):
-        internal.add(operand)
-        operand = operand.args[0]
+    *between, operand = chain(operand, is_cast)
+    internal.update(between)
     assert isinstance(operand, Node)
     return operand, narrow, internal
 

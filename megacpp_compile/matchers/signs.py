@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import CASTS, COMPOSITE_PERMUTATIONS, IDENTITIES, PADS, REARRANGEMENTS
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 # What has elements of its first operand alone, sums of them, or zeros beside them.
@@ -76,6 +77,5 @@ def _clamped(n: Node, signs: frozenset[int]) -> frozenset[int]:
 
 
 def _is_sigmoid(n: Any) -> bool:
-    while isinstance(n, Node) and n.target in CASTS | IDENTITIES:
-        n = n.args[0]
+    n = through(n, CASTS, IDENTITIES)
     return isinstance(n, Node) and n.target is aten.sigmoid.default and value(n).is_floating_point()

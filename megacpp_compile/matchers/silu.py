@@ -11,6 +11,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.matchers.numbers import number_of
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 
@@ -37,10 +38,7 @@ def match_silu(node: Any) -> tuple[Node, set[Node]] | None:
 def _wider_sigmoid(x: Any, gate: Any) -> tuple[Node, set[Node]] | None:
     """(x, nodes) where `gate` is the logistic function of x, computed in its dtype or a wider one and rounded to no
     narrower one."""
-    casts: set[Node] = set()
-    while isinstance(gate, Node) and is_cast(gate):
-        casts.add(gate)
-        gate = gate.args[0]
+    *casts, gate = chain(gate, is_cast)
     inner = match_sigmoid(gate)
     if inner is None or not isinstance(x, Node):
         return None
@@ -56,11 +54,12 @@ def _wider_sigmoid(x: Any, gate: Any) -> tuple[Node, set[Node]] | None:
 
 def _unwidened(node: Node) -> tuple[Node, set[Node]]:
     """(what `node` is a widening cast of, the casts)."""
-    casts: set[Node] = set()
-    while is_cast(node) and torch.promote_types(value(node.args[0]).dtype, value(node).dtype) == value(node).dtype:
-        casts.add(node)
-        node = node.args[0]  # type: ignore[assignment]
-    return node, casts
+    *casts, node = chain(node, lambda n: is_cast(n) and _joint(n) == value(n).dtype)
+    return node, {*casts}
+
+
+def _joint(cast: Node) -> torch.dtype:
+    return torch.promote_types(value(cast.args[0]).dtype, value(cast).dtype)
 
 
 def match_swish(node: Node) -> tuple[Node, float] | None:

@@ -84,6 +84,12 @@ def lane_slice(node: Node) -> tuple[Node, int, int] | None:
     return None
 
 
+def cut_from(node: Node) -> Node | None:
+    """The tensor of whose last dimension `node` is a run."""
+    cut = lane_slice(node)
+    return None if cut is None else cut[0]
+
+
 def consumers(node: Node, through: Any) -> list[tuple[Node, Node, list[Node]]]:
     """(user, the value it reads, chain from `node` to that value) for every use of `node` behind links `through`
     accepts."""

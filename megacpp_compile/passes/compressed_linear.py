@@ -37,6 +37,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.passes._rewrites.dying import held_by, stays_alive
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 name = "compressed_linear"
@@ -118,11 +119,8 @@ def _check(view: GraphView, plan: CompressionPlan, linears: list[Linear]) -> Mat
 
 def _unsummed(x: Node) -> tuple[Node, tuple[Any, ...]]:
     """(the value that `x` is, the groups of ranks that its gradient is summed over, the last one first)."""
-    groups = []
-    while x.target is sum_gradient:
-        groups.append(x.args[1])
-        x = x.args[0]  # type: ignore[assignment]
-    return x, tuple(groups)
+    *sums, x = chain(x, {sum_gradient})
+    return x, tuple(n.args[1] for n in sums)
 
 
 def _rewrite(

@@ -29,11 +29,12 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.hyper_connections.connection import Connection, match_connection, unwidened
+from megacpp_compile.matchers.hyper_connections.connection import Connection, match_connection
 from megacpp_compile.matchers.hyper_connections.maps import Gate, Mixing
 from megacpp_compile.matchers.hyper_connections.products import product_of
 from megacpp_compile.matchers.hyper_connections.streams import stream_sum, weights_of_channels
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.reader.links import through, widens
 
 aten = torch.ops.aten
 name = "hyper_connection"
@@ -63,7 +64,7 @@ def _check(view: GraphView, found: Connection) -> Match | MatchFailure:
     checked = sorted(n for n in found.internal if n.target not in AUTOCAST_BLIND)
     if (refusal := in_other_modes(view, checked, found.pre.affine.linear.node)) is not None:
         return refusal
-    constants = [n for part in found.parts for n in (*part.affine.nodes, unwidened(part.affine.linear.w))]
+    constants = [n for part in found.parts for n in (*part.affine.nodes, through(part.affine.linear.w, widens))]
     inputs = list(dict.fromkeys([found.streams, *constants, *found.norm.gains]))
     outputs = [found.block, *(part.node for part in found.parts[1:])]
     if place(inputs, outputs, found.block, view.mode_states, AUTOCAST_BLIND) is None:
@@ -109,7 +110,7 @@ def _weight(build: Builder, found: Connection) -> Node:
     parts = []
     for part, start, end in runs:
         linear = part.affine.linear
-        weight = unwidened(linear.w)
+        weight = through(linear.w, widens)
         weight = build(aten.t.default, weight) if linear.transposed else weight
         parts.append(weight if (start, end) == (0, linear.out_features)
                      else build(aten.slice.Tensor, weight, 0, start, end))  # fmt: skip

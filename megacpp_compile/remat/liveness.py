@@ -18,6 +18,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.view_chains import base_of, beyond_views
 from megacpp_compile.fx.views import is_view
 from megacpp_compile.lowerings._traits import traits_of
+from megacpp_compile.reader.links import chain
 from megacpp_compile.remat.fusion import Memory, fuse
 from megacpp_compile.remat.host_copies import fits
 from megacpp_compile.remat.plan import allocated_bytes
@@ -205,8 +206,5 @@ def _pieces(node: Node, held: Any = None, path: tuple[int, ...] = ()) -> Iterato
 
 def _source(node: Node) -> tuple[Node, tuple[int, ...]]:
     """The op that `node` is an item of the result of, and the item's path."""
-    path: tuple[int, ...] = ()
-    while node.target is operator.getitem:
-        path = (int(node.args[1]), *path)  # type: ignore[arg-type]
-        node = node.args[0]  # type: ignore[assignment]
-    return node, path
+    *items, node = chain(node, {operator.getitem})
+    return node, tuple(int(item.args[1]) for item in reversed(items))

@@ -23,6 +23,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.view_chains import base_of
+from megacpp_compile.reader.links import through
 from megacpp_compile.remat import costs
 from megacpp_compile.remat.closure import settle
 from megacpp_compile.remat.decisions import selection_inputs
@@ -147,9 +148,7 @@ def read_bytes(
 
 def made_by(node: Node) -> Node:
     """The op whose result, or an item of it, `node` is."""
-    while node.target is operator.getitem:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return through(node, {operator.getitem})
 
 
 def _with_items(ops: Iterable[Node]) -> Iterator[Node]:

@@ -21,6 +21,7 @@ from megacpp_compile.fx.views import (
     RESHAPES,
     UNIT_DIMS,
 )
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 _PICKS = {aten.index.Tensor, aten.index_select.default} | EXPANSIONS | REPETITIONS
@@ -69,8 +70,8 @@ def _picks(user: Node, detached: Node) -> bool:
 def _of_rows(node: Node, reader: Node) -> bool:
     """Whether `node` is picked or repeated rows of a tensor, perhaps seen otherwise, or weighted row by row, which
     nothing but `reader` reads."""
-    while node.target in _SEEN and len(node.users) == 1:
-        node, reader = node.args[0], node  # type: ignore[assignment]
+    *seen, node = chain(node, lambda n: n.target in _SEEN and len(n.users) == 1)
+    reader = [reader, *seen][-1]
     if any(user is not reader and user.target not in _TEMPLATES for user in node.users):
         return False
     weighted = _weighted(node) and any(_of_rows(a, node) for a in node.args)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch.fx import Node
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import CASTS, DETACH, IDENTITIES
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _COPIES = IDENTITIES | CASTS | {DETACH}
@@ -46,6 +47,5 @@ def _is_nothing(node: Node) -> bool:
     fake = value(node)
     if fake.dim() != 1 or not isinstance(fake.shape[0], int) or fake.shape[0] != 0:
         return False
-    while node.target in _COPIES:
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, _COPIES)
     return node.op == "get_attr" or node.target in _MAKERS

@@ -15,6 +15,7 @@ from torch import fx
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import CASTS, is_elementwise
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 
@@ -48,8 +49,7 @@ def _is_only(fake: Any, dim: Any) -> bool:
 
 def _is_computed(node: Any) -> bool:
     """Whether an op on numbers makes `node`, perhaps in another dtype."""
-    while node.target in CASTS:
-        node = node.args[0]
+    node = through(node, CASTS)
     return is_elementwise(node)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import called
+from megacpp_compile.reader.links import through
 
 MOST = 1024  # experts whose iterations are traced
 _NEAR = 24  # nodes to look at
@@ -98,9 +99,7 @@ def _adds_up(node: Node, within: set[Node]) -> bool:
     none."""
     if (name := _name(node).rstrip("_")) not in _PUTS:
         return name in _ADDS
-    into = node.args[0] if node.args else None
-    while isinstance(into, Node) and into in within and _name(into) in _VIEWS and into.args:
-        into = into.args[0]
+    into = through(node.args[0] if node.args else None, lambda n: n in within and _name(n) in _VIEWS and n.args)
     return into not in within
 
 

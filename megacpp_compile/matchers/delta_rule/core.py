@@ -17,6 +17,7 @@ from megacpp_compile.fx.views import FOLDS, PERMUTATIONS, RESHAPES
 from megacpp_compile.matchers.delta_rule.rules import POWERS, ROOTS, RULES, SCATTERS, SOLVES, WHEN
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, LIKE, REPEATS, VIEWS
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 PRODUCTS = CONTRACTIONS | {aten.baddbmm.default}
@@ -198,9 +199,7 @@ def corrects(nodes: list[Node]) -> Node | None:
         if n.target in SCATTERS and n.args[0] in inside and _made_of(n.args[1], n.args[0], inside):  # type: ignore[arg-type]
             return n
         if n.target is aten.sub.Tensor and all(isinstance(a, Node) for a in n.args):
-            subtracted = n.args[1]
-            while subtracted in inside and subtracted.target in RESHAPES | FOLDS | PERMUTATIONS:  # type: ignore[union-attr]
-                subtracted = subtracted.args[0]  # type: ignore[union-attr]
+            subtracted = through(n.args[1], lambda n: n in inside and n.target in RESHAPES | FOLDS | PERMUTATIONS)
             if subtracted in inside and subtracted.target in PRODUCTS | {aten.sum.dim_IntList}:  # type: ignore[union-attr]
                 return n
     return None

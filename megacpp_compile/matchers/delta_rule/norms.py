@@ -13,6 +13,7 @@ from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers.delta_rule.rules import POWERS
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of
 from megacpp_compile.matchers.ssd.tensor_ops import argument
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 
@@ -28,23 +29,15 @@ class Before:
 
 def unscaled(algebra: Algebra, leaf: Node) -> Before:
     """`leaf` before a multiplication by a number, and the padding and repetitions in front of that."""
-    chain, at = [leaf], leaf
-    last = 0
-    while algebra.passes_on(at) or _by_a_number(at):
-        if _by_a_number(at):
-            last = len(chain)
-        at = at.args[0]  # type: ignore[assignment]
-        chain.append(at)
-    node, between = operand_of(algebra, chain[last])
-    return Before(node, frozenset([*chain[:last], *between])) if last else Before(leaf)
+    way = chain(leaf, algebra.passes_on, _by_a_number)
+    last = max((i + 1 for i, n in enumerate(way[:-1]) if _by_a_number(n)), default=0)
+    node, between = operand_of(algebra, way[last])
+    return Before(node, frozenset([*way[:last], *between])) if last else Before(leaf)
 
 
 def unnormed(algebra: Algebra, leaf: Node) -> Before:
     """`leaf` before its l2 norm, and the casts and repetitions in front of that; `leaf` where it has none."""
-    between, at = set[Node](), leaf
-    while algebra.passes_on(at):
-        between.add(at)
-        at = at.args[0]  # type: ignore[assignment]
+    at, between = algebra.path(leaf)
     norm = _norm(at)
     if norm is None:
         return Before(leaf)

@@ -16,6 +16,7 @@ from megacpp_compile.fx.views import PARTS, SPLITS
 from megacpp_compile.matchers.delta_rule.norms import Before
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS, argument
+from megacpp_compile.reader.links import above
 
 aten = torch.ops.aten
 MOST_OPERANDS = 6  # q, k, v, gates, weights, state
@@ -152,9 +153,7 @@ class Operands:
             chosen = {operand_of(self.algebra, n)[0] for n in several}
             leaf = chosen.pop() if len(chosen) == 1 else source
             for n in several:
-                while n is not leaf:
-                    self.inside.add(n)
-                    n = n.args[0]  # type: ignore[assignment]
+                self.inside.update(above(n, leaf))
             self.leaves.append(leaf)
 
 

@@ -18,6 +18,7 @@ from megacpp_compile.matchers.hyper_connections.maps import Gate, Mixing, bare, 
 from megacpp_compile.matchers.hyper_connections.streams import StreamSum, rounded
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.rms_norm import NoNorm, match_rms_norm
+from megacpp_compile.reader.links import above, through, widens
 
 _FLAT = RESHAPES | FOLDS | COPIES
 _TURNS = PERMUTATIONS | COMPOSITE_PERMUTATIONS  # what is made of the logits is read transposed, not made so
@@ -69,18 +70,9 @@ def match_connection(total: StreamSum) -> Connection | MatchFailure | None:
     return Connection(block, total.streams, norm, pre, *found, frozenset(internal))
 
 
-def unwidened(node: Node) -> Node:
-    """What `node` is of by casts to no fewer bits."""
-    while is_cast(node) and value(node).dtype.itemsize >= value(node.args[0]).dtype.itemsize:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
 def _source(node: Node) -> Node:
     """What `node` is of by reshapes, copies and casts to no fewer bits."""
-    while (node := unwidened(node)).target in _FLAT:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return through(node, widens, _FLAT)
 
 
 def _norm(affine: Affine, streams: Node) -> Norm | MatchFailure | None:
@@ -142,10 +134,7 @@ def _exits(affine: Affine, total: StreamSum) -> tuple[list[Node], set[Node]]:
         others = [a for a in node.all_input_nodes if a not in region]
         if not any(a in known or a in streams and not _is_statistic(a) for a in others):
             region.add(node)
-    view = total.weights
-    while view is not bare(view):  # from weights of joined tokens
-        region.add(view)
-        view = view.args[0]  # type: ignore[assignment]
+    region.update(above(total.weights, bare(total.weights)))  # from weights of joined tokens
     return [n for n in sorted(region) if any(u not in region and u not in total.internal for u in n.users)], region
 
 

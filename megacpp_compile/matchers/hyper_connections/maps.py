@@ -14,6 +14,7 @@ from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers.hyper_connections.affine import ADD, DIV, MUL, SUB, VIEWS, Affine, match_affine
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.silu import match_sigmoid
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _SOFTMAX = {aten.softmax.int, aten._softmax.default}
@@ -45,15 +46,11 @@ class Mixing:
 
 def bare(node: Any) -> Any:
     """What computes `node`: it without casts, views and copies."""
-    while isinstance(node, Node) and (is_cast(node) or node.target in VIEWS):
-        node = node.args[0]
-    return node
+    return through(node, is_cast, VIEWS)
 
 
 def _cast(node: Any) -> Any:
-    while isinstance(node, Node) and is_cast(node):
-        node = node.args[0]
-    return node
+    return through(node, is_cast)
 
 
 def match_gate(node: Node, tokens: int) -> Gate | None:

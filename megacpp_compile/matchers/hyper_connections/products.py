@@ -17,6 +17,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, SQUEEZES, is_cast, uncast
 from megacpp_compile.matchers.equations import equation_of
+from megacpp_compile.reader.links import above
 
 aten = torch.ops.aten
 # A letter for each dimension; None: of size 1, where the other factor has more.
@@ -56,10 +57,7 @@ def product_of(node: Any) -> Product | None:
     found = _without_unit_dims(inner) or _summed(inner) or _multiplied(inner) or _whole(inner) or _by_equation(inner)
     if found is None:
         return None
-    casts = []
-    while node is not inner:
-        casts.append(node)
-        node = node.args[0]
+    casts = above(node, inner)
     return dataclasses.replace(found, node=(casts or [inner])[0], internal=(*found.internal, *casts))
 
 

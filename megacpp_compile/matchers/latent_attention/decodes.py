@@ -23,6 +23,7 @@ from megacpp_compile.matchers.latent_attention.over_latents import (
     samples_of,
 )
 from megacpp_compile.matchers.latent_attention.up_projections import expanded
+from megacpp_compile.reader.links import through
 
 _APPENDS = frozenset({"cat", "index_copy", "slice_scatter", "select_scatter", "index_put", "scatter", "where"})
 
@@ -100,8 +101,5 @@ def _is_latent(piece: Elements) -> bool:
 
 def _is_given(node: Node) -> bool:
     """Whether `node` is an input of the frame, or a view of one."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], Node) and (
-        is_cast(node) or len(node.all_input_nodes) == 1 and "slice" in str(node.target)
-    ):  # fmt: skip
-        node = node.args[0]
-    return node.op == "placeholder"
+    base = through(node, is_cast, lambda n: len(n.all_input_nodes) == 1 and "slice" in str(n.target))
+    return bool(base.op == "placeholder")

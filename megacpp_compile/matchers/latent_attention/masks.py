@@ -28,6 +28,7 @@ from megacpp_compile.matchers.latent_attention.integers import (
     sum_of,
     viewed,
 )
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +140,7 @@ def _truth(node: Node) -> tuple[Node, bool] | None:
 
 
 def _is_ones(node: Any) -> bool:
-    while isinstance(node, Node) and node.target in DTYPES:
-        node = node.args[0]
+    node = through(node, DTYPES)
     return constant(node) == 1
 
 

@@ -16,6 +16,7 @@ from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.linear_cross_entropy.logits import LOG_SOFTMAX
 from megacpp_compile.matchers.low_rank import match_adapted
 from megacpp_compile.matchers.numbers import number_of
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 TAG = "between"
@@ -71,9 +72,7 @@ def between(graph: fx.Graph, found: Collection[Node]) -> Iterator[MatchFailure]:
 def _of_log_softmax(choice: Node) -> bool:
     """Whether `choice` takes one log-probability of each row."""
     index = choice.args[2 if choice.target is aten.gather.default else 1]
-    source = choice.args[0]
-    while isinstance(source, Node) and (is_identity(source) or is_cast(source) or source.target is aten.neg.default):
-        source = source.args[0]
+    source = through(choice.args[0], is_identity, is_cast, aten.neg.default)
     return source.target in LOG_SOFTMAX and 1 in value(index).shape[-1:]  # type: ignore[union-attr]
 
 

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import DETACH, UNIT_DIMS, is_identity
+from megacpp_compile.reader.links import above, chain, through
 
 aten = torch.ops.aten
 
@@ -124,7 +125,7 @@ def difference(picked: Node, of: Node) -> tuple[Node, float, tuple[Node, ...]] |
     if (user.target is aten.add.Tensor) != (sign < 0):
         return None  # both have one sign
     sign = 1.0 if sign > 0 and user.args[0] is node else -1.0
-    return user, sign, (*through, *_passed(other, log_sum.node), *log_sum.through)
+    return user, sign, (*through, *above(other, log_sum.node), log_sum.node, *log_sum.through)
 
 
 def _is_view(node: Node) -> bool:
@@ -132,26 +133,13 @@ def _is_view(node: Node) -> bool:
 
 
 def _source(node: Node) -> Node:
-    while _is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return through(node, _is_view)
 
 
 def _constant(node: Node) -> tuple[Node, bool]:
     """(what `node` is a view of, whether its gradient is cut off on the way)."""
-    cut = False
-    while _is_view(node) or node.target is DETACH:
-        cut = cut or node.target is DETACH
-        node = node.args[0]  # type: ignore[assignment]
-    return node, cut
-
-
-def _passed(node: Node, source: Node) -> Iterator[Node]:
-    """`node` and what it is a view of, up to `source`."""
-    yield node
-    while node is not source:
-        node = node.args[0]  # type: ignore[assignment]
-        yield node
+    *views, node = chain(node, _is_view, DETACH)
+    return node, any(view.target is DETACH for view in views)
 
 
 def _readers(node: Node) -> Iterator[Node]:

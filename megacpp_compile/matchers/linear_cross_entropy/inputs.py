@@ -11,6 +11,7 @@ from torch.fx import Node
 from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers.linear_cross_entropy.rows import row_view
 from megacpp_compile.matchers.numbers import number_of
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _ELEMENTWISE = (aten.mul.Tensor, aten.div.Tensor, aten.tanh.default)
@@ -19,9 +20,7 @@ _ELEMENTWISE = (aten.mul.Tensor, aten.div.Tensor, aten.tanh.default)
 def logits_from_outside(graph: fx.Graph) -> Iterator[Node]:
     """Every cross entropy with a target a row whose logits are an input, but for views, casts, scales and a softcap."""
     for node in graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default):
-        source = node.args[0]
-        while source.op == "call_function" and _keeps_words(source):
-            source = source.args[0]
+        source = through(node.args[0], _keeps_words)
         if source.op == "placeholder":
             yield node
 

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import CASTS, is_identity
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 _ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
@@ -27,12 +28,8 @@ class OneHot:
 
 def one_hot(node: Node) -> OneHot | None:
     """The words whose rows `node` [..., words] has a one at, or minus one."""
-    inside, sign = list[Node](), 1.0
-    while node.target in CASTS or is_identity(node) or node.target is aten.neg.default:
-        inside.append(node)
-        sign = -sign if node.target is aten.neg.default else sign
-        node = node.args[0]  # type: ignore[assignment]
-    inside.append(node)
+    *_, node = inside = chain(node, CASTS, is_identity, aten.neg.default)
+    sign = (-1.0) ** sum(n.target is aten.neg.default for n in inside)
     if node.target is aten.one_hot.default:
         return OneHot(node.args[0], tuple(inside), sign)  # type: ignore[arg-type]
     if node.target is not aten.scatter.value or node.kwargs or node.args[3] != 1:

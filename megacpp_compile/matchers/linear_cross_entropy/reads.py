@@ -19,6 +19,7 @@ from megacpp_compile.matchers.linear_cross_entropy.by_hand import begins, differ
 from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
 from megacpp_compile.matchers.linear_cross_entropy.one_hot import one_hot
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 Kind = Literal["loss", "log-probability", "logit", "logsumexp", "mean", "sum"]
@@ -263,8 +264,7 @@ def _counts_up(index: Node, d: int, sizes: Sequence[Any]) -> bool:
     at = d - len(sizes) + len(shape)
     if at < 0 or not same_size(shape[at], sizes[d]) or any(n != 1 for e, n in enumerate(shape) if e != at):
         return False
-    while index.target in UNIT_DIMS or index.target in RESHAPES:
-        index = index.args[0]  # type: ignore[assignment]
+    index = through(index, UNIT_DIMS, RESHAPES)
     if index.target is aten.arange.start:
         return index.args[0] == 0
     return index.target is aten.arange.default
@@ -272,13 +272,7 @@ def _counts_up(index: Node, d: int, sizes: Sequence[Any]) -> bool:
 
 def same_elements(node: Node) -> Node:
     """The node that holds the elements of `node` in the same order: what a target is, however it is shaped."""
-    while True:
-        if node.target in RESHAPES or node.target in UNIT_DIMS or is_identity(node):
-            node = node.args[0]  # type: ignore[assignment]
-        elif (source := _before_broadcast(node)) is not None:
-            node = source
-        else:
-            return node
+    return through(node, RESHAPES, UNIT_DIMS, is_identity, _before_broadcast)
 
 
 def _before_broadcast(node: Node) -> Node | None:

@@ -10,11 +10,12 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_cast, is_identity
+from megacpp_compile.fx.views import IDENTITIES, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.linear_cross_entropy.logits import LOG_SOFTMAX
 from megacpp_compile.matchers.numbers import number_of
+from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -46,9 +47,7 @@ def _probabilities(node: Node) -> Node | None:
     a small number."""
     at = node
     if node.target is aten.log.default:
-        at = node.args[0]  # type: ignore[assignment]
-        while _by_a_number(at):
-            at = at.args[0]  # type: ignore[assignment]
+        at = through(node.args[0], _by_a_number)
         if at.target not in _SOFTMAX:
             return None
     elif node.target not in LOG_SOFTMAX:
@@ -59,16 +58,9 @@ def _probabilities(node: Node) -> Node | None:
 
 def _way_from_a_linear(node: object) -> list[Node]:
     """From `node` back to the linear whose words it has, reshaped, cast, or changed by a number; else empty."""
-    way = list[Node]()
-    while isinstance(node, Node) and node.op == "call_function":
-        way.append(node)
-        if match_linear(node) is not None:
-            return way
-        alike = node.target in RESHAPES or node.target in UNIT_DIMS or is_identity(node) or is_cast(node)
-        if not alike and not _by_a_number(node):
-            break
-        node = node.args[0]
-    return []
+    alike = RESHAPES | UNIT_DIMS | IDENTITIES
+    way = chain(node, lambda n: match_linear(n) is None and (n.target in alike or is_cast(n) or _by_a_number(n)))
+    return way if isinstance(way[-1], Node) and match_linear(way[-1]) is not None else []
 
 
 def _by_a_number(node: Node) -> bool:

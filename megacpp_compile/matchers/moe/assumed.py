@@ -35,6 +35,7 @@ from megacpp_compile.matchers.moe.token_counts import (
     number_listed,
 )
 from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.reader.links import through
 
 _TAG = "loop-over-data"
 _NO_GRADIENT = (
@@ -192,9 +193,7 @@ def _covers(skipped: Mask, read: Mask) -> bool:
 
 
 def _plain(indices: Node) -> Node:
-    while indices.target in RESHAPES or indices.target in (torch.ops.aten.clone.default, torch.ops.aten.alias.default):
-        indices = indices.args[0]  # type: ignore[assignment]
-    return indices
+    return through(indices, RESHAPES, torch.ops.aten.clone.default, torch.ops.aten.alias.default)
 
 
 def _passing_switches(view: GraphView, region: Region) -> frozenset[Node]:
@@ -220,7 +219,5 @@ def _effect(node: Node) -> MatchFailure | None:
 
 def _sum_of(node: Node, summed: dict[Node, RowUpdate]) -> RowUpdate | None:
     """The update of a sum that `node` is, or is another view of."""
-    current: Any = node
-    while current not in summed and current.target in RESHAPES:
-        current = current.args[0]
+    current: Any = through(node, lambda n: n not in summed and n.target in RESHAPES)
     return summed.get(current)

@@ -18,6 +18,7 @@ from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
 from megacpp_compile.matchers.moe.slot_rows import choices_of, order_of_tokens
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _LIKE = (aten.empty_like.default, aten.zeros_like.default)
@@ -83,11 +84,10 @@ def gates_in_order(gate: Node, order: Node) -> Node | MatchFailure:
     """The gates, one for every slot, of which `gate` [S, 1] has those of rows in `order`."""
     if value(gate).dim() != 2 or value(gate).shape[-1] != 1:
         return MatchFailure(gate, "gates", "an expert's rows are not multiplied by one gate per choice")
-    gates = gate
-    while is_cast(gates) or gates.target is aten.unsqueeze.default or (
-        gates.target in RESHAPES and value(gates).dim() == 2 and value(gates.args[0]).dim() == 1
-    ):  # fmt: skip
-        gates = gates.args[0]  # type: ignore[assignment]
+    gates = through(
+        gate, is_cast, aten.unsqueeze.default,
+        lambda n: n.target in RESHAPES and value(n).dim() == 2 and value(n.args[0]).dim() == 1,
+    )  # fmt: skip
     read = indexed(gates)
     if read is None or read[1] != [order]:
         return MatchFailure(gates, "gates", "the gates are not in the order of the rows")
@@ -118,7 +118,6 @@ def _turned(back: Node) -> Node | None:
     if back.target is not aten.index_put.default or len(back.args) != 3 or len(back.args[1]) != 1:  # type: ignore[arg-type]
         return None
     empty, (order,), numbers = back.args  # type: ignore[misc]
-    while numbers.target in RESHAPES:  # type: ignore[union-attr]
-        numbers = numbers.args[0]  # type: ignore[union-attr]
+    numbers = through(numbers, RESHAPES)
     counts_up = numbers.target is aten.arange.default and len(numbers.args) == 1  # type: ignore[union-attr]
     return order if counts_up and value(numbers).shape == value(empty).shape else None

@@ -21,6 +21,7 @@ from megacpp_compile.fx.views import DETACH
 from megacpp_compile.matchers.moe.factors import factors, over, seen_as
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask
 from megacpp_compile.matchers.views import is_cast, is_outer_view
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -49,8 +50,7 @@ def match_chosen(node: Node, turned: bool = False) -> Chosen | None:
 
 def _elsewhere(node: Node, number: float, turned: bool = False) -> Chosen | None:
     """The choices everywhere but at which `node`, perhaps `turned`, is `number`."""
-    while is_cast(node) or node.target in (aten.clone.default, aten.alias.default, aten.contiguous.default):
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, is_cast, aten.clone.default, aten.alias.default, aten.contiguous.default)
     target, args = node.target, node.args
     if not isinstance(value(node), torch.Tensor) or node.op != "call_function":
         return None
@@ -188,9 +188,7 @@ def _one_hots(node: Node) -> Chosen | None:
 
 def before_casts(node: Node) -> Node:
     """`node` before casts, also of integers and masks to floats."""
-    while node.target in (aten._to_copy.default, aten.to.dtype) or is_cast(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return through(node, aten._to_copy.default, aten.to.dtype, is_cast)
 
 
 def match_chosen_gate(node: Node, source: Callable[[Node], Node | None] = lambda n: n) -> tuple[Node, Node, int] | None:
@@ -204,8 +202,7 @@ def match_chosen_gate(node: Node, source: Callable[[Node], Node | None] = lambda
     product, last = node.args[0], value(node.args[0]).dim() - 1
     if list(node.args[1]) not in ([last], [-1]):  # type: ignore[arg-type]
         return None
-    while isinstance(product, Node) and is_cast(product):
-        product = product.args[0]
+    product = through(product, is_cast)
     assert isinstance(product, Node)
     target, args = product.target, product.args
     if target is aten.mul.Tensor:
@@ -238,11 +235,8 @@ def _negated(node: Any) -> Node | None:
 
 def _without_last_dim(node: Node) -> Node:
     """`node`, a number a token, before casts and views that give it a last dimension of 1."""
-    while is_cast(node) or node.target in (aten.unsqueeze.default, aten.clone.default, aten.alias.default) or (
-        is_outer_view(node) and value(node).shape[-1:] == (1,)
-    ):  # fmt: skip
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    views = aten.unsqueeze.default, aten.clone.default, aten.alias.default
+    return through(node, is_cast, views, lambda n: is_outer_view(n) and value(n).shape[-1:] == (1,))
 
 
 def match_column(node: Node) -> tuple[Node, int] | None:

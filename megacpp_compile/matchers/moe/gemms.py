@@ -16,6 +16,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.low_rank import match_adapted
 from megacpp_compile.matchers.views import is_cast, is_outer_view
+from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
 _READS = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.select.int,
@@ -112,8 +113,7 @@ def _own_bias(node: Node, rows: Node) -> Weight | None:
     *outer, width = value(node).shape
     if not same_size(width, value(rows).shape[-1]) or not all(isinstance(n, int) and n == 1 for n in outer):
         return None
-    while is_cast(node) or node.target in COPIES or (is_outer_view(node) and node.target is not aten.slice.Tensor):
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, is_cast, COPIES, lambda n: is_outer_view(n) and n.target is not aten.slice.Tensor)
     part = _part_of_stack(node, 2)
     return part or (Weight(node) if value(node).dim() == 1 else None)
 
@@ -138,16 +138,8 @@ def _linear_gemm(node: Node) -> Gemm | None:
     found = match_linear(node)
     if found is None:
         return None
-    w, transposed = found.w, found.transposed
-    while True:
-        if is_cast(w) or w.target in COPIES:
-            w = w.args[0]  # type: ignore[assignment]
-        elif w.target is aten.t.default or (
-            w.target is aten.transpose.int and {d % 2 for d in w.args[1:3]} == {0, 1}  # type: ignore[operator]
-        ) or (w.target is aten.permute.default and [d % 2 for d in w.args[1]] == [1, 0]):  # type: ignore[union-attr]
-            w, transposed = w.args[0], not transposed  # type: ignore[assignment]
-        else:
-            break
+    *views, w = chain(found.w, is_cast, COPIES, _transposes)
+    transposed = found.transposed != (sum(map(_transposes, views)) % 2 == 1)
     part = _part_of_stack(w, 3)
     weight = Weight(w, transposed) if part is None else dataclasses.replace(part, transposed=transposed)
     if found.b is None:
@@ -156,15 +148,15 @@ def _linear_gemm(node: Node) -> Gemm | None:
     return None if bias is None else Gemm(node, found.x, weight, bias)
 
 
+def _transposes(w: Node) -> bool:
+    if w.target is aten.transpose.int:
+        return {d % 2 for d in w.args[1:3]} == {0, 1}  # type: ignore[operator]
+    return w.target is aten.t.default or w.target is aten.permute.default and [d % 2 for d in w.args[1]] == [1, 0]  # type: ignore[union-attr]
+
+
 def strip_row_views(node: Node) -> Node:
     """What `node` is a cast of, or a view that leaves rows and channels as they are."""
-    while True:
-        if is_cast(node) or (is_outer_view(node) and _rows_kept(node)):
-            node = node.args[0]  # type: ignore[assignment]
-        elif (before := _unsqueezed_again(node)) is not None:
-            node = before
-        else:
-            return node
+    return through(node, is_cast, lambda n: is_outer_view(n) and _rows_kept(n), _unsqueezed_again)
 
 
 def _unsqueezed_again(node: Node) -> Node | None:

@@ -16,6 +16,7 @@ from megacpp_compile.fx.views import DETACH, IDENTITIES
 from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import is_nonnegative, match_mask, scores_of
 from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _ARGSORTS = (aten.argsort.default, aten.argsort.stable)
@@ -45,15 +46,15 @@ def sorted_by(order: Node) -> SortedIds | None:
     return SortedIds(sort.args[0], order, first)
 
 
-def unordered(node: Node) -> Node:
-    """What `node` is with its numbers, in one dimension, sorted or put in an order that a sort gives."""
+def unordered(node: Node) -> Node | None:
+    """What `node` is with its numbers, in one dimension, sorted or put in an order that a sort gives; else None."""
     if node.target is operator.getitem and node.args[1] == 0 and node.args[0].target in _SORTS:  # type: ignore[union-attr]
         numbers: Any = node.args[0].args[0]  # type: ignore[union-attr]
-        return numbers if value(numbers).dim() == 1 else node
+        return numbers if value(numbers).dim() == 1 else None
     read = indexed(node)
     ids = sorted_by(read[1][0]) if read is not None and len(read[1]) == 1 and isinstance(read[1][0], Node) else None
     whole = ids is not None and value(node).dim() == value(ids.ids).dim() == 1
-    return read[0] if whole and same_size(value(read[0]).shape[0], value(node).shape[0]) else node  # type: ignore[index, union-attr]
+    return read[0] if whole and same_size(value(read[0]).shape[0], value(node).shape[0]) else None  # type: ignore[index, union-attr]
 
 
 class SortedIds:
@@ -81,8 +82,7 @@ class SortedIds:
 
     def counted_alone(self, count: Node) -> int | None:
         """The expert of which `count` is the number of slots, as `(ids == e).sum()` is."""
-        while count.target in _COPIES or count.target in _SUMS and len(count.args) == 1:
-            count = count.args[0]  # type: ignore[assignment]
+        count = through(count, _COPIES, lambda n: n.target in _SUMS and len(n.args) == 1)
         marks, expert = count.args if count.target is aten.eq.Scalar else (None, None)
         return expert if isinstance(expert, int) and self.has(marks) else None
 
@@ -157,16 +157,16 @@ def _marked(counts: Node, experts: int) -> Node | None:
 
 def slots(ids: Node) -> Node:
     """What `ids` is a reshape of."""
-    ids = number(ids)
-    while ids.target in RESHAPES:
-        ids = number(ids.args[0])  # type: ignore[arg-type]
-    return ids
+    return through(ids, RESHAPES, is_converted)
 
 
 def number(node: Node) -> Node:
     """`node` before conversions of integers to other numbers, and reshapes to its own shape."""
-    while node.target in _COPIES and value(node).dtype != torch.bool or (
-        node.target in RESHAPES and value(node).dim() == value(node.args[0]).dim() == 1
-    ):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return through(node, is_converted)
+
+
+def is_converted(node: Node) -> bool:
+    """Whether `node` is integers as other numbers, or a row of them in its own shape."""
+    if node.target in RESHAPES:
+        return value(node).dim() == value(node.args[0]).dim() == 1
+    return node.target in _COPIES and value(node).dtype != torch.bool

@@ -21,6 +21,7 @@ from megacpp_compile.fx.edit import has_effects, same_shape, value
 from megacpp_compile.fx.views import CASTS
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default)
@@ -80,8 +81,7 @@ def _kept(node: Node) -> tuple[Node, Node | None] | None:
 
 def _is_zero(node: Node) -> bool:
     """Whether `node` is zero wherever what it is computed from is finite."""
-    while node.target in (*_SUMS, *CASTS, *RESHAPES):
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, _SUMS, CASTS, RESHAPES)
     if node.target in (aten.mul.Tensor, aten.mul.Scalar):
         return any(not isinstance(factor, Node) and factor == 0 for factor in node.args)
     return node.target is aten.add.Tensor and all(isinstance(n, Node) and _is_zero(n) for n in node.args)

@@ -10,6 +10,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _SEEN = RESHAPES | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | REPETITIONS | IDENTITIES
@@ -59,9 +60,7 @@ def read_of_every(node: Node) -> tuple[Node, Node] | None:
         tensor, numbers = read[0], read[1][0]
     else:
         return None
-    last = numbers
-    while last.op == "call_function" and last.target in _SEEN:
-        last = last.args[0]  # type: ignore[assignment]
+    last = through(numbers, _SEEN)
     whole = counts_up(last) and same_size(value(last).shape[0], value(tensor).shape[0])
     return (tensor, numbers) if whole else None
 
@@ -81,10 +80,8 @@ def repeated_over_channels(index: Node) -> Node | None:
     index = index.args[0]  # type: ignore[assignment]
     if value(index).dim() != 2 or value(index).shape[1] != 1:
         return None
-    while index.target is aten.unsqueeze.default or index.target in RESHAPES:
-        if value(index).dim() != 2 or value(index).shape[1] != 1:
-            break
-        index = index.args[0]  # type: ignore[assignment]
+    views = RESHAPES | {aten.unsqueeze.default}
+    index = through(index, lambda n: n.target in views and value(n).dim() == 2 and value(n).shape[1] == 1)
     return index if value(index).dim() == 1 else None
 
 

@@ -11,6 +11,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routing import Mask
 from megacpp_compile.matchers.moe.rows import picked, read_at
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _STACKED = {aten.bmm.default, aten.baddbmm.default, aten.matmul.default, aten.einsum.default}
@@ -42,8 +43,7 @@ def multiplies_stacked(node: Node) -> bool:
 
 
 def _is_stack(node: Node) -> bool:
-    while node.target in _TURNED or is_cast(node):
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, _TURNED, is_cast)
     return node.op != "call_function" and value(node).dim() == 3
 
 

@@ -24,6 +24,7 @@ from megacpp_compile.matchers.moe.routing import numbers_of_scores, scores_of
 from megacpp_compile.matchers.moe.slot_rows import once_a_choice
 from megacpp_compile.matchers.moe.written_outputs import Written, written_to
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 
@@ -139,8 +140,7 @@ def _chosen_of_all(
 ) -> RoutedExperts | MatchFailure | None:
     """The layer that gathers each token's choices `inner` from a stack of all experts' outputs."""
     stack, dim, index = inner.args
-    while is_cast(stack):  # type: ignore[arg-type]
-        stack = stack.args[0]  # type: ignore[union-attr]
+    stack = through(stack, is_cast)
     place = dims.index(axes.routes) if axes.routes in dims else -1
     rows, stacked = dims[:place] + dims[place + 1 :], _stacked(stack)  # type: ignore[arg-type]
     if stacked is None or place < 0 or axes.choices is None:

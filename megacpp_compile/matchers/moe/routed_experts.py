@@ -19,6 +19,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert
 from megacpp_compile.matchers.numbers import is_number
 from megacpp_compile.matchers.views import RESHAPES, is_cast, is_outer_view
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _ASSERTS = (
@@ -180,8 +181,7 @@ def _can_be_kept(node: Node) -> bool:
 
 def _is_whole(node: Node) -> bool:
     """Whether `node` holds whole numbers, in floating point perhaps, as a histogram does: no gradient passes it."""
-    while value(node).is_floating_point() and node.target in (aten._to_copy.default, aten.to.dtype):
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, lambda n: value(n).is_floating_point() and n.target in (aten._to_copy.default, aten.to.dtype))
     return not value(node).is_floating_point() or node.target is aten.histc.default
 
 

@@ -17,8 +17,10 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import EXPANSIONS, PERMUTATIONS, REPETITIONS, UNIT_DIMS
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
+_CASTS = (aten._to_copy.default, aten.to.dtype)
 _COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default)
 _SOME_OR_ALL = {
     *_COPIES, *RESHAPES, *UNIT_DIMS, *PERMUTATIONS, *EXPANSIONS, *REPETITIONS, aten.select.int, aten.slice.Tensor,
@@ -176,11 +178,8 @@ def _dims(indices: Node) -> tuple[str, ...] | None:
 def one_choice(node: Node) -> tuple[Node, int | None]:
     """(choices [.., k], column) where `node` is one column of them, in the tokens' dimensions or in one for all; (node,
     None) for anything else."""
-    while is_cast(node):
-        node = node.args[0]  # type: ignore[assignment]
-    column = node
-    while column.target in RESHAPES and value(node).dim() == 1 or is_cast(column):
-        column = column.args[0]  # type: ignore[assignment]
+    node = through(node, is_cast)
+    column = through(node, lambda n: n.target in RESHAPES and value(node).dim() == 1, is_cast)
     last = value(column.args[0]).dim() - 1 if column.target is aten.select.int else 0
     if last > 0 and column.args[1] in (last, -1):
         width = value(column.args[0]).shape[-1]
@@ -225,11 +224,11 @@ def _all_numbers(node: Any) -> bool:
 
 def _plain(node: Node) -> Node:
     """`node` before copies and conversions between integers."""
-    while node.target in _COPIES or (
-        node.target in (aten._to_copy.default, aten.to.dtype) and _integer(node) and _integer(node.args[0])
-    ):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return through(node, _COPIES, lambda n: n.target in _CASTS and _integer(n) and _integer(n.args[0]))
+
+
+def _last(node: Node) -> Any:
+    return value(node).shape[-1]
 
 
 def _integer(node: Any) -> bool:
@@ -245,12 +244,9 @@ def scores_of(indices: Node) -> Node | None:
 def _found_in(indices: Node) -> tuple[Node, Node] | None:
     """(scores, the node that finds the places of the largest) where `indices` are these places, perhaps with the
     dimensions of tokens in one."""
-    node = indices
-    while is_cast(node) or node.target in _COPIES or node.target in (aten._to_copy.default, aten.to.dtype):
-        node = node.args[0]  # type: ignore[assignment]
-    outer = (*RESHAPES, aten.expand.default, aten.unsqueeze.default)
-    while node.target in outer and same_size([1, *value(node.args[0]).shape][-1], value(node).shape[-1]):
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(indices, is_cast, _COPIES, _CASTS)
+    outer = RESHAPES | {aten.expand.default, aten.unsqueeze.default}
+    node = through(node, lambda n: n.target in outer and same_size([1, *value(n.args[0]).shape][-1], _last(n)))
     top = node
     if node.target is operator.getitem and node.args[1] == 1:
         top = node.args[0]  # type: ignore[assignment]
@@ -282,12 +278,9 @@ def distinct_choices(indices: Node) -> bool:
 
 def is_nonnegative(ids: Node) -> bool:
     """Whether `ids` cannot be negative: clamped, or places that `topk`, `argmax` or `sort` found."""
-    while True:
-        if ids.target in (aten.clamp.default, aten.clamp_min.default):
-            return isinstance(ids.args[1], int) and ids.args[1] >= 0
-        if ids.target in _SOME_OR_ALL or ids.target in (aten._to_copy.default, aten.to.dtype):
-            ids = ids.args[0]  # type: ignore[assignment]
-        elif ids.target is operator.getitem and ids.args[1] == 1:
-            return ids.args[0].target in (aten.topk.default, aten.sort.default, aten.max.dim)  # type: ignore[union-attr]
-        else:
-            return ids.target in (aten.argmax.default, aten.argsort.default)
+    ids = through(ids, _SOME_OR_ALL, _CASTS)
+    if ids.target in (aten.clamp.default, aten.clamp_min.default):
+        return isinstance(ids.args[1], int) and ids.args[1] >= 0
+    if ids.target is operator.getitem and ids.args[1] == 1:
+        return ids.args[0].target in (aten.topk.default, aten.sort.default, aten.max.dim)  # type: ignore[union-attr]
+    return ids.target in (aten.argmax.default, aten.argsort.default)

@@ -26,6 +26,7 @@ from megacpp_compile.matchers.moe.rows import (
 )
 from megacpp_compile.matchers.moe.slot_parts import whole_of
 from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _COLUMNS = (
@@ -43,8 +44,7 @@ def gates_of_numbers(node: Node, mask: Mask) -> list[Gates]:
     """`gates_of` for `node`, a number [R, 1] or [R] for each of the rows of `mask`."""
     if mask.any and (own := match_chosen_gate(node, lambda n: unread(n, mask))) is not None:
         return [(own[1], False)] if own[0] is mask.indices and own[2] == mask.expert else []
-    while node.target in _COLUMNS:
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, _COLUMNS)
     if node.target is aten.gather.default:
         return _by_first_mark(node, mask)
     column = None
@@ -75,9 +75,8 @@ def _column_of(part: Node) -> Node | None:
 
 def _without_ones(gates: Node) -> Node:
     """`gates` before views that give each token's own a dimension of 1."""
-    while gates.target in (aten.unsqueeze.default, *RESHAPES) and same_size(value(gates).shape[-1], 1):
-        gates = gates.args[0]  # type: ignore[assignment]
-    return gates
+    views = RESHAPES | {aten.unsqueeze.default}
+    return through(gates, lambda n: n.target in views and same_size(value(n).shape[-1], 1))
 
 
 def _by_rows(gates: Node, positions: list[Node], mask: Mask) -> list[Gates]:
@@ -121,8 +120,7 @@ def _by_marks(node: Node, mask: Mask) -> list[Gates]:
 def _by_first_mark(node: Node, mask: Mask) -> list[Gates]:
     """Of the rows' gates [R, k] where the first of the rows' marks over choices is, which is the only one."""
     gates, dim, at = node.args[:3]
-    while isinstance(at, Node) and at.target in _COLUMNS:
-        at = at.args[0]
+    at = through(at, _COLUMNS)
     if dim not in (1, -1) or not mask.any or not isinstance(at, Node) or at.target is not aten.argmax.default:
         return []
     if [*at.args[1:2]] not in ([1], [-1]) or not distinct_choices(mask.indices) or not isinstance(gates, Node):
@@ -140,9 +138,7 @@ def _marks_all(own: Mask | None, mask: Mask) -> bool:
 
 def _before_casts(node: Node) -> Node:
     """`node`, a mask, before casts of it to numbers."""
-    while node.target in (aten._to_copy.default, aten.to.dtype):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return through(node, aten._to_copy.default, aten.to.dtype)
 
 
 def _marks_of_rows(marks: Node, mask: Mask) -> Mask | None:
@@ -173,6 +169,5 @@ def _by_slots(gates: Node, positions: list[Node], mask: Mask) -> list[Gates]:
 
 def of_slots(gates: Node, mask: Mask) -> list[Gates]:
     """What `gates` in one dimension, for tokens and their choices, are before reshapes."""
-    while gates.target in RESHAPES and not same_shape(gates, mask.indices):
-        gates = gates.args[0]  # type: ignore[assignment]
+    gates = through(gates, lambda n: n.target in RESHAPES and not same_shape(n, mask.indices))
     return [(gates, False)] if same_shape(gates, mask.indices) else []

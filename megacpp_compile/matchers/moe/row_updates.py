@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import CASTS, COPIES
 from megacpp_compile.matchers.graph_view import GraphView
@@ -16,6 +16,7 @@ from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
 from megacpp_compile.matchers.moe.routing import Mask
 from megacpp_compile.matchers.moe.rows import picked
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
 
@@ -95,13 +96,8 @@ def _of_slots(node: Node) -> RowUpdate | None:
 
 def _unviewed(node: Node) -> Node:
     """`node` before reshapes that end in its own shape, which in-place additions to a view leave behind."""
-    inner, shape = node, value(node).shape
-    while inner.target in RESHAPES:
-        inner = inner.args[0]  # type: ignore[assignment]
-        own = value(inner).shape
-        if len(own) == len(shape) and all(map(same_size, own, shape)) or is_filled(inner, 0.0):
-            node = inner
-    return node
+    first, *others = chain(node, RESHAPES)
+    return [first, *(n for n in others if same_shape(n, node) or is_filled(n, 0.0))][-1]
 
 
 def joined(node: Node) -> list[RowUpdate]:
@@ -138,9 +134,7 @@ def _parts(node: Node) -> list[Node] | None:
 
 
 def _uncast(node: Node) -> Node:
-    while is_cast(node) or node.target in COPIES:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return through(node, is_cast, COPIES)
 
 
 def _column(gate: Node) -> Node:

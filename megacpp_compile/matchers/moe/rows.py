@@ -23,6 +23,7 @@ from megacpp_compile.matchers.moe.routing import Above, Mask, distinct_choices, 
 from megacpp_compile.matchers.moe.slot_parts import expert_of_part, whole_of
 from megacpp_compile.matchers.moe.slot_rows import numbers_each_slot, order_of_tokens, slot_over
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze.dim, aten.squeeze.default, *RESHAPES)
@@ -150,8 +151,7 @@ def read_at(node: Node, whole: Node | None = None) -> tuple[Node, list[Any]] | N
     read = indexed(node) if whole is None else None
     if read is None and whole is None:
         whole = whole_of(node)
-    while whole is not None and is_cast(whole):
-        whole = whole.args[0]  # type: ignore[assignment]
+    whole = through(whole, lambda n: n is not None and is_cast(n))
     inner = indexed(whole) if whole is not None else None
     if inner is None or len(inner[1]) != 1:
         return read
@@ -164,8 +164,7 @@ def by_slot(rows: Rows | None) -> Rows | None:
     if rows is None or rows.of == "slot":
         return rows
     mask, indices = rows.mask, rows.mask.indices
-    while indices.target in RESHAPES and value(indices).dim() == 1:
-        indices = indices.args[0]  # type: ignore[assignment]
+    indices = through(indices, lambda n: n.target in RESHAPES and value(n).dim() == 1)
     if mask.dims != ("t",) or mask.any or mask.choice is not None or value(indices).dim() < 2:
         return None
     if not isinstance(value(indices).shape[-1], int):
@@ -214,8 +213,7 @@ def read_over(tensor: Node, positions: list[Any], indices: Node, choices: bool) 
 
 def unread(node: Node, mask: Mask) -> Node | None:
     """What `node` is the rows of `mask` of."""
-    while is_cast(node):
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, is_cast)
     read = read_at(node)
     if read is None or picked(read[1]) != mask:
         return None

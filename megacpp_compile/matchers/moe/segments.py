@@ -12,6 +12,7 @@ from megacpp_compile.matchers.moe.group_ends import SortedIds, sorted_by
 from megacpp_compile.matchers.moe.row_updates import RowUpdate
 from megacpp_compile.matchers.moe.rows import in_order
 from megacpp_compile.matchers.moe.slot_parts import expert_between
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 
@@ -55,9 +56,11 @@ def _write(node: Node, previous: Node, ids: SortedIds, expert: int, added: Node)
 
 def _own(added: Node) -> Node:
     """`added` before it takes the number of rows of the part, which an expert's outputs have in any case."""
-    while added.target is aten.expand.default:
-        shape, own = value(added).shape, value(added.args[0]).shape
-        if len(own) != len(shape) or not all(map(same_size, own[1:], shape[1:])):
-            break
-        added = added.args[0]  # type: ignore[assignment]
-    return added
+    return through(added, _expands_rows)
+
+
+def _expands_rows(node: Node) -> bool:
+    if node.target is not aten.expand.default:
+        return False
+    shape, own = value(node).shape, value(node.args[0]).shape
+    return len(own) == len(shape) and all(map(same_size, own[1:], shape[1:]))

@@ -18,7 +18,8 @@ from torch.fx import Node
 from megacpp_compile._torch.fakes import FakeTensor
 from megacpp_compile.fx.edit import attribute_of, value
 from megacpp_compile.fx.filled import is_filled
-from megacpp_compile.matchers.moe.group_ends import SortedIds, number
+from megacpp_compile.matchers.moe.group_ends import SortedIds, is_converted, number
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _CONSTANT = "_tensor_constant"  # what tracing names the tensors that code makes of numbers
@@ -138,9 +139,7 @@ def _counted(ids: SortedIds, count: Any) -> int | None:
 
 def _read(node: Node) -> Node:
     """`node` before it is read as a number, and before copies and casts."""
-    while node.target in _ITEMS or number(node) is not node:
-        node = node.args[0] if node.target in _ITEMS else number(node)  # type: ignore[assignment]
-    return node
+    return through(node, _ITEMS, is_converted)
 
 
 def _entry(node: Node) -> tuple[Node, int] | None:

@@ -20,6 +20,7 @@ from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.slot_rows import tokens_in_order
 from megacpp_compile.matchers.moe.sorted_rows import grouped_gemm
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 
@@ -107,17 +108,15 @@ class _GroupedGemms:
             return None
         if not same_size(value(read[0]).shape[1], value(rows).shape[-1]):
             return None
-        ids, experts = read[1][0], value(read[0]).shape[0]
-        while ids.target in COPIES or (limited := bound_of(ids)) is not None and limited[1].high >= experts - 1:
-            ids = ids.args[0]  # a clamp moves numbers of no expert alone
+        experts = value(read[0]).shape[0]
+        # A clamp moves numbers of no expert alone.
+        ids = through(read[1][0], COPIES, lambda n: (limit := bound_of(n)) is not None and limit[1].high >= experts - 1)
         return Weight(read[0], every=True) if self.sorted.has(ids, in_order=True) else None
 
     def unmasked(self, node: Node) -> Node:
         """`node` before rows of no expert are set to zero."""
         while node.target is aten.masked_fill.Scalar and node.args[2] == 0:
-            mask = node.args[1]
-            while mask.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default):  # type: ignore[union-attr]
-                mask = mask.args[0]  # type: ignore[union-attr]
+            mask = through(node.args[1], aten.unsqueeze.default, aten.view.default, aten.reshape.default)
             if mask.target is not aten.ge.Scalar or mask.args[0] is not self.sorted.ordered:  # type: ignore[union-attr]
                 break
             self.limits.add(mask.args[1])  # type: ignore[union-attr]

@@ -18,6 +18,7 @@ from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice, scores_of
 from megacpp_compile.matchers.moe.rows import Rows, mask_of, match_rows
 from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims, aten.amax.default)
@@ -59,14 +60,7 @@ class Count:
 
 def match_hits(node: Node) -> Mask | None:
     """The mask over all experts whose numbers, of those that hold anywhere, `node` lists in ascending order."""
-    while node.op == "call_function" and isinstance(value(node), torch.Tensor):
-        if node.target is aten.nonzero.default or node.target is operator.getitem:
-            break
-        column = node.target is aten.select.int and node.args[1] in (1, -1) and node.args[2] in (0, -1)
-        squeezed = node.target in (*RESHAPES, aten.squeeze.default, aten.squeeze.dim, *_COPIES, *_CASTS)
-        if not column and not squeezed:
-            return None
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, RESHAPES, aten.squeeze.default, aten.squeeze.dim, _COPIES, _CASTS, _is_column)
     if node.target is operator.getitem:
         if (chosen := _distinct(node)) is not None:
             return Mask(chosen, ("e",))
@@ -77,6 +71,10 @@ def match_hits(node: Node) -> Mask | None:
         return None
     count = match_count(node.args[0])
     return count.mask if count is not None and count.by_expert and value(node.args[0]).dim() == 1 else None
+
+
+def _is_column(node: Node) -> bool:
+    return node.target is aten.select.int and node.args[1] in (1, -1) and node.args[2] in (0, -1)
 
 
 def number_chosen_from(counts: Any) -> int | None:
@@ -94,10 +92,9 @@ def number_listed(node: Node) -> int | None:
         return None
     scores = scores_of(mask.indices)
     chosen_from = None if scores is None else value(scores).shape[-1]
-    while node.op == "call_function" and node.target not in FINDS:
-        if _distinct(node) is not None:
-            return chosen_from
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(node, lambda n: n.op == "call_function" and n.target not in FINDS and _distinct(n) is None)
+    if node.target not in FINDS:
+        return chosen_from
     counts = value(node.args[0]).shape[0]
     return counts if chosen_from is None or chosen_from > counts else chosen_from
 
@@ -113,17 +110,12 @@ def _without_repetitions(node: Any) -> Node | None:
     """The numbers of which `node` lists each once."""
     if node.target is not operator.getitem or node.args[1] != 0 or node.args[0].target is not aten._unique2.default:
         return None
-    numbers = node.args[0].args[0]
-    while numbers.target in (*RESHAPES, *_COPIES):
-        numbers = numbers.args[0]
-    return numbers  # type: ignore[no-any-return]
+    return through(node.args[0].args[0], RESHAPES, _COPIES)
 
 
 def _of_all(mask: Mask) -> Mask:
     """The mask that holds somewhere where `mask`, one of numbers without repetitions, does: of all of the numbers."""
-    listed = mask.indices
-    while listed.target in (*_COPIES, *_CASTS) and not value(listed).is_floating_point():
-        listed = listed.args[0]  # type: ignore[assignment]
+    listed = through(mask.indices, lambda n: n.target in (*_COPIES, *_CASTS) and not value(n).is_floating_point())
     numbers = _without_repetitions(listed) if mask.choice is None else None
     if numbers is None:
         return mask
@@ -191,8 +183,7 @@ def _rows_found(found: Any) -> Count | None:
         return None
     if (rows := _rows_read(found)) is not None:
         return Count(rows.mask, False)
-    while found.target in (*_COLUMNS, *RESHAPES, *_COPIES):
-        found = found.args[0]  # type: ignore[assignment]
+    found = through(found, _COLUMNS, RESHAPES, _COPIES)
     if found.target not in FINDS or len(found.args) != 1:
         return None
     mask = mask_of(found.args[0])
@@ -221,11 +212,13 @@ def _binned(node: Node) -> Count | None:
     if len(node.args) > 1 and node.args[1] is not None or node.kwargs.get("weights") is not None:
         return None
     assert isinstance(indices, Node)
-    indices = unordered(indices)
-    while indices.target in (*RESHAPES, *_COPIES) or indices.target in _CASTS and value(indices).dtype == torch.int64:
-        indices = unordered(indices.args[0])  # type: ignore[arg-type]
+    indices = through(indices, unordered, RESHAPES, _COPIES, _is_int64_cast)
     indices, choice = one_choice(indices)
     return Count(Mask(indices, ("e",), choice=choice), True)
+
+
+def _is_int64_cast(node: Node) -> bool:
+    return node.target in _CASTS and value(node).dtype == torch.int64
 
 
 def _summed(node: Node) -> Count | None:

@@ -22,6 +22,7 @@ from megacpp_compile.matchers.moe.no_expert import ONE_PROJECTION
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, around
 from megacpp_compile.matchers.moe.routing import numbers_of_scores
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
 _GEMMS = ("bmm", "matmul", "mm", "addmm", "baddbmm", "linear", "einsum", "_grouped_mm", "grouped_mm_fallback")
@@ -88,17 +89,11 @@ def _stacks(node: Node, weights: frozenset[Node], counts: set[Any], tokens: set[
     if any(_of_channels(operand) for operand in node.all_input_nodes):
         return found
     for operand in node.all_input_nodes:
-        each, chain = False, [operand]
-        while operand.op == "call_function" and (
-            is_cast(operand) or operand.target in _TAKEN or operand.target is operator.getitem
-        ):
-            each = each or _of(operand, counts)
-            operand = operand.args[0]  # type: ignore[assignment]
-            chain.append(operand)
-        if operand in weights:
-            each = each or _of(operand, counts)
-            given.append((operand, each))
-            found.update(chain if each else ())
+        way = chain(operand, is_cast, _TAKEN, {operator.getitem})
+        if way[-1] in weights:
+            each = any(_of(n, counts) for n in way)
+            given.append((way[-1], each))
+            found.update(way if each else ())
     others = [operand for operand, each in given if not each]
     return found if len(given) - len(others) == 1 and tokens.issuperset(others) else set()
 
@@ -106,16 +101,15 @@ def _stacks(node: Node, weights: frozenset[Node], counts: set[Any], tokens: set[
 def _of_channels(operand: Node) -> bool:
     """Whether `operand` is a token's channels in groups, [.., groups, channels], perhaps transposed: heads, each of
     which a weight of its own reads. What experts made for their last GEMM is not meant."""
-    while operand.target in PERMUTATIONS | COMPOSITE_PERMUTATIONS or operand.target in COPIES or is_cast(operand):
-        operand = operand.args[0]  # type: ignore[assignment]
+    operand = through(operand, PERMUTATIONS, COMPOSITE_PERMUTATIONS, COPIES, is_cast)
     if operand.target not in RESHAPES or value(operand).dim() < 3:
         return False
     groups, channels = value(operand).shape[-2:]
-    source: Node = operand.args[0]  # type: ignore[assignment]
-    while source.target in RESHAPES and value(source).dim() > 2 and all(  # of which the tokens alone are folded
-        map(same_size, value(source).shape[-2:], (groups, channels))
-    ):
-        source = source.args[0]  # type: ignore[assignment]
+    source = through(  # of which the tokens alone are folded
+        operand.args[0],
+        lambda n: n.target in RESHAPES and value(n).dim() > 2
+        and all(map(same_size, value(n).shape[-2:], (groups, channels))),
+    )  # fmt: skip
     split = same_size(value(source).shape[-1], groups * channels)  # type: ignore[arg-type]
     return split and not same_size(groups, 1) and match_product(source) is None  # type: ignore[arg-type]
 

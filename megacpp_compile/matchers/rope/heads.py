@@ -24,7 +24,8 @@ from megacpp_compile.matchers.rope.lanes import Lanes
 from megacpp_compile.matchers.rope.replaceable import not_replaceable
 from megacpp_compile.matchers.rope.rotation import NoRotation, Part, Rotation, read_rotation
 from megacpp_compile.matchers.rope.tables import changes_unit_dims
-from megacpp_compile.matchers.views import lane_slice
+from megacpp_compile.matchers.views import cut_from
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 # What is looked through for the view that took heads apart; other copies and casts of a projection end the search.
@@ -181,13 +182,7 @@ def _splits_heads(node: Node) -> bool:
     """Whether `node` is a view ending in (2, d) with no other split before it: two heads, or the two halves of one."""
     if not _splits(node):
         return False
-    while True:
-        part = lane_slice(node)
-        if part is None and node.target not in _TRACED:
-            return True
-        node = part[0] if part is not None else node.args[0]  # type: ignore[assignment]
-        if _splits(node) or _head_view(node):
-            return False
+    return not any(_splits(n) or _head_view(n) for n in chain(node, cut_from, _TRACED)[1:])
 
 
 def _splits(node: Node) -> bool:

@@ -28,6 +28,7 @@ from megacpp_compile.matchers.rope.lanes import (
     term,
 )
 from megacpp_compile.matchers.rope.value_numbering import ValueNumbering
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 # Table views worth seeing through; anything else (casts, products, cos itself) makes the table it yields.
@@ -229,9 +230,7 @@ def _rounds_a_stack(node: Node) -> bool:
     """Whether `node` is a cast of tables that are stacked, as rotation matrices are made of cosines and sines."""
     if not is_cast(node):
         return False
-    while node.target in _SEE_THROUGH | CASTS and node.target not in (aten.stack.default, aten.cat.default):
-        node = node.args[0]  # type: ignore[assignment]
-    return node.target is aten.stack.default
+    return through(node, (_SEE_THROUGH | CASTS) - {aten.stack.default, aten.cat.default}).target is aten.stack.default
 
 
 def _renamed(ids: np.ndarray, names: dict[int, int]) -> np.ndarray:

@@ -20,7 +20,8 @@ from megacpp_compile.fx.views import (
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.rope.rotation import Part
-from megacpp_compile.matchers.views import is_outer_view, lane_slice
+from megacpp_compile.matchers.views import cut_from, is_outer_view
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS
@@ -46,16 +47,15 @@ def _sent(node: Node) -> Node | None:
 
 def _origin(node: Node) -> Node:
     """What `node` is a part or view of; of an op with several results, the op."""
-    while True:
-        part = lane_slice(node)
-        if part is not None:
-            node = part[0]
-        elif node.target is operator.getitem:
-            split = node.args[0]
-            node = split.args[0] if split.target in SPLITS | {aten.unbind.int} else split  # type: ignore
-        elif is_outer_view(node) or node.target in _MOVES:
-            node = node.args[0]  # type: ignore[assignment]
-        elif node.target in _SCALINGS and not isinstance(value(node.args[1]), torch.Tensor):
-            node = node.args[0]  # type: ignore[assignment]
-        else:
-            return node
+    return through(node, cut_from, _whole, is_outer_view, _MOVES, _by_a_number)
+
+
+def _whole(item: Node) -> Node | None:
+    """What `item` is one of several parts of; of an op with several results, the op."""
+    if item.target is not operator.getitem:
+        return None
+    return through(item.args[0], SPLITS, aten.unbind.int)
+
+
+def _by_a_number(node: Node) -> bool:
+    return node.target in _SCALINGS and not isinstance(value(node.args[1]), torch.Tensor)

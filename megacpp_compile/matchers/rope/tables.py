@@ -18,6 +18,7 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import UNIT_DIMS, is_identity, is_reshape
 from megacpp_compile.matchers.rope import lanes as L
 from megacpp_compile.matchers.rope.lane_dims import as_lane, insert_outer
+from megacpp_compile.reader.links import through
 
 
 def table_lanes(it: L.LaneContext, table: Node, x: L.Lanes) -> list[L.Term]:
@@ -62,9 +63,7 @@ def _direct(it: L.LaneContext, table: Node, x: L.Lanes, part: str) -> L.Term:
 
 def _without_unit_dims(table: Node) -> Node:
     """What `table` is a view of with dimensions of size 1 inserted or dropped; itself where it is none."""
-    while table.target in UNIT_DIMS or is_identity(table) or changes_unit_dims(table):
-        table = table.args[0]  # type: ignore[assignment]
-    return table
+    return through(table, UNIT_DIMS, is_identity, changes_unit_dims)
 
 
 def changes_unit_dims(view: Node) -> bool:

@@ -18,6 +18,7 @@ from megacpp_compile.matchers.latent_attention.integers import NotRows, Sum, pic
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Term
 from megacpp_compile.matchers.softmax_attention.prefixes import Prefix, prefix_of
 from megacpp_compile.matchers.ssd.atoms import length
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 
@@ -127,11 +128,9 @@ def _numbers(found: Attention, term: Term, node: Any) -> tuple[Node, str] | None
     along = [d for d in dims if d in (found.queries, found.keys)]
     if len(along) != 1 or any(not set(d) <= set(found.batch) for d in dims if d not in along):
         return None
-    stem = node
-    while stem.target in {UNSQUEEZE, *PERMUTATIONS, *RESHAPES, aten.slice.Tensor} and isinstance(stem.args[0], Node):
-        if stem.target is aten.slice.Tensor and not same_shape(stem, stem.args[0]):
-            break
-        stem = stem.args[0]
+    stem = through(
+        node, UNSQUEEZE, PERMUTATIONS, RESHAPES, lambda n: n.target is aten.slice.Tensor and same_shape(n, n.args[0])
+    )
     if (picked := picked_along(stem)) is not None:
         stem, places = picked
         if [p for p in places if p is not None] != sorted(p for p in places if p is not None):

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.views import DETACH
 from megacpp_compile.matchers.softmax_attention.scores import AROUND_MAXIMA, AROUND_SUMS, less_maximum, reduced, times
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 SUMS, _LOG_SUMS = {aten.sum.dim_IntList}, {aten.logsumexp.default}
@@ -79,8 +80,5 @@ def _of_one_maximum(less: Node, most: Node | None, scores: Node) -> list[Node] |
 
 def _stripped(node: Node, around: Any) -> tuple[Node, list[Node]]:
     """(what `node` is in views of, these)."""
-    nodes = list[Node]()
-    while node.target in around and isinstance(node.args[0], Node):
-        nodes.append(node)
-        node = node.args[0]
+    *nodes, node = chain(node, around)
     return node, nodes

@@ -18,6 +18,7 @@ from megacpp_compile.matchers.softmax_attention.logarithms import POWERS, SUMS, 
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, NotAttention, Scores
 from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, ScoresReader, reduced
 from megacpp_compile.matchers.ssd.atoms import Dim, flat
+from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
 _SOFTMAXES = {aten.softmax.int, aten._softmax.default}
@@ -81,8 +82,7 @@ def _quotient(node: Node) -> tuple[Node, Node] | None:
         return node.args  # type: ignore[return-value]
     if node.target is aten.mul.Tensor:
         for a, b in (node.args, node.args[::-1]):
-            while _inverse(b) and b.target is not aten.reciprocal.default:  # type: ignore[arg-type,union-attr]
-                b = b.args[0]  # type: ignore[union-attr]
+            b = through(b, lambda n: _inverse(n) and n.target is not aten.reciprocal.default)
             if b.target is aten.reciprocal.default:  # type: ignore[union-attr]
                 return a, b.args[0]  # type: ignore[union-attr,return-value]
     return None
@@ -99,10 +99,9 @@ def _between(quotient: Node, weights: Node, total: Node) -> list[Node]:
 
 def _total(total: Node, weights: Node) -> Softmax | None:
     """What `total` makes of exponentials `weights`: the softmax that they are divided by it for, less the division."""
-    nodes, one, but, powers = [weights], False, "", weights
-    while powers.target is aten.mul.Tensor and not powers.kwargs and isinstance(powers.args[0], Node):
-        powers, but = powers.args[0], "exponentials are multiplied before they are summed"
-        nodes.append(powers)
+    nodes = chain(weights, lambda n: n.target is aten.mul.Tensor and not n.kwargs and isinstance(n.args[0], Node))
+    but = "exponentials are multiplied before they are summed" if len(nodes) > 1 else ""
+    one, powers = False, nodes[-1]
     if powers.target not in POWERS:
         return None
     inside = total

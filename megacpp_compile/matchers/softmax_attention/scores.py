@@ -18,6 +18,7 @@ from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, Gain, Operand, Scores, Term, beside, grouped
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one
 from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
 _FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
@@ -47,17 +48,14 @@ class ScoresReader:
 
     def operand(self, node: Node) -> Operand:
         """A factor of a product, before what repeats it."""
-        chain, base = list[Node](), node
-        while base.target in VIEWS and isinstance(base.args[0], Node):
-            chain.append(base)
-            base = base.args[0]
-        repeats = [i for i, n in enumerate(chain) if _repeats(n)]
+        *views, base = chain(node, VIEWS)
+        repeats = [i for i, n in enumerate(views) if _repeats(n)]
         if not repeats:
             dims = grouped(fresh(n) for n in value(node).shape)
             return Operand(node, dims, dims)
-        base = chain[repeats[-1]].args[0]  # type: ignore[assignment]
+        base = views[repeats[-1]].args[0]
         own = wide = [fresh(n) for n in value(base).shape]
-        for n in reversed(chain[: repeats[-1] + 1]):
+        for n in reversed(views[: repeats[-1] + 1]):
             wide = self.view(n, wide)
         return Operand(base, grouped(own), grouped(wide))
 
@@ -236,8 +234,7 @@ class ScoresReader:
             return None
         for first, (scored, more) in ((False, parts), (True, reversed(parts))):  # type: ignore[misc,arg-type]
             if same_size(value(more).shape[-1], 1) and (scores := self.scores(scored)) is not None:
-                while more.target in EXPANSIONS or is_cast(more):
-                    more = more.args[0]
+                more = through(more, EXPANSIONS, is_cast)
                 sinks = more, beside(more, grouped(scores.dims))
                 return dataclasses.replace(scores, sinks=sinks, sinks_first=first)
         return None
@@ -256,9 +253,7 @@ class ScoresReader:
 
 def _stem(node: Node) -> Node:
     """What `node` is views and casts of."""
-    while (node.target in VIEWS or is_cast(node)) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
+    return through(node, VIEWS, is_cast)
 
 
 def _repeats(node: Node) -> bool:
@@ -286,12 +281,9 @@ def reduced(
 ) -> tuple[int, list[Node]] | None:  # fmt: skip
     """(dimension, nodes) where `node` is `of` reduced over one dimension by an op in `by`, which is 1 long in `shown`
     (default: `node`), whatever of `around` leads there."""
-    nodes, shape = list[Node](), value(shown or node)
-    while node.target in around and isinstance(node.args[0], Node):
-        if node.target is operator.getitem and node.args[1] != 0:
-            return None
-        nodes.append(node)
-        node = node.args[0]
+    shape, (*nodes, node) = value(shown or node), chain(node, around)
+    if any(n.target is operator.getitem and n.args[1] != 0 for n in nodes):
+        return None
     if node.target not in by or node.args[0] is not of or len(node.args) < 2 or not isinstance(shape, torch.Tensor):
         return None
     dims, sizes = node.args[1], list(value(of).shape)

@@ -38,6 +38,7 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     broadcast,
     rule_table,
 )
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 POWERS = {aten.pow.Tensor_Tensor, aten.pow.Scalar}
@@ -173,9 +174,7 @@ def _factors(algebra: Algebra, table: Node) -> set[Node]:
 
 
 def _unviewed(n: Node) -> Node:
-    while n.target in VIEWS | SAME | EXPANSIONS and isinstance(n.args[0], Node):
-        n = n.args[0]
-    return n
+    return through(n, VIEWS, SAME, EXPANSIONS)
 
 
 def _without_positions(algebra: Algebra, table: Node) -> set[Node]:

@@ -24,6 +24,7 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     only,
     whole,
 )
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 
@@ -102,11 +103,8 @@ class Algebra:
 
     def path(self, n: Node) -> tuple[Node, set[Node]]:
         """(`source`, the nodes from `n` to it)."""
-        between = set[Node]()
-        while self.passes_on(n):
-            between.add(n)
-            n = n.args[0]  # type: ignore[assignment]
-        return n, between
+        *between, n = chain(n, self.passes_on)
+        return n, {*between}
 
     def passes_on(self, n: Node) -> bool:
         if n not in self.nodes or n in self.constants:
@@ -134,12 +132,9 @@ def _float(n: Node) -> bool:
 def operand_of(algebra: Algebra, n: Node) -> tuple[Node, set[Node]]:
     """(the operand to read instead of `n`, the nodes between): through padding, repetition, casts and new dimensions,
     but not through other views alone, which cost nothing."""
-    chain, at = [n], n
-    while algebra.passes_on(at):
-        at = at.args[0]  # type: ignore[assignment]
-        chain.append(at)
-    keep = max((i + 1 for i, m in enumerate(chain[:-1]) if m.target not in VIEWS - {aten.unsqueeze.default}), default=0)
-    return chain[keep], set(chain[:keep])
+    way = chain(n, algebra.passes_on)
+    keep = max((i + 1 for i, m in enumerate(way[:-1]) if m.target not in VIEWS - {aten.unsqueeze.default}), default=0)
+    return way[keep], set(way[:keep])
 
 
 def constants_of(algebra: Algebra, n: Node) -> set[Node]:

@@ -27,6 +27,7 @@ from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of, ten
 from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
 from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
 from megacpp_compile.matchers.token_loops.loops import Loop
+from megacpp_compile.reader.links import above, through
 
 aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64, one step
@@ -119,13 +120,9 @@ class ScanStep:
         """`leaves`, each once, those that are read at this position as what they are read of."""
         found: dict[Node, None] = {}
         for n in leaves:
-            at = n
-            while at not in self.loop.reads and self.algebra.passes_on(at):
-                at = at.args[0]  # type: ignore[assignment]
+            at = through(n, lambda n: n not in self.loop.reads and self.algebra.passes_on(n))
             if at in self.loop.reads:
-                while n is not at:
-                    self.inside.add(n)
-                    n = n.args[0]  # type: ignore[assignment]
+                self.inside.update(above(n, at))
                 self.inside |= {at, *(a for a in at.all_input_nodes if a is not self.loop.reads[at].source)}
                 n = self.loop.reads[at].source
             found[n] = None

@@ -32,6 +32,7 @@ from megacpp_compile.nn.fp8_wrappers import FP8
 from megacpp_compile.passes._driver import Outcome
 from megacpp_compile.passes._rewrites.delayed_scaling import is_delayed
 from megacpp_compile.passes._rewrites.expert_precision import REASON
+from megacpp_compile.reader.links import through
 from megacpp_compile.report.records import Precision
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -153,8 +154,7 @@ def _multiplies_stacked(node: Node, weights: Set[Node]) -> bool:
 
 def _is_stack(node: Node, weights: Set[Node]) -> bool:
     """Whether `node` is a view or cast of a weight [experts, ., .]."""
-    while is_cast(node := memory_of(node)):
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(memory_of(node), lambda n: is_cast(n) and memory_of(n.args[0]))
     return node in weights and value(node).dim() == 3
 
 

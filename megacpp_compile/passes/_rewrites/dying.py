@@ -21,6 +21,7 @@ from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import match_linear
+from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
 # Their gradients take neither operand, and no kernel makes one of these back from what they return.
@@ -29,9 +30,7 @@ _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
 def held_by(x: Node) -> Node:
     """The node whose memory is kept where `x` is: `sum_gradient` copies nothing in a compiled graph."""
-    base: Node = memory_of(x)
-    while base.target is sum_gradient:
-        base = memory_of(base.args[0])
+    base: Node = through(memory_of(x), lambda n: n.target is sum_gradient and memory_of(n.args[0]))
     return base
 
 
@@ -97,11 +96,8 @@ def _keeps_its_result(base: Node, mode: FakeTensorMode) -> bool:
 
 def _made_by(item: Node) -> tuple[Node, list[Any]]:
     """The op that `item` is a result of, and where among its results."""
-    path: list[Any] = []
-    while item.target is operator.getitem:
-        path.insert(0, item.args[1])
-        item = item.args[0]  # type: ignore[assignment]
-    return item, path
+    *items, made = chain(item, {operator.getitem})
+    return made, [n.args[1] for n in reversed(items)]
 
 
 def _leaf(fake: Any) -> Any:

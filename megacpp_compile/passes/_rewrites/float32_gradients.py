@@ -20,13 +20,12 @@ from megacpp_compile.fx.views import (
     UNIT_DIMS,
     is_cast,
 )
+from megacpp_compile.reader.links import through
 
 _MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS | IDENTITIES | SPLITS | {operator.getitem}
 
 
 def has_float32_gradient(weight: Node) -> bool:
     """Whether `weight`, of a captured graph, is all or a part of a parameter with a gradient in float32."""
-    node = weight
-    while node.op == "call_function" and (node.target in _MOVES or is_cast(node)):
-        node = node.args[0]  # type: ignore[assignment]
+    node = through(weight, _MOVES, is_cast)
     return bool(node.meta.get(FLOAT32_GRADIENT))

@@ -19,7 +19,8 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.low_rank import Adapted, match_adapted
 from megacpp_compile.matchers.rms_norm import RmsNorm
-from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view, is_reshape, lane_slice
+from megacpp_compile.matchers.views import consumers, cut_from, is_cast, is_outer_view, is_reshape, lane_slice
+from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
 
@@ -69,18 +70,11 @@ class Beside:
 
 def latent_of(x: Node) -> Latent | None:
     """The latent that `x` is, or None where no linear makes it."""
-    start, size, chain = 0, value(x).shape[-1], list[Node]()
-    while True:
-        cut = lane_slice(x)
-        if cut is not None:
-            x, start = cut[0], start + cut[1]
-        elif is_outer_view(x):
-            chain.insert(0, x)
-            x = x.args[0]  # type: ignore[assignment]
-        else:
-            break
+    size, (*way, x) = value(x).shape[-1], chain(x, cut_from, is_outer_view)
+    cuts = [(n, lane_slice(n)) for n in reversed(way)]
+    start, views = sum(cut[1] for _, cut in cuts if cut is not None), [n for n, cut in cuts if cut is None]
     down = match_adapted(x)
-    return None if down is None or not isinstance(size, int) else Latent(down, start, size, chain)
+    return None if down is None or not isinstance(size, int) else Latent(down, start, size, views)
 
 
 def is_residual(node: Node) -> bool:
@@ -102,15 +96,15 @@ def beside(view: GraphView, norm: RmsNorm, latent: Latent, first: int, end: int)
     found = Beside([], [])
     stack: list[tuple[Node, int, int, list[Node]]] = [(latent.down.node, 0, latent.down.linear.out_features, [])]
 
-    def part(node: Node, at: int, width: int, chain: list[Node]) -> None:
+    def part(node: Node, at: int, width: int, views: list[Node]) -> None:
         """A run of channels: outside the latent, or to look behind."""
         if lo <= at and at + width <= hi:
-            found.rests.append((node, chain, at - lo, width))
+            found.rests.append((node, views, at - lo, width))
         else:
-            stack.append((node, at, width, [*chain, node] if is_outer_view(node) else chain))
+            stack.append((node, at, width, [*views, node] if is_outer_view(node) else views))
 
     while stack:
-        node, at, width, chain = stack.pop()
+        node, at, width, views = stack.pop()
         if at + width <= first or at >= end:
             continue  # another latent's
         for user in node.users:
@@ -121,17 +115,17 @@ def beside(view: GraphView, norm: RmsNorm, latent: Latent, first: int, end: int)
                     cut = lane_slice(item)
                     if cut is None:
                         return MatchFailure(user, "escapes", "the down-projection is split along another dimension")
-                    part(item, at + cut[1], cut[2], chain)
+                    part(item, at + cut[1], cut[2], views)
                 continue
             cut = lane_slice(user)
             if cut is not None:
-                part(user, at + cut[1], cut[2], chain)
+                part(user, at + cut[1], cut[2], views)
             elif is_outer_view(user):
-                stack.append((user, at, width, [*chain, user]))
+                stack.append((user, at, width, [*views, user]))
             elif is_residual(user):
                 return None
             elif (at, width) == (start, size) and user.target not in _SUMS and not keeps(view, user, node):
-                found.raw += [] if (node, chain) in found.raw else [(node, chain)]
+                found.raw += [] if (node, views) in found.raw else [(node, views)]
             else:
                 at_node = node if user.op == "output" else user
                 return MatchFailure(at_node, "escapes", f"the latent is used elsewhere too ({user.name})")
@@ -165,8 +159,7 @@ def frozen(view: GraphView, latent: Latent, behind: list[Node]) -> MatchFailure 
         return None
     latents = latent.size * (2 if any(map(view.needs_grad, behind)) else 1)
     x, kept = down.x, False
-    while is_outer_view(x) or is_cast(x):
-        x = x.args[0]  # type: ignore[assignment]
+    x = through(x, is_outer_view, is_cast)
     for user, read, _ in consumers(x, lambda n: is_outer_view(n) or is_cast(n)):
         linear = match_linear(user)
         kept = kept or linear is None or linear.x is not read or view.needs_grad(linear.w)

@@ -20,9 +20,10 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear, match_projection
 from megacpp_compile.matchers.low_rank import Adapted
 from megacpp_compile.matchers.rms_norm import RmsNorm, match_rms_norm
-from megacpp_compile.matchers.views import is_cast, is_outer_view, lane_slice
+from megacpp_compile.matchers.views import cut_from, is_cast, is_outer_view
 from megacpp_compile.passes._rewrites.latent import Latent, is_residual, latent_of
 from megacpp_compile.passes._rewrites.norm import depends
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 
@@ -59,10 +60,7 @@ def beside_no_path(norm: RmsNorm, up: Linear) -> MatchFailure | None:
 
     Whatever is added comes from what the down-projection reads. So no residual does, to which an MLP's output is added.
     """
-    node, cut = norm.x, lane_slice(norm.x)
-    while cut is not None or is_outer_view(node) or is_cast(node):
-        node = node.args[0] if cut is None else cut[0]  # type: ignore[assignment]
-        cut = lane_slice(node)
+    node = through(norm.x, cut_from, is_outer_view, is_cast)
     stack, seen, sums = [node], set[Node](), list[Node]()
     width = value(node).shape[-1]
     while stack and len(seen) < _STEPS:

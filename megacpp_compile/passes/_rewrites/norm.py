@@ -14,6 +14,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 
@@ -42,9 +43,7 @@ def scaled(node: Node) -> bool:
 
 def norm_before(linear: Linear, link: Callable[[Node], bool] = between) -> tuple[Node, RmsNorm | NoNorm | None]:
     """(what `linear` reads behind views, casts and a scaling, the norm that it is). link: what else may stand there."""
-    source = linear.x
-    while (link(source) or scaled(source)) and not isinstance(match_rms_norm(source), RmsNorm):
-        source = source.args[0]  # type: ignore[assignment]
+    source = through(linear.x, lambda n: (link(n) or scaled(n)) and not isinstance(match_rms_norm(n), RmsNorm))
     return source, match_rms_norm(source)
 
 

@@ -14,6 +14,7 @@ from megacpp_compile.matchers.latent_attention.over_latents import LatentAttenti
 from megacpp_compile.matchers.latent_attention.selections import Selection
 from megacpp_compile.passes._rewrites.absorbed import Sizes, absorbed_queries, expanded_result, latent_rows
 from megacpp_compile.passes._rewrites.absorbed_weights import ordered
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 _VIEWS = COPIES | PERMUTATIONS | RESHAPES | {aten.mT.default}
@@ -43,11 +44,7 @@ def _dtype(found: LatentAttention) -> torch.dtype:
 
 def _rounded_to(node: Node) -> torch.dtype:
     """The narrowest dtype of what `node` is views and casts of."""
-    dtype = value(node).dtype
-    while is_cast(node) or node.target in _VIEWS:
-        node = node.args[0]  # type: ignore[assignment]
-        dtype = min(dtype, value(node).dtype, key=lambda one: one.itemsize)
-    return dtype
+    return min((value(n).dtype for n in chain(node, is_cast, _VIEWS)), key=lambda one: one.itemsize)
 
 
 def _indices(build: Builder, selected: Selection, size: Sizes) -> Node:

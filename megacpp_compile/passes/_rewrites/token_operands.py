@@ -22,6 +22,7 @@ from megacpp_compile.matchers.token_loops.constants import is_positive
 from megacpp_compile.matchers.token_loops.proof import TokenLoop
 from megacpp_compile.matchers.token_loops.resets import cleared_by_flags
 from megacpp_compile.passes._rewrites.arrange import arrange, leading
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 Dims = tuple[tuple[Any, ...], ...]
@@ -158,24 +159,19 @@ class Operands:
 
 def _seen_through(node: Node) -> list[Node]:
     """`node`, what it is a view or a cast of, and so on."""
-    chain = [node]
-    while chain[-1].target in _SHAPED and isinstance(chain[-1].args[0], Node):
-        chain.append(chain[-1].args[0])
-    return chain
+    return chain(node, _SHAPED)
 
 
 def _chain(decay: Node, clears: bool = True) -> list[Node] | None:
     """`decay`, views, parts and casts behind it, what it is padded from with numbers above 0 or, with `clears`, set to
     0 in, and the exponential or sigmoid that it is of."""
-    chain = [decay]
-    while True:
-        node = chain[-1]
-        if node.target in _PARTS or (_padding(node) or 0.0) > 0:
-            chain.append(node.args[0])  # type: ignore[arg-type]
-        elif clears and (cleared := cleared_by_flags(node)) is not None:
-            chain.append(cleared.node)
-        else:
-            return chain if node.target in _LOGARITHMS else None
+    way = chain(decay, _PARTS, lambda n: (_padding(n) or 0.0) > 0, _cleared if clears else ())
+    return way if way[-1].target in _LOGARITHMS else None
+
+
+def _cleared(node: Node) -> Node | None:
+    found = cleared_by_flags(node)
+    return found and found.node
 
 
 def _padding(node: Node) -> float | None:
@@ -209,10 +205,10 @@ def _bounded(build: Builder, logarithm: Node) -> Node:
 
 
 def _logarithm(build: Builder, decay: Node) -> Node:
-    chain = _chain(decay)
-    if chain is None:  # of numbers above 0
+    way = _chain(decay)
+    if way is None:  # of numbers above 0
         return build(aten.log.default, build.cast(decay, torch.promote_types(value(decay).dtype, torch.float32)))
-    *views, made = chain
+    *views, made = way
     node, logarithm = made.args[0], _LOGARITHMS[made.target]
     if logarithm is not None:
         node = build(logarithm, node)
