@@ -29,6 +29,7 @@ from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.sizes import nbytes
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.remat.costs import flops
 
@@ -104,12 +105,7 @@ def _advance(wait: Node, left: float) -> None:
 
 def _reached(node: Node, within: set[Node], next_to: Callable[[Node], Iterable[Node]]) -> list[Node]:
     """`node` and those of `within` that `next_to` leads to from it, one by one, in the order of the graph."""
-    found, pending = {node}, [node]
-    while pending:
-        more = [n for n in next_to(pending.pop()) if n in within and n not in found]
-        found.update(more)
-        pending += more
-    return sorted(found)
+    return sorted(reached([node], lambda n: filter(within.__contains__, next_to(n))))
 
 
 def _calls(node: Node, step: Callable[[Node], Node]) -> Iterable[Node]:

@@ -21,6 +21,7 @@ from megacpp_compile.errors import BadOptionError, DroppedOutputError, closest
 from megacpp_compile.errors._base import listed
 from megacpp_compile.fx.copies import in_place_of
 from megacpp_compile.fx.edit import dynamo_value, same_size
+from megacpp_compile.fx.walks import ancestors
 
 
 class DroppedOutput:
@@ -136,14 +137,4 @@ def _is_loss(fake: Any) -> bool:
 
 
 def _computed_from(losses: Sequence[Node], output: Node) -> bool:
-    if output in losses:
-        return False
-    pending, seen = list(losses), set(losses)
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source is output:
-                return True
-            if source not in seen:
-                seen.add(source)
-                pending.append(source)
-    return False
+    return output not in losses and output in ancestors(losses)

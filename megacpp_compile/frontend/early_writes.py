@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile.frontend.hidden_writes import has_gradient, hidden_write, storage_id, storage_of, written_tensors
 from megacpp_compile.fx.copies import in_place_of
 from megacpp_compile.fx.edit import called, dynamo_value
+from megacpp_compile.fx.walks import ancestors, reached
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _DETACHED = ("detach", "_get_data_attr")
@@ -118,26 +119,15 @@ def _apart(gm: GraphModule) -> set[Node]:
 
 def _behind(writes: list[Node], apart: set[Node]) -> set[Node]:
     """The writes, what they are computed from, and whatever else is written to that."""
-    found, pending = set[Node](), list(writes)
-    while pending:
-        node = pending.pop()
-        if node in found:
-            continue
-        found.add(node)
-        pending += [a for a in node.all_input_nodes if a in apart]
-        pending += [user for user in node.users if user in apart and node in written_tensors(user)]
-    return found
+    return set(reached(writes, lambda node: [
+        *(a for a in node.all_input_nodes if a in apart),
+        *(user for user in node.users if user in apart and node in written_tensors(user)),
+    ]))  # fmt: skip
 
 
 def _numbers_of(early: Set[Node]) -> set[Node]:
     """The numbers that the `early` nodes read, and those that these are computed from."""
-    found, pending = set[Node](), [a for node in early for a in node.all_input_nodes]
-    while pending:
-        node = pending.pop()
-        if node.op != "placeholder" and node not in early and node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
+    return set(ancestors(early, lambda node: node.op != "placeholder")) - early
 
 
 def _without(gm: GraphModule, early: Set[Node]) -> GraphModule:

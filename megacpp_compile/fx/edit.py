@@ -16,6 +16,7 @@ from megacpp_compile._torch._registry import release
 from megacpp_compile._torch.dispatch import enable_python_dispatcher
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.mode_states import ModeStates
+from megacpp_compile.fx.walks import descendants
 
 _INHERITED = ("nn_module_stack", "stack_trace", "source_fn_stack", "recompute", "ac_graph_id", "custom", "seq_nr")
 
@@ -113,13 +114,8 @@ def place(
 
 def early_users(values: Iterable[Node], anchor: Node) -> list[Node]:
     """All nodes before `anchor` that depend on `values`, in graph order: they have to move behind it."""
-    pending, found = list(values), set[Node]()
-    while pending:
-        for user in pending.pop().users:
-            if user < anchor and user not in found:
-                found.add(user)
-                pending.append(user)
-    return sorted(found)
+    users = {user for node in values for user in node.users if user < anchor}
+    return sorted(descendants(users, lambda user: user < anchor))
 
 
 def move_behind(nodes: Sequence[Node], anchor: Node) -> None:

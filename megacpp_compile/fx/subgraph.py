@@ -15,6 +15,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.mode_states import autocast_pairs
 from megacpp_compile.fx.provenance import input_path
 from megacpp_compile.fx.views import values_read
+from megacpp_compile.fx.walks import reached
 
 SHOWN = 48  # calls of a part that `described` lists
 
@@ -22,13 +23,12 @@ SHOWN = 48  # calls of a part that `described` lists
 def inside(inputs: Sequence[Node], outputs: Sequence[Node]) -> set[Node]:
     """The calls that compute `outputs` from `inputs` and from the other graph inputs they need; what is read for its
     shape or dtype alone is given."""
-    keep, stack, border = set[Node](), list(outputs), set(inputs)
-    while stack:
-        node = stack.pop()
-        if node not in keep and node not in border and node.op not in ("placeholder", "get_attr"):
-            keep.add(node)
-            stack.extend(values_read(node))
-    return keep
+    border = set(inputs)
+
+    def is_inside(node: Node) -> bool:
+        return node not in border and node.op not in ("placeholder", "get_attr")
+
+    return set(reached(filter(is_inside, outputs), lambda node: filter(is_inside, values_read(node))))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PADS, RESHAPES, UNIT_DIMS
+from megacpp_compile.fx.walks import ancestors, reached
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.reader.links import through
 
@@ -72,18 +73,16 @@ def compared_documents(node: Node) -> Node | None:
     """A comparison of integers of the model's inputs that `node` is computed by, on this side of projections and of
     ops of this package: documents' numbers, as a rule, or positions that are 0 where a large negative number is
     written. None where there is none."""
-    seen, pending = {node}, [node]
-    while pending:
-        n = pending.pop()
+    for n in reached([node], lambda n: [] if _ends(n) else n.all_input_nodes):
         if n.target in (aten.eq.Tensor, aten.ne.Tensor) and not any(map(_fractional, n.args)) and not is_constant(n):
             return n
         if (start := decayed_away(n)) is not None:
             return start
-        if n.op == "call_function" and not is_projection(n) and not str(n.target).startswith("megacpp."):
-            new = [a for a in n.all_input_nodes if a not in seen]
-            seen.update(new)
-            pending += new
     return None
+
+
+def _ends(node: Node) -> bool:
+    return node.op != "call_function" or is_projection(node) or str(node.target).startswith("megacpp.")
 
 
 def masked_by_documents(node: Node, most: int = 5) -> Node | None:
@@ -115,15 +114,8 @@ def decayed_away(node: Node) -> Node | None:
 
 def is_constant(node: Node) -> bool:
     """Whether `node` is computed from no input of the model."""
-    seen, pending = {node}, [node]
-    while pending:
-        n = pending.pop()
-        if n.op in ("placeholder", "get_attr") and isinstance(value(n), torch.Tensor):
-            return False
-        new = [a for a in n.all_input_nodes if a not in seen]
-        seen.update(new)
-        pending += new
-    return True
+    inputs = (n for n in ancestors([node]) if n.op in ("placeholder", "get_attr"))
+    return not any(isinstance(value(n), torch.Tensor) for n in inputs)
 
 
 def plain(node: Any) -> Any:

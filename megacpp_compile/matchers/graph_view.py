@@ -12,6 +12,7 @@ from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.config.options import Config
 from megacpp_compile.fx.differentiated import Differentiated
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.rope.frozen_tables import frozen_tables
 from megacpp_compile.matchers.rope.heads import Heads, find_heads
@@ -34,15 +35,7 @@ class GraphView:
 
     def needs_grad(self, node: Node) -> bool:
         """Whether `node` is trained or computed from what is, be that detached or without gradients recorded."""
-        seen, stack = {node}, [node]
-        while stack:
-            n = stack.pop()
-            if n in self.trained:
-                return True
-            new = [m for m in n.all_input_nodes if m not in seen]
-            seen.update(new)
-            stack.extend(new)
-        return False
+        return any(n in self.trained for n in ancestors([node]))
 
     def recorded(self, node: Node) -> bool:
         """Whether `node` runs where autograd records; a frame has its mode while it is compiled."""

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.walks import reached
 
 
 def is_number(given: Any) -> bool:
@@ -18,13 +19,8 @@ def is_number(given: Any) -> bool:
     number = value(given)
     if not isinstance(number, torch.SymFloat) or not number.node.has_hint():
         return False
-    stack = [given]
-    while stack:
-        node = stack.pop()
-        if isinstance(value(node), torch.SymInt):
-            return False
-        stack += node.all_input_nodes if not isinstance(value(node), torch.Tensor) else []
-    return True
+    made_of = reached([given], lambda n: n.all_input_nodes if not isinstance(value(n), torch.Tensor) else [])
+    return not any(isinstance(value(n), torch.SymInt) for n in made_of)
 
 
 def number_of(given: Any) -> float | None:

@@ -23,6 +23,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import long_dimensions, of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import is_cast, uncast
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
 from megacpp_compile.reader.links import chain
 
@@ -299,15 +300,7 @@ def _through_views(node: Node) -> list[Node]:
 
 
 def _depends(node: Node, on: Node) -> bool:
-    seen, pending = {node}, [node]
-    while pending:
-        node = pending.pop()
-        if node is on:
-            return True
-        new = [a for a in node.all_input_nodes if a not in seen and not a < on]
-        seen.update(new)
-        pending += new
-    return False
+    return on in ancestors([node], lambda a: not a < on)
 
 
 def _rate_of_each_channel(decay: Node) -> bool:

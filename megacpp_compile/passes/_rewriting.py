@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, same_size, unread_without, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.passes._rule import REGION, Match
@@ -118,10 +119,7 @@ def _lies_alike(a: Any, b: Any) -> bool:
 
 def _plain(match: Match) -> set[Node]:
     """The nodes that compute the outputs of `match` from its inputs, without these."""
-    found, pending = set[Node](), list(match.outputs)
-    while pending:
-        node = pending.pop()
-        if node not in found and node not in match.inputs and node.op == "call_function":
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found
+    def plain(nodes: Iterable[Node]) -> list[Node]:
+        return [n for n in nodes if n not in match.inputs and n.op == "call_function"]
+
+    return set(reached(plain(match.outputs), lambda n: plain(n.all_input_nodes)))

@@ -36,6 +36,7 @@ from megacpp_compile.frontend.sdpa_regions import choice_of
 from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, UNIT_DIMS, uncast
+from megacpp_compile.fx.walks import descendants
 from megacpp_compile.lowerings.attention._dropout import WORDS
 from megacpp_compile.lowerings.attention._sdpa_calls import chosen
 from megacpp_compile.lowerings.attention._sdpa_choice import UNFUSED
@@ -254,13 +255,6 @@ def _words(build: Builder, q: Node, k: Node) -> Node:
 
 def _strides_show(result: Node) -> bool:
     """Whether the result's strides reach the frame's output, or a view that other strides have none of."""
-    pending, seen = [result], {result}
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output" or user.target in (aten.view.default, aten.as_strided.default):
-                return True
-            moves = user.target in PERMUTATIONS | UNIT_DIMS | COPIES - {aten.contiguous.default} | {aten.slice.Tensor}
-            if moves and user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return False
+    moves = PERMUTATIONS | UNIT_DIMS | COPIES - {aten.contiguous.default} | {aten.slice.Tensor}
+    users = (user for n in descendants([result], lambda n: n.target in moves) for user in n.users)
+    return any(user.op == "output" or user.target in (aten.view.default, aten.as_strided.default) for user in users)

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import called
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.reader.links import through
 
 MOST = 1024  # experts whose iterations are traced
@@ -85,13 +86,9 @@ def _of_choices(eq: Node) -> bool:
 def of_experts(conditions: Iterable[Node], made: Iterable[Node]) -> bool:
     """Whether experts are seen in a branch by `conditions` in which the nodes `made` are: something was chosen for it,
     or rows are added up."""
-    seen, pending, within = set[Node](), list(conditions), set(made)
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            pending.extend(node.all_input_nodes)
-    return any(_name(node) in _CHOOSES for node in seen) or any(_adds_up(node, within) for node in within)
+    within = set(made)
+    chosen = any(_name(node) in _CHOOSES for node in ancestors(conditions))
+    return chosen or any(_adds_up(node, within) for node in within)
 
 
 def _adds_up(node: Node, within: set[Node]) -> bool:

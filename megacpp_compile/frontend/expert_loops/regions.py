@@ -21,6 +21,7 @@ from megacpp_compile.frontend.expert_loops.control_flow import live_names
 from megacpp_compile.frontend.expert_loops.rowless import same_shapes, same_without_rows
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import called
+from megacpp_compile.fx.walks import reached
 
 _LEFT = "what it leaves behind is not what it found"
 # What of the frame's grows with effects that are replayed behind its graph.
@@ -184,15 +185,7 @@ class OpenRegion:
         was, now_ = variables.tensor(old), variables.tensor(new)
         if was is None or now_ is None:
             return False
-        pending, seen = [now_[0]], set[Any]()
-        while pending:
-            node = pending.pop()
-            if node is was[0]:
-                return True
-            if node not in seen and node > self.at:
-                seen.add(node)
-                pending.extend(node.all_input_nodes)
-        return False
+        return was[0] in reached([now_[0]], lambda node: node.all_input_nodes if node > self.at else ())
 
 
 def _identities(held: list[Any]) -> list[int]:

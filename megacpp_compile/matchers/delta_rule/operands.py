@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import PARTS, SPLITS
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.delta_rule.norms import Before
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS, argument
@@ -158,10 +159,4 @@ class Operands:
 
 
 def _behind(outputs: Iterable[Node], core: Set[Node]) -> set[Node]:
-    found, pending = set[Node](), list(outputs)
-    while pending:
-        n = pending.pop()
-        if n in core and n not in found:
-            found.add(n)
-            pending += tensors(n)
-    return found
+    return set(reached(filter(core.__contains__, outputs), lambda n: filter(core.__contains__, tensors(n))))

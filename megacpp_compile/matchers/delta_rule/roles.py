@@ -8,6 +8,7 @@ from collections.abc import Iterator, Set
 
 from torch.fx import Node
 
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
@@ -39,12 +40,7 @@ def gate_of(algebra: Algebra, resized: Resized) -> list[Node]:
     """The leaves that exponentials are made of: one, or none without gates."""
     inside = set(resized.nodes)
     exponents = {n for n in inside if n.target in EXPONENTIALS and n not in algebra.constants}
-    found, pending = set[Node](), list(exponents)
-    while pending:
-        n = pending.pop()
-        if n not in found:
-            found.add(n)
-            pending += algebra.inputs(n) if n in inside else []
+    found = set(reached(exponents, lambda n: algebra.inputs(n) if n in inside else []))
     return [n for n in resized.leaves if n in found]
 
 

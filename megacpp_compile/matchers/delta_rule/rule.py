@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from megacpp_compile.fx.edit import called
+from megacpp_compile.fx.walks import descendants
 from megacpp_compile.matchers.delta_rule.core import Cores, changed_state, corrects
 from megacpp_compile.matchers.delta_rule.norms import unnormed, unscaled
 from megacpp_compile.matchers.delta_rule.operands import MOST_OPERANDS, Operands
@@ -240,13 +241,8 @@ def _resized(operands: Operands) -> Resized:
 
 def _exports(core: Set[Node], root: Node) -> list[Node]:
     """What leaves the core beside `root` and what is made of that."""
-    behind, pending = {root}, [root]
-    while pending:
-        for u in pending.pop().users:
-            if u in core and u not in behind:
-                behind.add(u)
-                pending.append(u)
-    return sorted(n for n in core - behind if any(u not in core for u in n.users))
+    beside = core - set(descendants([root], core.__contains__))
+    return sorted(n for n in beside if any(u not in core for u in n.users))
 
 
 @dataclasses.dataclass(frozen=True)

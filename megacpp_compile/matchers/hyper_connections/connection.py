@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, COPIES, FOLDS, PERMUTATIONS, RESHAPES, is_cast
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.hyper_connections.affine import Affine
 from megacpp_compile.matchers.hyper_connections.maps import Gate, Mixing, bare, match_gate, match_mixing
@@ -153,13 +154,10 @@ def _is_statistic(node: Node) -> bool:
 
 def _dependents(start: Iterable[Node], lead: Any) -> set[Node]:
     """What is computed from `start` and has `lead` as its first dimensions, or is several such tensors."""
-    found, pending = set[Node](), list(start)
-    while pending:
-        for user in pending.pop().users:
-            if user not in found and user.op == "call_function" and _leads(user, lead):
-                found.add(user)
-                pending.append(user)
-    return found
+    def own(node: Node) -> list[Node]:
+        return [user for user in node.users if user.op == "call_function" and _leads(user, lead)]
+
+    return set(reached([user for node in start for user in own(node)], own))
 
 
 def _leads(node: Node, lead: Any) -> bool:

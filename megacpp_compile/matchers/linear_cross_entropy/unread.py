@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import IDENTITIES, RESHAPES, UNIT_DIMS, is_cast
+from megacpp_compile.fx.walks import ancestors, descendants
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.linear_cross_entropy.logits import LOG_SOFTMAX
@@ -69,13 +70,7 @@ def _by_a_number(node: Node) -> bool:
 
 def _onward(node: Node) -> set[Node]:
     """What is computed of `node`."""
-    found, pending = set[Node](), [node]
-    while pending:
-        for user in pending.pop().users:
-            if user not in found:
-                found.add(user)
-                pending.append(user)
-    return found
+    return set(descendants(node.users))
 
 
 def _is_loss(node: Node) -> bool:
@@ -86,26 +81,15 @@ def _is_loss(node: Node) -> bool:
 def _meets_labels(node: Node, linear: Node) -> bool:
     """Whether whole numbers or flags, or what is made of them beside the way to `linear`, join what a number is made of
     `node` by. An entropy, as a router's, or a divergence of two softmaxes has none."""
-    joined, pending, cone = set[Node](), [node], {node}
-    while pending:
-        for user in pending.pop().users:
-            joined.update(user.all_input_nodes)
-            if user not in cone and not _is_loss(user):  # further on other losses are added
-                cone.add(user)
-                pending.append(user)
+    cone = set(descendants([node], lambda user: not _is_loss(user)))  # further on other losses are added
+    joined = {a for n in cone for user in n.users for a in user.all_input_nodes}
     behind, left = _behind({linear}, set()), joined - cone
     return any(_counts(n) for n in left | _behind(left, behind | cone))
 
 
 def _behind(nodes: Set[Node], stop: Set[Node]) -> set[Node]:
     """`nodes` and all they are computed from but `stop` and what only that is computed from."""
-    found, pending = set[Node](), [n for n in nodes if n not in stop]
-    while pending:
-        n = pending.pop()
-        if n not in found:
-            found.add(n)
-            pending += [a for a in n.all_input_nodes if a not in stop]
-    return found
+    return set(ancestors(nodes - stop, lambda n: n not in stop))
 
 
 def _counts(node: Node) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import outputs
@@ -122,16 +123,8 @@ def _ungated(
 
 def _goes_by_choices(node: Node) -> bool:
     """Whether `node` is computed of numbers that the graph chooses, as rows in places are and no weight is."""
-    pending, seen = [node], {node}
-    while pending:
-        n = pending.pop()
-        fake = value(n)
-        if n.op == "call_function" and isinstance(fake, torch.Tensor) and fake.dtype in (torch.int64, torch.bool):
-            return True
-        new = [a for a in n.all_input_nodes if a not in seen]
-        seen.update(new)
-        pending += new
-    return False
+    made = (value(n) for n in ancestors([node]) if n.op == "call_function")
+    return any(isinstance(fake, torch.Tensor) and fake.dtype in (torch.int64, torch.bool) for fake in made)
 
 
 def _from_down(

@@ -19,6 +19,7 @@ from torch.fx import Node
 from megacpp_compile.fx.assumptions import Region
 from megacpp_compile.fx.edit import has_effects, same_shape, value
 from megacpp_compile.fx.views import CASTS
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.links import through
@@ -108,10 +109,4 @@ def _same_places(one: Any, other: Any) -> bool:
 
 def _read_by(node: Node) -> set[Node]:
     """All that `node` is computed from."""
-    found, pending = set[Node](), [node]
-    while pending:
-        n = pending.pop()
-        if n not in found:
-            found.add(n)
-            pending.extend(n.all_input_nodes)
-    return found
+    return set(ancestors([node]))

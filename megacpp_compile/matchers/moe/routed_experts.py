@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from megacpp_compile._torch.ops import torch_check
 from megacpp_compile.fx.edit import place, value
 from megacpp_compile.fx.filled import is_filled
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert
@@ -157,14 +158,11 @@ def _bounded(view: GraphView, found: _Layer) -> _Layer | MatchFailure:
 
 def _between(inputs: list[Node], output: Node) -> set[Node]:
     """All nodes by which `output` is computed from `inputs`, itself among them; not what makes the inputs."""
-    inside, stack = set[Node](), [output]
-    while stack:
-        n = stack.pop()
-        if n not in inside and n not in inputs and n.op == "call_function":
-            inside.add(n)
-            if not is_filled(n, 0.0):  # zeros take no more than their shape from what they are made like
-                stack.extend(n.all_input_nodes)
-    return inside
+    def sources(n: Node) -> list[Node]:
+        made = n.all_input_nodes if not is_filled(n, 0.0) else []  # zeros take their shape alone
+        return [a for a in made if a not in inputs and a.op == "call_function"]
+
+    return set(reached([output], sources)) if output not in inputs and output.op == "call_function" else set()
 
 
 def _can_be_kept(node: Node) -> bool:

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, COPIES, PERMUTATIONS
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.activation import match_product
@@ -71,12 +72,7 @@ def _reads_rows(node: Node, stacks: set[Node]) -> bool:
 
 def _behind(nodes: Iterable[Node]) -> set[Node]:
     """The inputs of the graph that `nodes` are computed from."""
-    pending, seen = list(nodes), set[Node]()
-    while pending:
-        if (node := pending.pop()) not in seen:
-            seen.add(node)
-            pending += node.all_input_nodes
-    return {node for node in seen if node.op == "placeholder"}
+    return {node for node in ancestors(nodes) if node.op == "placeholder"}
 
 
 def _stacks(node: Node, weights: frozenset[Node], counts: set[Any], tokens: set[Node]) -> set[Node]:

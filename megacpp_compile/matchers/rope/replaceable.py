@@ -9,6 +9,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.mode_states import ModeStates
 from megacpp_compile.fx.views import SHAPE_ONLY
+from megacpp_compile.fx.walks import descendants
 from megacpp_compile.matchers.rope.kinds import broadcast_dims, kind_of
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 from megacpp_compile.matchers.rope.lanes import Lanes, is_one, precision
@@ -64,11 +65,5 @@ def _needs(it: LaneInterpreter, node: Node, parts: list[Part]) -> int:
 def _is_turned_row(node: Node, root: Node, cone: set[Node]) -> bool:
     """Whether `node` is the row that all heads share, turned and not yet theirs: a head's worth, which a cache has."""
     wide = [sum(not is_one(size) for size in value(n).shape) for n in (node, root)]
-    pending, seen = [node], {node}
-    while pending:
-        new = [u for u in pending.pop().users if u in cone and u not in seen]
-        if any(u.target in _ARITHMETIC for u in new):
-            return False
-        seen.update(new)
-        pending += new
-    return wide[0] < wide[1]
+    turned = (n for n in descendants([node], cone.__contains__) if n is not node)
+    return wide[0] < wide[1] and not any(n.target in _ARITHMETIC for n in turned)

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import PARTS, SPLITS
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.ssd.resize_rules.writes import SCATTERS
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, argument, axis
@@ -141,15 +142,8 @@ class OperandBoundary:
         return set().union(*(several for several in cut.values() if len(several) > 1))
 
     def from_exponents(self, decays: list[Node]) -> set[Node]:
-        pending, seen = list(decays), set[Node]()
-        while pending:
-            n = pending.pop()
-            if n in seen:
-                continue
-            seen.add(n)
-            if n in self.inside and n not in self.found:
-                pending += tensors(n)
-        return seen & set(self.found)
+        seen = reached(decays, lambda n: tensors(n) if n in self.inside and n not in self.found else [])
+        return set(self.found).intersection(seen)
 
     def _one_of_each(self) -> list[Node]:
         """The operands, one for each source: where two views of one tensor are read, that tensor."""

@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import EXPANSIONS
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, pin
 from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.boundary import OperandBoundary
@@ -75,14 +76,12 @@ def _bends_at_zero(n: Node) -> bool:
     low, high = argument(n, 1, "min"), argument(n, 2, "max")
     if n.target in CLAMPS and (low != 0 or high is not None):
         return False
-    pending = tensors(n)
-    while pending:
-        m = pending.pop()
-        if m.target in DIFFERENCES and len(tensors(m)) == 1 + (m.target is aten.sub.Tensor):
-            pending += tensors(m)
-        elif m.target is not aten.arange.default:
-            return False
-    return True
+    made_of = reached(tensors(n), lambda m: tensors(m) if _is_difference(m) else [])
+    return all(_is_difference(m) or m.target is aten.arange.default for m in made_of)
+
+
+def _is_difference(n: Node) -> bool:
+    return n.target in DIFFERENCES and len(tensors(n)) == 1 + (n.target is aten.sub.Tensor)
 
 
 WHEN = dict.fromkeys(BENDS, _bends_at_zero)

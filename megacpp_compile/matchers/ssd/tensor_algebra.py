@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.walks import descendants, reached
 from megacpp_compile.matchers.ssd.packed import Masks, of_whole_numbers
 from megacpp_compile.matchers.ssd.tensor_ops import (
     CONDITION,
@@ -73,29 +74,18 @@ class Algebra:
     def behind(self, roots: Iterable[Node], stop: Iterable[Node] = (), constants: bool = False) -> set[Node]:
         """Everything `roots` are made of by algebra up to `stop`, themselves and the operands it begins with included.
         constants: constants, too; what only lends its shape to one is none of it."""
-        stops, found, pending = set(stop), set[Node](), list(roots)
-        while pending:
-            n = pending.pop()
-            if n in found:
-                continue
-            found.add(n)
-            if n not in self.nodes or n in stops:
-                continue
-            if not constants:
-                pending += self.inputs(n)
-            elif n.target not in CREATION | LIKE:
-                pending += tensors(n)
-        return found
+        stops = set(stop)
+
+        def made_of(n: Node) -> list[Node]:
+            if n not in self.nodes or n in stops or constants and n.target in CREATION | LIKE:
+                return []
+            return tensors(n) if constants else self.inputs(n)
+
+        return set(reached(roots, made_of))
 
     def ahead(self, root: Node, constants: bool = False) -> list[Node]:
         """Everything algebra makes of `root`, in graph order. constants: constants, too."""
-        found, pending = {root}, [root]
-        while pending:
-            for user in pending.pop().users:
-                if user in self.nodes and user not in found and (constants or user not in self.constants):
-                    found.add(user)
-                    pending.append(user)
-        return sorted(found)
+        return sorted(descendants([root], lambda n: n in self.nodes and (constants or n not in self.constants)))
 
     def source(self, n: Node) -> Node:
         """What `n` is a view, a repetition or an exact cast of."""
@@ -139,13 +129,10 @@ def operand_of(algebra: Algebra, n: Node) -> tuple[Node, set[Node]]:
 
 def constants_of(algebra: Algebra, n: Node) -> set[Node]:
     """`n` and what it is made of, where it is a constant."""
-    found, pending = set[Node](), [n]
-    while pending:
-        m = pending.pop()
-        if m in algebra.constants and m not in found:
-            found.add(m)
-            pending += tensors(m) if m.target not in CREATION | LIKE else []
-    return found
+    def constants(nodes: Iterable[Node]) -> list[Node]:
+        return [m for m in nodes if m in algebra.constants]
+
+    return set(reached(constants([n]), lambda m: constants(tensors(m)) if m.target not in CREATION | LIKE else []))
 
 
 def lends_shape(algebra: Algebra, reader: Node, read: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.fx.node import map_arg
 
 from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.walks import ancestors
 
 _MOST_NODES = 64
 _MOST_ELEMENTS = 1 << 14
@@ -40,15 +42,8 @@ def is_positive(node: Node) -> bool:
 
 def _made_of_numbers(node: Node) -> list[Node] | None:
     """`node` and all that it is made of, in graph order; None where that is more than numbers, or random."""
-    found, pending = {node}, [node]
-    while pending:
-        n = pending.pop()
-        if len(found) > _MOST_NODES or not _is_known(n):
-            return None
-        new = [a for a in n.all_input_nodes if a not in found]
-        found.update(new)
-        pending += new
-    return sorted(found)
+    found = [*itertools.islice(ancestors([node]), _MOST_NODES + 1)]
+    return sorted(found) if len(found) <= _MOST_NODES and all(map(_is_known, found)) else None
 
 
 def _is_known(n: Node) -> bool:

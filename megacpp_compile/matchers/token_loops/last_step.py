@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.views import is_cast
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, EXPONENTIALS, SAME, VIEWS
 from megacpp_compile.matchers.token_loops.loops import Loop
@@ -96,12 +99,10 @@ class LastStep:
 
 def of_state(loop: Loop) -> set[Node]:
     """The nodes of the last step that are made of the state that enters it, up to the next and the output."""
-    wanted, pending = set[Node](), [loop.states[-1], loop.output]
-    while pending:
-        n = pending.pop()
-        if n not in wanted and n is not loop.entering and n in loop.inside:
-            wanted.add(n)
-            pending += n.all_input_nodes
+    def within(nodes: Iterable[Node]) -> list[Node]:
+        return [n for n in nodes if n is not loop.entering and n in loop.inside]
+
+    wanted = set(reached(within([loop.states[-1], loop.output]), lambda n: within(n.all_input_nodes)))
     own: set[Node] = set()
     for n in sorted(wanted):
         if any(a is loop.entering or a in own for a in n.all_input_nodes):

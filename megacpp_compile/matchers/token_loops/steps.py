@@ -16,6 +16,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import long_dimensions, value
+from megacpp_compile.fx.walks import descendants, reached
 from megacpp_compile.matchers.token_loops.alike import Alignment, Different, like
 from megacpp_compile.matchers.token_loops.first_step import Zeros, same_sizes
 from megacpp_compile.matchers.token_loops.loops import Loop, NoLoop
@@ -147,13 +148,9 @@ class _Steps:
 
     def _ahead(self, state: Node) -> list[Node]:
         """What the next step makes of `state`, in graph order."""
-        at, found, pending = self.step[state] + 1, set[Node](), [state]
-        while pending:
-            for user in pending.pop().users:
-                if self.step.get(user) == at and user not in found and user not in self.reads:
-                    found.add(user)
-                    pending.append(user)
-        return sorted(found)
+        at = self.step[state] + 1
+        ahead = descendants([state], lambda n: self.step.get(n) == at and n not in self.reads)
+        return sorted(n for n in ahead if n is not state)
 
     def _loop(self, chain: list[Node]) -> Loop | NoLoop:
         # The last state is read by no later position: it is what is made as the one before is.
@@ -228,13 +225,10 @@ class _Steps:
 
     def _of_one_step(self, ends: list[Node]) -> set[Node]:
         """`ends`, and what they are made of within their step."""
-        pending, found = list(ends), set(ends)
-        while pending:
-            n = pending.pop()
-            new = [a for a in n.all_input_nodes if self.step.get(a) == self.step[n] and a not in found]
-            found.update(new)
-            pending += [a for a in new if a not in self.reads]
-        return found
+        def made_of(n: Node) -> list[Node]:
+            return [a for a in n.all_input_nodes if self.step.get(a) == self.step[n]]
+
+        return set(reached(ends, lambda n: made_of(n) if n in ends or n not in self.reads else []))
 
     def _zeros(self, first: Node) -> tuple[Zeros, Zeros]:
         """What is 0 in the second step where `first`, and what else enters it, is, and what is in the first."""

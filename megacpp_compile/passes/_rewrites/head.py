@@ -11,6 +11,7 @@ from torch.fx import Node, map_arg
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.fx.subgraph import inside
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers.linear_cross_entropy.heads import HeadLoss, Output
 from megacpp_compile.matchers.linear_cross_entropy.logits import Step
@@ -31,14 +32,9 @@ def inputs_of(site: HeadLoss) -> list[Node]:
     operands += [*site.targets, *(weight.tensor for weight in site.of_targets.weights)]
     operands += [site.mask] if site.mask is not None else []
     sized = _of_sizes(site.sizes)
-    pending, found = [n for view in views for n in view.chosen_by()], set[Node]()
-    while pending:
-        node = pending.pop()
-        if node in sized:
-            pending += [n for n in node.all_input_nodes if node not in site.sizes]
-        else:
-            found.add(node)
-    return list(dict.fromkeys([*operands, *sorted(found)]))
+    chosen = [n for view in views for n in view.chosen_by()]
+    read = reached(chosen, lambda n: [a for a in n.all_input_nodes if a not in site.sizes] if n in sized else [])
+    return list(dict.fromkeys([*operands, *sorted(n for n in read if n not in sized)]))
 
 
 def sizes_read_elsewhere(site: HeadLoss, inputs: list[Node]) -> list[Node]:
@@ -49,13 +45,10 @@ def sizes_read_elsewhere(site: HeadLoss, inputs: list[Node]) -> list[Node]:
 
 def _of_sizes(sizes: Iterable[Node]) -> set[Node]:
     """`sizes` and what is computed from them, up to what reads tensors."""
-    found, pending = set[Node](), list(sizes)
-    while pending:
-        node = pending.pop()
-        if node not in found and not isinstance(value(node), torch.Tensor):
-            found.add(node)
-            pending.extend(node.users)
-    return found
+    def numbers(nodes: Iterable[Node]) -> list[Node]:
+        return [n for n in nodes if not isinstance(value(n), torch.Tensor)]
+
+    return set(reached(numbers(sizes), lambda n: numbers(n.users)))
 
 
 def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: Container[Node]) -> tuple[Node, list[Node]]:

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import Linear, match_projection
@@ -103,15 +104,7 @@ def escaping(norm: RmsNorm) -> MatchFailure | None:
 def depends(node: Node, on: set[Node]) -> bool:
     """Whether `node` is computed from one of the nodes `on`, or is one."""
     first = min(on)
-    seen, stack = set(), [node]
-    while stack:
-        n = stack.pop()
-        if n in on:
-            return True
-        if n not in seen and n > first:
-            seen.add(n)
-            stack.extend(n.all_input_nodes)
-    return False
+    return any(n in on for n in ancestors([node], lambda n: not n < first))
 
 
 def gain_of(build: Builder, norm: RmsNorm) -> Node | None:

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import CASTS, COPIES, EXPANSIONS, FOLDS, PARTS, PERMUTATIONS, RESHAPES, UNIT_DIMS
+from megacpp_compile.fx.walks import descendants
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
@@ -73,28 +74,15 @@ _SETTLED = {
 
 def strides_show(root: Node) -> bool:
     """Whether `root`'s strides, or those of something that inherits them, reach the frame's output or a foreign op."""
-    pending, seen = [root], {root}
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output" or not str(user.target).startswith("aten."):
-                return True
-            if user not in seen and user.target not in _SETTLED:
-                seen.add(user)
-                pending.append(user)
-    return False
+    users = (user for n in descendants([root], lambda n: n.target not in _SETTLED) for user in n.users)
+    return any(user.op == "output" or not str(user.target).startswith("aten.") for user in users)
 
 
 def meets_latents(root: Node) -> bool:
     """Whether what is rotated is read by attention over latents, which another pass made."""
-    pending, seen = [root], {root}
-    while pending:
-        for user in pending.pop().users:
-            if user.target in (torch.ops.megacpp.sparse_mla.default, torch.ops.megacpp.mla_decode.default):
-                return True
-            if user not in seen and user.target in _MOVES:
-                seen.add(user)
-                pending.append(user)
-    return False
+    users = (user for n in descendants([root], lambda n: n.target in _MOVES) for user in n.users)
+    over_latents = torch.ops.megacpp.sparse_mla.default, torch.ops.megacpp.mla_decode.default
+    return any(user.target in over_latents for user in users)
 
 
 def reordered(rotation: Rotation, order: list[int]) -> Rotation:

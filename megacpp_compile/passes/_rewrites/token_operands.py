@@ -63,9 +63,9 @@ class Operands:
             yield self.loop.initial
         for role, leaf in self.found.operands.items():
             for node in self._whole_nodes(leaf):
-                chain = _chain(node) if role == "g" and self.found.decay else None
-                yield node if chain is None else chain[-1].args[0]  # type: ignore[misc]
-                yield from (cleared.flags for n in chain or () if (cleared := cleared_by_flags(n)) is not None)
+                way = _chain(node) if role == "g" and self.found.decay else None
+                yield node if way is None else way[-1].args[0]  # type: ignore[misc]
+                yield from (cleared.flags for n in way or () if (cleared := cleared_by_flags(n)) is not None)
 
     def arranged(self, build: Builder, role: str, target: Dims) -> Node:
         """The operand with all dimensions of `target`, repeated where it does not have them."""

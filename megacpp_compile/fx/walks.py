@@ -1,0 +1,32 @@
+"""Walks of a graph: what nodes are computed from, and what is computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from torch.fx import Node
+
+T = TypeVar("T")
+
+
+def reached(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """`starts` and all that `step` leads to from these, each once, depth first."""
+    pending = list(dict.fromkeys(starts))
+    seen = set(pending)
+    while pending:
+        at = pending.pop()
+        yield at
+        new = [one for one in dict.fromkeys(step(at)) if one not in seen]
+        seen.update(new)
+        pending += new
+
+
+def ancestors(nodes: Iterable[Node], within: Callable[[Node], Any] = bool) -> Iterator[Node]:
+    """`nodes` and what they are computed from by way of nodes of which `within` holds; it is not asked of `nodes`."""
+    return reached(nodes, lambda node: filter(within, node.all_input_nodes))
+
+
+def descendants(nodes: Iterable[Node], within: Callable[[Node], Any] = bool) -> Iterator[Node]:
+    """`nodes` and what is computed from them by way of nodes of which `within` holds; it is not asked of `nodes`."""
+    return reached(nodes, lambda node: filter(within, node.users))
