@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import CASTS, COPIES, EXPANSIONS, PADS, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS
+from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -129,11 +130,8 @@ def _follow(root: Node) -> tuple[list[Reader], set[Node]]:
 def _keeps_last(node: Node, user: Node) -> bool:
     """Whether the last dimension of `user`, a view or as many elements, is that of `node`."""
     rank = value(node).dim()
-    if user.target is aten.permute.default:
-        return user.args[1][-1] % rank == rank - 1  # type: ignore[index, operator]
-    if user.target in PERMUTATIONS:
-        moved = user.args[1:3] if user.target is aten.transpose.int else (0, 1)
-        return all(d % rank != rank - 1 for d in moved)  # type: ignore[operator]
+    if (order := permutation(user)) is not None:
+        return order[-1] == rank - 1
     return value(user).dim() > 0 and same_size(value(user).shape[-1], value(node).shape[-1])
 
 

@@ -18,6 +18,7 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import COPIES, PADS, is_cast
 from megacpp_compile.matchers.silu import match_silu
+from megacpp_compile.reader.dims import permutation
 
 aten = torch.ops.aten
 _ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
@@ -129,11 +130,8 @@ def is_swap(node: Node) -> Node | None:
     base = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(base, Node) or not isinstance(value(base), torch.Tensor) or value(base).dim() != 3:
         return None
-    if node.target is aten.transpose.int:
-        return base if {d % 3 for d in node.args[1:3]} == {1, 2} else None  # type: ignore[operator]
-    if node.target is aten.permute.default:
-        return base if [d % 3 for d in node.args[1]] == [0, 2, 1] else None  # type: ignore[union-attr]
-    return base if node.target in (aten.mT.default, getattr(aten.matrix_H, "default", None)) else None
+    adjoint = node.target is getattr(aten.matrix_H, "default", aten.mT.default)
+    return base if adjoint or permutation(node) == [0, 2, 1] else None
 
 
 def _padding(node: Node, time: int) -> tuple[Node, int] | None:

@@ -13,6 +13,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.equations import Equation, equation_of
+from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -75,13 +76,7 @@ class ByHeads(Linear):
 
 def _untranspose(w: Node) -> tuple[Node, bool]:
     """(weight, whether it is stored as [in, out]) for the right operand [in, out] of a GEMM."""
-    if w.target is aten.t.default or (w.target is aten.numpy_T.default if hasattr(aten, "numpy_T") else False):
-        return w.args[0], False  # type: ignore[return-value]
-    if w.target is aten.transpose.int and {w.args[1] % 2, w.args[2] % 2} == {0, 1}:  # type: ignore[operator]
-        return w.args[0], False  # type: ignore[return-value]
-    if w.target is aten.permute.default and [d % 2 for d in w.args[1]] == [1, 0]:  # type: ignore[union-attr]
-        return w.args[0], False  # type: ignore[return-value]
-    return w, True
+    return (w.args[0], False) if permutation(w) == [1, 0] else (w, True)  # type: ignore[return-value]
 
 
 def match_linear(node: Node) -> Linear | None:

@@ -11,6 +11,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import RESHAPES as RESHAPES
 from megacpp_compile.fx.views import SPLITS, SQUEEZES, is_cast, is_identity, is_reshape
+from megacpp_compile.reader.dims import permuted
 
 aten = torch.ops.aten
 
@@ -34,10 +35,8 @@ def is_outer_view(node: Node) -> bool:
         return node.args[1] % (n + 1) != n
     if node.target in SQUEEZES:
         return isinstance(old[-1], int) and old[-1] > 1
-    if node.target is aten.transpose.int:
-        return n - 1 not in (node.args[1] % n, node.args[2] % n)
-    if node.target is aten.permute.default:
-        return node.args[1][-1] % n == n - 1
+    if node.target in (aten.transpose.int, aten.permute.default):
+        return permuted(node, range(n))[-1] == n - 1
     if node.target is aten.slice.Tensor:
         return all(map(same_size, new, old))
     return False

@@ -29,6 +29,7 @@ from megacpp_compile.passes._rewrites import rotations
 from megacpp_compile.passes._rewrites.packed import Packed, operands, packed
 from megacpp_compile.passes._rule import REGION, Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
+from megacpp_compile.reader.dims import permuted
 
 aten = torch.ops.aten
 name = "mla_rope_kv"
@@ -95,22 +96,13 @@ def _values(head: Head) -> list[tuple[Node, list[int]]]:
                     else:
                         return []
                 elif piece.target in (aten.transpose.int, aten.permute.default) and is_outer_view(piece):
-                    stack.append((piece, _permuted(piece, dims), at, width))
+                    stack.append((piece, permuted(piece, dims), at, width))
                 elif piece not in head.cone:
                     return []
     return values
 
 
 _SPLITS = {aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default}
-
-
-def _permuted(node: Node, dims: list[int]) -> list[int]:
-    if node.target is aten.permute.default:
-        return [dims[d % len(dims)] for d in node.args[1]]  # type: ignore[union-attr]
-    a, b = (d % len(dims) for d in node.args[1:3])  # type: ignore[operator]
-    out = list(dims)
-    out[a], out[b] = out[b], out[a]
-    return out
 
 
 def _rewrite(

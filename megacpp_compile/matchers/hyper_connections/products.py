@@ -17,6 +17,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, SQUEEZES, is_cast, uncast
 from megacpp_compile.matchers.equations import equation_of
+from megacpp_compile.reader.dims import unpermuted
 from megacpp_compile.reader.links import above
 
 aten = torch.ops.aten
@@ -153,7 +154,7 @@ def _below(node: Node, source: Node, letters: Letters) -> Letters | None:
     if is_cast(node) or node.target in COPIES:
         return letters
     if node.target in PERMUTATIONS | {aten.mT.default}:
-        return _permuted(node, letters)
+        return tuple(unpermuted(node, letters))
     if node.target in EXPANSIONS:
         own = letters[len(letters) - value(source).dim() :]
         return _broadcast(source, node, own) if _narrower(source, node) else own
@@ -167,20 +168,6 @@ def _below(node: Node, source: Node, letters: Letters) -> Letters | None:
 
 def _narrower(source: Node, node: Node) -> bool:
     return not same_shape(source, node)
-
-
-def _permuted(node: Node, letters: Letters) -> Letters:
-    rank = len(letters)
-    if node.target is aten.permute.default:
-        order = [d % rank for d in node.args[1]]  # type: ignore[union-attr, operator]
-    else:
-        a, b = (-2, -1) if len(node.args) == 1 else node.args[1:3]
-        order = list(range(rank))
-        order[a], order[b] = order[b], order[a]  # type: ignore[index]
-    below: list[int | None] = [None] * rank
-    for i, d in enumerate(order):
-        below[d] = letters[i]
-    return tuple(below)
 
 
 def _unit_dims(node: Node, source: Node, letters: Letters) -> Letters | None:

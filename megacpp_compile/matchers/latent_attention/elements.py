@@ -32,6 +32,7 @@ from megacpp_compile.fx.views import (
     UNIT_DIMS,
     is_cast,
 )
+from megacpp_compile.reader.dims import unpermuted
 
 aten = torch.ops.aten
 AXES = "bhscr"  # batch, head, row, channel of a head, channel of the latent
@@ -106,8 +107,7 @@ def back(at: Elements) -> Elements | None:
         index = _reshaped(at.index, value(node).shape, value(source).shape)
         return None if index is None else Elements(source, at.samples, index)
     if node.target in _PERMUTATIONS:
-        order = permutation(node, len(at.index))
-        return Elements(source, at.samples, tuple(at.index[order.index(d)] for d in range(len(order))))
+        return Elements(source, at.samples, tuple(unpermuted(node, at.index)))
     if node.target in EXPANSIONS:
         return operand(at, source)
     if node.target is aten.repeat.default:  # perhaps with dimensions in front
@@ -205,12 +205,6 @@ def _sliced(at: Elements, source: Node) -> Elements | None:
             return None
         start = max(0, size + start)
     return Elements(source, at.samples, tuple(i * step + start if d == dim else i for d, i in enumerate(at.index)))
-
-
-def permutation(node: Node, rank: int) -> list[int]:
-    """Which dimension of its operand each dimension of a permutation is."""
-    marked = torch.empty([n + 2 for n in range(rank)], device="meta")
-    return [n - 2 for n in node.target(marked, *node.args[1:]).shape]  # type: ignore[operator]
 
 
 def _reshaped(index: Sequence[np.ndarray], here: Sequence[Any], there: Sequence[Any]) -> tuple[np.ndarray, ...] | None:

@@ -14,6 +14,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.latent_attention.core import constant
+from megacpp_compile.reader.dims import long_places, permuted
 
 aten = torch.ops.aten
 # A part of a sum: (how often, the node of a number or of a tensor).
@@ -92,21 +93,16 @@ def viewed(node: Node, sums: Sequence[Sum]) -> list[Sum]:
         return [dataclasses.replace(s, steps=tuple(0 if o else n for o, n in zip(one, w, strict=True)))
                 for s, w in zip(sums, widened, strict=True)]  # fmt: skip
     if node.target is aten.transpose.int:
-        a, b = (d % len(there) for d in node.args[1:3])  # type: ignore[operator]
-        order = list(range(len(there)))
-        order[a], order[b] = b, a
-        return [dataclasses.replace(s, steps=tuple(p[d] for d in order)) for s, p in zip(sums, padded, strict=True)]
+        return [dataclasses.replace(s, steps=tuple(permuted(node, p))) for s, p in zip(sums, padded, strict=True)]
     if node.target is aten.slice.Tensor:
         _, dim, start, _, step = [*node.args, *(None,) * 4][:5]
         dim = (dim or 0) % len(there)  # type: ignore[operator]
         if step not in (None, 1) or isinstance(start, int) and start < 0 or any(p[dim] == DATA for p in padded):
             raise NotRows("it is data")
         return [s + number_of(start or 0, p[dim]) if p[dim] else s for s, p in zip(sums, padded, strict=True)]
-    big = [d for d, n in enumerate(there) if not same_size(n, 1)]
-    kept = [d for d, n in enumerate(here) if not same_size(n, 1)]
-    if len(big) != len(kept) or not all(same_size(there[a], here[b]) for a, b in zip(big, kept, strict=True)):
+    if (places := long_places(node)) is None:
         raise NotRows("it is data")
-    placed = [{b: p[a] for a, b in zip(big, kept, strict=True)} for p in padded]
+    placed = [{b: p[a] for a, b in places.items()} for p in padded]
     return [dataclasses.replace(s, steps=tuple(at.get(d, 0) for d in range(len(here))))
             for s, at in zip(sums, placed, strict=True)]  # fmt: skip
 

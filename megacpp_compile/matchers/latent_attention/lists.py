@@ -19,8 +19,8 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, FOLDS, IDENTITIES, RESHAPES, UNIT_DIMS
 from megacpp_compile.matchers.latent_attention.core import constant
-from megacpp_compile.matchers.latent_attention.elements import permutation
 from megacpp_compile.matchers.latent_attention.masks import DTYPES, NotRows, Sum, sum_of
+from megacpp_compile.reader.dims import long_places, unpermuted
 
 aten = torch.ops.aten
 # What each dimension of a mask is: "b", "h", "t", "s" of the scores, "k" of a list; None for one of size 1.
@@ -58,16 +58,12 @@ def behind(node: Node, axes: Axes) -> tuple[Node, Axes] | None:
         own = axes[len(axes) - len(there) :]
         return source, tuple(None if same_size(n, 1) else a for a, n in zip(own, there, strict=True))
     if node.target in _PERMUTED:
-        order = permutation(node, len(axes))
-        return source, tuple(axes[order.index(d)] for d in range(len(order)))
+        return source, tuple(unpermuted(node, axes))
     if node.target is aten.slice.Tensor and all(map(same_size, here, there)):
         return source, axes
     if node.target in RESHAPES | FOLDS | UNIT_DIMS:
-        big = [(a, n) for a, n in zip(axes, here, strict=True) if not same_size(n, 1)]
-        kept = [d for d, n in enumerate(there) if not same_size(n, 1)]
-        if len(big) == len(kept) and all(same_size(n, there[d]) for (_, n), d in zip(big, kept, strict=True)):
-            named = dict(zip(kept, (a for a, _ in big), strict=True))
-            return source, tuple(named.get(d) for d in range(len(there)))
+        if (places := long_places(node)) is not None:
+            return source, tuple(axes[places[d]] if d in places else None for d in range(len(there)))
     return None
 
 

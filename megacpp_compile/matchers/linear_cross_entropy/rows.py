@@ -16,6 +16,7 @@ from torch.fx import Node, map_arg
 
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import RESHAPES, SPLITS, SQUEEZES, UNIT_DIMS, UNSQUEEZE, is_identity
+from megacpp_compile.reader.dims import permutation
 
 aten = torch.ops.aten
 
@@ -40,7 +41,7 @@ class RowView:
         return target, str(arguments), item, self.before, str(value(self.source).shape)
 
     def _moves_words_only(self) -> bool:
-        order = _permutation(self.node, value(self.source).dim())
+        order = permutation(self.node)
         rows = [d for d in order or () if d != self.before]
         return order is not None and rows == sorted(rows)
 
@@ -93,7 +94,7 @@ def _behind(node: Node, dim: int, old: Sequence[Any], new: Sequence[Any]) -> int
     if target in SQUEEZES:
         gone = _squeezed(node, old)
         return None if gone is None or dim in gone else dim - sum(d < dim for d in gone)
-    if (order := _permutation(node, n)) is not None:
+    if (order := permutation(node)) is not None:
         return order.index(dim)
     target, arguments = _call(node)
     if target is aten.index.Tensor:
@@ -143,20 +144,6 @@ def _squeezed(node: Node, old: Sequence[Any]) -> list[int] | None:
     return [d for d in dims if old[d] == 1]
 
 
-def _permutation(node: Node, n: int) -> list[int] | None:
-    """The operand's dimensions in the order of the result's."""
-    order = list(range(n))
-    if node.target is aten.permute.default:
-        return [d % n for d in node.args[1]]  # type: ignore[union-attr, operator]
-    if node.target is aten.t.default or node.target is aten.mT.default:
-        return [*order[:-2], *order[-2:][::-1]]
-    if node.target is aten.transpose.int:
-        a, b = (d % n for d in node.args[1:])  # type: ignore[operator]
-        order[a], order[b] = b, a
-        return order
-    return None
-
-
 def keys(views: Sequence[RowView]) -> tuple[Any, ...]:
     """Equal for views of the same logits that show the same rows in the same order, under whatever shape."""
     return tuple(key for view in views if (key := view.key))
@@ -187,7 +174,7 @@ def replay(build: Builder, view: RowView, x: Node, given: Callable[[Node], Node]
         source = value(node.args[0])
         gone = [outer(d, dim) for d in _squeezed(node, source.shape) or ()]
         return build(aten.squeeze.dims, x, gone) if gone else x
-    if (order := _permutation(node, n)) is not None:
+    if (order := permutation(node)) is not None:
         rows = [outer(d, dim) for d in order if d != dim]
         return x if rows == sorted(rows) else build(aten.permute.default, x, [*rows, n - 1])
     if target is aten.index.Tensor:

@@ -18,6 +18,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.views import IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.moe.index_reads import READS, read_of_every
+from megacpp_compile.reader.dims import permutation, unpermuted
 
 aten = torch.ops.aten
 
@@ -206,17 +207,8 @@ def _through(node: Node, dims: Dims) -> Dims | None:
     if target is aten.unsqueeze.default:
         at = args[1] % (n + 1)  # type: ignore[operator]
         return dims[:at] + dims[at + 1 :]
-    if target in (aten.transpose.int, aten.t.default, aten.numpy_T.default, aten.permute.default):
-        if target is aten.permute.default:
-            order = [d % n for d in args[1]]  # type: ignore[union-attr]
-        else:
-            a, b = args[1:3] if target is aten.transpose.int else (0, n - 1)
-            order = list(range(n))
-            order[a], order[b] = order[b], order[a]  # type: ignore[index]
-        out: list[tuple[Axis, ...]] = [()] * n
-        for place, d in zip(order, dims, strict=True):
-            out[place] = d
-        return tuple(out)
+    if permutation(node) is not None:
+        return tuple(unpermuted(node, dims))
     if target is aten.expand.default:
         return broadcast(args[0], dims)
     if target is aten.repeat.default:

@@ -21,6 +21,7 @@ from megacpp_compile.fx.views import DETACH
 from megacpp_compile.matchers.moe.factors import factors, over, seen_as
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask
 from megacpp_compile.matchers.views import is_cast, is_outer_view
+from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -84,9 +85,7 @@ def _through_each(node: Node, number: float, turned: bool) -> Chosen | None:
     target, args = node.target, node.args
     dims = value(node).dim()
     if target in _TURNS and dims == 2:
-        given = args[1] if target is aten.permute.default else args[1:] or (0, 1)
-        swaps = [d % 2 for d in given] != [0, 1] or target is not aten.permute.default  # type: ignore[union-attr, operator]
-        return _elsewhere(args[0], number, turned != swaps)  # type: ignore[arg-type]
+        return _elsewhere(args[0], number, turned != (permutation(node) == [1, 0]))  # type: ignore[arg-type]
     if target is DETACH:
         inner = _elsewhere(args[0], number, turned)  # type: ignore[arg-type]
         return None if inner is None else dataclasses.replace(inner, gates=None)

@@ -16,6 +16,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.low_rank import match_adapted
 from megacpp_compile.matchers.views import is_cast, is_outer_view
+from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
@@ -149,9 +150,7 @@ def _linear_gemm(node: Node) -> Gemm | None:
 
 
 def _transposes(w: Node) -> bool:
-    if w.target is aten.transpose.int:
-        return {d % 2 for d in w.args[1:3]} == {0, 1}  # type: ignore[operator]
-    return w.target is aten.t.default or w.target is aten.permute.default and [d % 2 for d in w.args[1]] == [1, 0]  # type: ignore[union-attr]
+    return permutation(w) == [1, 0]
 
 
 def strip_row_views(node: Node) -> Node:

@@ -17,6 +17,7 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import EXPANSIONS, PERMUTATIONS, REPETITIONS, UNIT_DIMS
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.dims import permutation, permuted
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -111,13 +112,8 @@ def match_mask(node: Node) -> Mask | None:
         kept = inner.dims[len(inner.tokens) :]
         alike = len(new) == 1 + len(kept) and all(map(same_size, new[1:], old[len(inner.tokens) :]))
         return inner.flat() if inner.by_token and alike else None
-    if target is aten.permute.default:
-        return dataclasses.replace(inner, dims=tuple(inner.dims[d] for d in args[1]))  # type: ignore[union-attr, misc]
-    if target in (aten.transpose.int, aten.t.default, aten.numpy_T.default):
-        dims_list = list(inner.dims)
-        a, b = args[1:3] if target is aten.transpose.int else (0, n - 1)
-        dims_list[a], dims_list[b] = dims_list[b], dims_list[a]  # type: ignore[index]
-        return dataclasses.replace(inner, dims=tuple(dims_list))
+    if permutation(node) is not None:
+        return dataclasses.replace(inner, dims=tuple(permuted(node, inner.dims)))
     if target is aten.select.int:
         dim, index = args[1] % n, args[2]  # type: ignore[operator]
         total = value(args[0]).shape[dim]

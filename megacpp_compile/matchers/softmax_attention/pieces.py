@@ -13,6 +13,7 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, SPLITS, UNIT_DIMS
 from megacpp_compile.matchers.softmax_attention.parts import Groups
 from megacpp_compile.matchers.ssd.atoms import is_one
+from megacpp_compile.reader.dims import unpermuted
 
 aten = torch.ops.aten
 
@@ -43,10 +44,7 @@ def _wider(piece: Piece) -> Piece | None:
     if node.target in COPIES:
         return Piece(source, dims, starts)
     if node.target in PERMUTATIONS:
-        marked = torch.empty([n + 2 for n in range(len(dims))], device="meta")
-        order = [n - 2 for n in node.target(marked, *node.args[1:]).shape]  # type: ignore[operator]
-        at = [order.index(d) for d in range(len(order))]
-        return Piece(source, tuple(dims[d] for d in at), tuple(starts[d] for d in at))
+        return Piece(source, tuple(unpermuted(node, dims)), tuple(unpermuted(node, starts)))
     if node.target in UNIT_DIMS:
         shapes = value(node).shape, value(source).shape
         kept = iter([one for one, n in zip(zip(dims, starts, strict=True), shapes[0], strict=True) if not is_one(n)])

@@ -18,6 +18,7 @@ from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, Gain, Operand, Scores, Term, beside, grouped
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one
 from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.reader.dims import permuted
 from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
@@ -79,8 +80,7 @@ class ScoresReader:
         if node.target in RESHAPES | FOLDS:
             return self.axes.regroup(dims, here)
         if node.target in PERMUTATIONS:
-            marked = torch.empty([n + 2 for n in range(len(there))], device="meta")
-            return [dims[n - 2] for n in node.target(marked, *node.args[1:]).shape]  # type: ignore[operator]
+            return permuted(node, dims)
         if node.target in UNIT_DIMS:
             left = iter([d for d, n in zip(dims, there, strict=True) if not is_one(n)])
             return [[] if is_one(n) else next(left) for n in here]

@@ -15,6 +15,7 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PERMUTATIONS, RESHAPES, SPLITS, SQUEEZES
 from megacpp_compile.matchers.rope.lane_dims import drop, insert_outer, permute, reshape, select, take
 from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, axis_of, is_one, precision, rule_table
+from megacpp_compile.reader.dims import permutation
 
 aten = torch.ops.aten
 RULES, rule = rule_table()
@@ -119,16 +120,7 @@ def _roll(it: LaneContext, node: Node) -> Lanes:
 
 @rule(*PERMUTATIONS)
 def _transpose(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
-    order = list(range(len(x.kinds)))
-    if node.target is aten.permute.default:
-        order = [axis_of(d, len(order)) for d in node.args[1]]
-    elif node.target is aten.t.default:
-        order.reverse()
-    else:
-        a, b = (axis_of(d, len(order)) for d in node.args[1:3])
-        order[a], order[b] = order[b], order[a]
-    return permute(it, x, order)
+    return permute(it, it.get(node.args[0]), permutation(node) or [])
 
 
 @rule(aten.unsqueeze.default)

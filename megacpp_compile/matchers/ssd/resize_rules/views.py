@@ -19,7 +19,8 @@ from megacpp_compile.fx.views import (
     UNIT_DIMS,
 )
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one, length
-from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, rule_table, run_reshape
+from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, rule_table, run_reshape
+from megacpp_compile.reader.dims import permutation, permuted
 
 aten = torch.ops.aten
 RULES, rule = rule_table()
@@ -31,26 +32,12 @@ def _view(r: ResizeContext, n: Node) -> list[Dim]:
 
 
 def _permuted(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
-    return args[0].permute(_order(n))
-
-
-def _order(n: Node) -> list[int]:
-    rank = value(n).dim()
-    order = list(range(rank))
-    if n.target is aten.permute.default:
-        return [axis(d, rank) for d in n.args[1]]  # type: ignore[union-attr]
-    if n.target in (aten.movedim.int, aten.movedim.intlist):
-        return torch.empty([1] * rank).as_strided([1] * rank, order).movedim(*n.args[1:]).stride()  # type: ignore
-    a, b = (-2, -1) if n.target is aten.mT.default else (0, 1) if n.target is aten.t.default else n.args[1:3]
-    if rank > 1:
-        order[a], order[b] = order[b], order[a]  # type: ignore[index]
-    return order
+    return args[0].permute(permutation(n) or [])
 
 
 @rule(*PERMUTATIONS, *COMPOSITE_PERMUTATIONS - {aten.numpy_T.default}, run=_permuted)
 def _permute(r: ResizeContext, n: Node) -> list[Dim]:
-    dims = r.dims[n.args[0]]
-    return [dims[i] for i in _order(n)]
+    return permuted(n, r.dims[n.args[0]])
 
 
 @rule(*UNIT_DIMS, run=run_reshape)

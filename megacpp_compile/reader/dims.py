@@ -1,0 +1,43 @@
+"""What a view does to dimensions: which of the view's is which of its operand's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, PERMUTATIONS
+
+T = TypeVar("T")
+_PERMUTATIONS = PERMUTATIONS | COMPOSITE_PERMUTATIONS
+
+
+def permutation(node: Node) -> list[int] | None:
+    """Which dimension of its operand each dimension of `node` is; None where `node` is no permutation."""
+    if node.target not in _PERMUTATIONS:
+        return None
+    marked = torch.empty([n + 2 for n in range(value(node).dim())], device="meta")
+    return [n - 2 for n in node.target(marked, *node.args[1:]).shape]  # type: ignore[operator]
+
+
+def permuted(node: Node, dims: Sequence[T]) -> list[T]:
+    """The dimensions of `node`, a permutation of what has `dims`."""
+    return [dims[d] for d in permutation(node) or ()]
+
+
+def unpermuted(node: Node, dims: Sequence[T]) -> list[T]:
+    """The dimensions of what `node`, which has `dims`, is a permutation of."""
+    order = permutation(node) or []
+    return [dims[order.index(d)] for d in range(len(order))]
+
+
+def long_places(node: Node) -> dict[int, int] | None:
+    """Which dimension of `node` each dimension of its operand that is longer than 1 is; None where `node` does more
+    than insert and drop dimensions of size 1."""
+    here, there = value(node).shape, value(node.args[0]).shape
+    own, theirs = ([d for d, n in enumerate(shape) if not same_size(n, 1)] for shape in (here, there))
+    alike = len(own) == len(theirs) and all(same_size(here[a], there[b]) for a, b in zip(own, theirs, strict=True))
+    return dict(zip(theirs, own, strict=True)) if alike else None
