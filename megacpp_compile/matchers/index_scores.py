@@ -11,10 +11,10 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast, uncast
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.latent_attention.products import product_of
 from megacpp_compile.matchers.softmax_attention.parts import Groups, Operand, beside, flattened, grouped
 from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, times
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes, flat, length, number
+from megacpp_compile.reader.products import product_of
 
 aten = torch.ops.aten
 # What a kernel adds up one after another; released models have 32 or 64.

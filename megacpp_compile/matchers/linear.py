@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
-from megacpp_compile.matchers.equations import Equation, equation_of
 from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.links import through
+from megacpp_compile.reader.products import Equation, equation_of
 
 aten = torch.ops.aten
 
@@ -98,7 +98,7 @@ def match_linear(node: Node) -> Linear | None:
         weight, transposed = _untranspose(w)  # type: ignore[arg-type]
         return Linear(node, x, weight, b, transposed)  # type: ignore[arg-type]
     equation = equation_of(node)
-    return _by_equation(node, equation) if equation is not None else None
+    return _by_equation(node, equation) if equation is not None and len(equation.terms) == 2 else None
 
 
 def _swap(w: Node) -> tuple[Node, None, bool]:
@@ -133,7 +133,7 @@ def match_projection(node: Node) -> Linear | None:
 def _by_heads(node: Node) -> ByHeads | None:
     equation = equation_of(node)
     if equation is not None:
-        return _equation_by_heads(node, equation)
+        return _equation_by_heads(node, equation) if len(equation.terms) == 2 else None
     if node.target is not aten.matmul.default:
         return None
     x, w = node.args

@@ -26,6 +26,7 @@ from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
 from megacpp_compile.reader.links import chain
+from megacpp_compile.reader.products import BROADCAST, contraction
 
 aten = torch.ops.aten
 NAMES = {
@@ -319,10 +320,9 @@ def _dimensions_of_factors(product: Any) -> list[set[int]]:
     product."""
     if not isinstance(product, Node):
         return []
-    if product.target is aten.einsum.default:
-        terms, _, out = str(product.args[0]).partition("->")
-        factors = terms.split(",")
-        return [{out.index(c) for c in term} for term in factors] if set(terms) - {","} <= set(out) else []
+    if (made := contraction(product)) is not None:
+        factors = [{*f.dims} - {BROADCAST} for f in made.factors]
+        return factors if all(d >= 0 for f in factors for d in f) else []
     if product.target is not aten.mul.Tensor or not of_tensors(product):
         return []
     sides: list[Node] = [a for a in product.args if isinstance(a, Node)]

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megacpp_compile.matchers.latent_attention import elements as e
 from megacpp_compile.matchers.latent_attention.core import cores
 from megacpp_compile.matchers.latent_attention.masks import NotRows, rows_seen
-from megacpp_compile.matchers.latent_attention.products import BROADCAST, CONTRACTED, product_of
+from megacpp_compile.reader.products import BROADCAST, CONTRACTED, product_of
 
 B, H, S, C = 2, 3, 5, 4
 

@@ -16,9 +16,9 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, SQUEEZES, is_cast, uncast
-from megacpp_compile.matchers.equations import equation_of
 from megacpp_compile.reader.dims import unpermuted
 from megacpp_compile.reader.links import above
+from megacpp_compile.reader.products import BROADCAST, contraction, equation_of
 
 aten = torch.ops.aten
 # A letter for each dimension; None: of size 1, where the other factor has more.
@@ -55,7 +55,7 @@ def product_of(node: Any) -> Product | None:
     inner = uncast(node)
     if not isinstance(inner, Node) or inner.op != "call_function" or not isinstance(value(inner), torch.Tensor):
         return None
-    found = _without_unit_dims(inner) or _summed(inner) or _multiplied(inner) or _whole(inner) or _by_equation(inner)
+    found = _without_unit_dims(inner) or _summed(inner) or _multiplied(inner) or _contracted(inner)
     if found is None:
         return None
     casts = above(node, inner)
@@ -70,8 +70,8 @@ def _without_unit_dims(node: Node) -> Product | None:
     drops = node.target in SQUEEZES or node.target is aten.select.int or node.target in RESHAPES
     if not drops or value(node).dim() != value(node.args[0]).dim() - 1:
         return None
-    found = _whole(node.args[0])  # type: ignore[arg-type]
-    if found is None or not same_size(value(node.args[0]).shape[-2], 1):
+    found = _contracted(node.args[0])  # type: ignore[arg-type]
+    if found is None or node.args[0].target not in _WHOLE or not same_size(value(node.args[0]).shape[-2], 1):
         return None
     rows, kept = value(node.args[0]).shape, [*found.out[:-2], found.out[-1]]
     if not all(map(same_size, value(node).shape, [*rows[:-2], rows[-1]])):
@@ -112,26 +112,18 @@ def _summed(node: Node, keeps: bool = False) -> Product | None:
     return dataclasses.replace(found, node=node, out=out, internal=(*found.internal, node))
 
 
-def _whole(node: Node) -> Product | None:
-    if not isinstance(node, Node) or node.target not in _WHOLE:
+def _contracted(node: Node) -> Product | None:
+    """The product of two tensors in one op; by a matrix for all tokens only where an equation says so."""
+    made, rank = contraction(node), value(node).dim()
+    if made is None or made.bias is not None or len(made.factors) != 2:
         return None
-    a, b = node.args[:2]
-    rank = value(node).dim()
-    if rank < 3 or value(a).dim() != rank or value(b).dim() != rank:
+    if node.target in _WHOLE and (rank < 3 or any(len(factor.dims) != rank for factor in made.factors)):
         return None
-    outer = tuple(range(rank - 2))
-    i, j, k = rank - 2, rank, rank - 1
-    return Product(node, (a, b), ((*outer, i, j), (*outer, j, k)), (*outer, i, k), (node,))  # type: ignore[arg-type]
-
-
-def _by_equation(node: Node) -> Product | None:
-    equation = equation_of(node)
-    if equation is None:
+    if node.target not in _WHOLE and equation_of(node) is None:
         return None
-    first, second = (tuple(map(ord, term)) for term in equation.terms)
-    if len(set(first)) != len(first) or len(set(second)) != len(second):
-        return None
-    return Product(node, equation.operands, (first, second), tuple(map(ord, equation.out)), (node,))
+    first, second = (tuple(None if d == BROADCAST else d for d in factor.dims) for factor in made.factors)
+    a, b = (factor.node for factor in made.factors)
+    return Product(node, (a, b), (first, second), tuple(range(rank)), (node,))
 
 
 def _places(node: Node, letters: Letters) -> list[Place]:

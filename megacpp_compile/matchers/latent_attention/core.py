@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import attribute_of, same_size, value
 from megacpp_compile.fx.views import COPIES, DETACH, is_cast
-from megacpp_compile.matchers.latent_attention.products import BROADCAST, CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
+from megacpp_compile.reader.products import BROADCAST, CONTRACTED, Factor, product_of
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -98,7 +98,7 @@ def _of_op(node: Node) -> Iterator[Core]:
 class _Scores:
     """What stands in front of a softmax."""
 
-    products: list[tuple[Factor, Factor]]
+    products: list[tuple[Factor, ...]]
     scale: float
     masks: list[Mask]
 
@@ -134,7 +134,7 @@ def _of_softmax(softmax: Node) -> Iterator[Core]:
         )  # fmt: skip
 
 
-def _pair(product: tuple[Factor, Factor], names: dict[int, str]) -> tuple[Operand, Operand] | None:
+def _pair(product: tuple[Factor, ...], names: dict[int, str]) -> tuple[Operand, Operand] | None:
     """(queries, keys) of a product of scores."""
     both = []
     for factor in product:

@@ -18,13 +18,12 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.latent_attention.elements import AXES, Elements, along, levels, operand, places
-from megacpp_compile.matchers.latent_attention.products import (
+from megacpp_compile.reader.products import (
     BROADCAST,
     CONTRACTED,
     Factor,
     Product,
     product_of,
-    with_bias,
 )
 
 aten = torch.ops.aten
@@ -105,11 +104,12 @@ def _summands(at: Elements, times: Times) -> list[Term | Constant] | None:
     of = levels(at)
     last = of[-1]
     node = last.node
-    product, bias = with_bias(node)
+    product = product_of(node, biased=True)
     sides = None if product is None else _sides(last, product)
-    if sides is not None and sides[0][1][0].depends("h"):
+    if product is not None and sides is not None and sides[0][1][0].depends("h"):
         (latents, weight), width = sides
-        added = [] if bias is None else [Constant(levels(Elements(bias, last.samples, last.index[-1:])), times)]
+        biases = [] if product.bias is None else [product.bias]
+        added = [Constant(levels(Elements(bias, last.samples, last.index[-1:])), times) for bias in biases]
         return [Term(latents, weight, width, times), *added]
     if (one := scaled(last)) is not None:
         found = _summands(one[0], times.by(one[1]))

@@ -19,6 +19,7 @@ from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.views import IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.moe.index_reads import READS, read_of_every
 from megacpp_compile.reader.dims import permutation, unpermuted
+from megacpp_compile.reader.products import Product, contraction
 
 aten = torch.ops.aten
 
@@ -109,21 +110,18 @@ def step_into(node: Node, dims: Dims) -> list[tuple[Node, Dims]] | None:
         return [(a, broadcast(a, dims)) for a in args]  # type: ignore[arg-type, misc]
     if target is aten.sum.dim_IntList and args[1]:
         return [(args[0], _summed(node, dims))]  # type: ignore[list-item]
-    if target is aten.einsum.default:
-        return _einsum(str(args[0]), list(args[1]), dims)  # type: ignore[arg-type]
-    if target in (aten.bmm.default, aten.mm.default, aten.mv.default, aten.matmul.default):
-        a, b = args
-        inner = _axis(value(a).shape[-1])
-        if value(b).dim() == 1:
-            return [(a, (*dims, inner)), (b, (inner,))]  # type: ignore[list-item]
-        if value(a).dim() == 1:
-            return [(a, (inner,)), (b, (*dims[:-1], inner, *dims[-1:]))]  # type: ignore[list-item]
-        left, right = (*dims[:-1], inner), (*dims[:-2], inner, dims[-1])
-        return [(a, broadcast(a, left)), (b, broadcast(b, right))]  # type: ignore[list-item, arg-type]
-    if target is aten.linear.default and len(args) == 2 and value(args[1]).dim() == 2:
-        inner = _axis(value(args[0]).shape[-1])
-        return [(args[0], (*dims[:-1], inner)), (args[1], (dims[-1], inner))]  # type: ignore[list-item]
-    return None
+    product = contraction(node)
+    return None if product is None or product.bias is not None else factors_of(product, dims)
+
+
+def factors_of(product: Product, dims: Dims) -> list[tuple[Node, Dims]]:
+    """The factors of a product with dimensions `dims`, each with its own."""
+    axes = dict(enumerate(dims))
+    for factor in product.factors:
+        for place, n in zip(factor.dims, value(factor.node).shape, strict=True):
+            if place < 0 and not axes.get(place):
+                axes[place] = _axis(n)
+    return [(f.node, broadcast(f.node, tuple(axes[place] for place in f.dims))) for f in product.factors]
 
 
 def is_one(n: Any) -> bool:
@@ -157,22 +155,6 @@ def _summed(node: Node, dims: Dims) -> Dims:
         else:
             out.append(next(rest))
     return tuple(out)
-
-
-def _einsum(equation: str, operands: Sequence[Node], dims: Dims) -> list[tuple[Node, Dims]] | None:
-    left, arrow, result = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if not arrow or "." in equation or any(len(set(t)) != len(t) for t in (*terms, result)):
-        return None
-    letters = dict(zip(result, dims, strict=True))
-    for term, operand in zip(terms, operands, strict=True):
-        for letter, n in zip(term, value(operand).shape, strict=True):
-            if letter not in letters or not letters[letter] and letter not in result:
-                letters[letter] = _axis(n)
-    return [
-        (operand, broadcast(operand, tuple(letters[letter] for letter in term)))
-        for term, operand in zip(terms, operands, strict=True)
-    ]
 
 
 _VIEWS = {

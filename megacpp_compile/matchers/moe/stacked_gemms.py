@@ -17,6 +17,7 @@ from megacpp_compile.matchers.moe.factors import (
     beneath,
     broadcast,
     factors,
+    factors_of,
     is_one,
     longer_dims,
     seen_as,
@@ -25,6 +26,7 @@ from megacpp_compile.matchers.moe.factors import (
 from megacpp_compile.matchers.moe.gemms import Gemm, Weight, with_bias
 from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.route_axes import Axes
+from megacpp_compile.reader.products import contraction
 
 aten = torch.ops.aten
 
@@ -45,12 +47,8 @@ def is_biased_product(node: Node) -> bool:
 
 def product_of(node: Node, dims: Dims) -> list[Factor]:
     """The two that `is_biased_product` multiplies, with a new axis for what they are summed over; none of another."""
-    if not is_biased_product(node):
-        return []
-    a, b = node.args[1:]
-    inner = (Axis(value(a).shape[-1]),)
-    left, right = (*dims[:-1], inner), (*dims[:-2], inner, dims[-1])
-    return [Factor(a, broadcast(a, left), node), Factor(b, broadcast(b, right), node)]  # type: ignore[arg-type]
+    product = contraction(node) if is_biased_product(node) else None
+    return [Factor(n, d, node) for n, d in factors_of(product, dims)] if product is not None else []
 
 
 class StackedGemms:

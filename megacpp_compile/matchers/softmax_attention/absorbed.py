@@ -18,10 +18,10 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers.latent_attention.elements import AXES, Elements, along, cut, levels, places
-from megacpp_compile.matchers.latent_attention.products import CONTRACTED, product_of
 from megacpp_compile.matchers.latent_attention.up_projections import factor_elements, scaled
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Operand
 from megacpp_compile.matchers.ssd.atoms import Atom, length
+from megacpp_compile.reader.products import CONTRACTED, product_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,6 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.latent_attention.core import SDPA, arguments_of
-from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import (
     Attention,
@@ -41,6 +40,7 @@ from megacpp_compile.matchers.softmax_attention.probabilities import (
 )
 from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, less_maximum
 from megacpp_compile.matchers.ssd.atoms import Atom, NoAxes, flat
+from megacpp_compile.reader.products import CONTRACTED, Factor
 
 
 def attentions(graph: fx.Graph, weights: frozenset[Node]) -> Iterator[Attention | MatchFailure]:

@@ -11,11 +11,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.latent_attention.products import product_of
 from megacpp_compile.matchers.softmax_attention.conditions import Distance, Hidden, conditions_of, narrowest
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Term
 from megacpp_compile.matchers.softmax_attention.prefixes import Prefix
 from megacpp_compile.matchers.ssd.atoms import length
+from megacpp_compile.reader.products import product_of
 
 aten = torch.ops.aten
 MAX_CHANNELS = 256

@@ -12,13 +12,13 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.latent_attention.core import constant
-from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.logarithms import POWERS, SUMS, less_its_logarithm
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, NotAttention, Scores
 from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, ScoresReader, reduced
 from megacpp_compile.matchers.ssd.atoms import Dim, flat
 from megacpp_compile.reader.links import chain, through
+from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
 
 aten = torch.ops.aten
 _SOFTMAXES = {aten.softmax.int, aten._softmax.default}

@@ -13,13 +13,13 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.latent_attention.core import constant
-from megacpp_compile.matchers.latent_attention.products import CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, Gain, Operand, Scores, Term, beside, grouped
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one
 from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.reader.dims import permuted
 from megacpp_compile.reader.links import chain, through
+from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
 
 aten = torch.ops.aten
 _FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
@@ -144,7 +144,8 @@ class ScoresReader:
         product = product_of(node)
         if product is None or all(self.is_weight(f.node) for f in product.factors):
             return None
-        return self.product(node, *product.factors)
+        a, b = product.factors
+        return self.product(node, a, b)
 
     def product(self, node: Node, a: Factor, b: Factor, scale: float = 1.0) -> Scores:
         return self.product_of_operands(node, (a, self.operand(a.node)), (b, self.operand(b.node)), scale)
