@@ -19,6 +19,7 @@ from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import COPIES, PADS, is_cast
 from megacpp_compile.matchers.silu import match_silu
 from megacpp_compile.reader.dims import permutation
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 _ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
@@ -227,11 +228,5 @@ def silu_of(node: Node, reader: Node) -> list[tuple[Node, set[Node]]]:
 
 def _begin(slice_node: Node, time: int) -> int | None:
     """Where a slice along time begins; None for other slices."""
-    _, dim, start, _, step = _filled(slice_node, (None, 0, None, None, 1))
-    if dim % 3 != time or step != 1 or not isinstance(start, (int, type(None))):
-        return None
-    start = start or 0
-    size = value(slice_node.args[0]).shape[time]
-    if start < 0:
-        return size + start if isinstance(size, int) else None
-    return start
+    part = part_of(slice_node)
+    return part.start if part is not None and part.is_run and part.dim == time and part.start >= 0 else None

@@ -20,6 +20,7 @@ from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, SQUEEZES, UNSQUEEZ
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, silu_of
 from megacpp_compile.matchers.documents import is_constant
 from megacpp_compile.reader.links import chain, through
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 # What nothing shows of positions is that they count from 0 in each document.
@@ -221,12 +222,8 @@ def _delayed(node: Node, time: int, zeros: bool) -> tuple[Node, int]:
 
 def _slice_start(node: Node, time: int) -> int | None:
     """Where a slice along `time` begins; None for anything else."""
-    if node.target is not aten.slice.Tensor:
-        return None
-    arguments: Any = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
-    _, dim, start, _, step = arguments
-    start = start or 0
-    return start if dim % value(node).dim() == time and isinstance(start, int) and start >= 0 and step == 1 else None
+    part = part_of(node) if node.target is aten.slice.Tensor else None
+    return part.start if part is not None and part.is_run and part.dim == time and part.start >= 0 else None
 
 
 def _dim(node: Node, position: int) -> int:

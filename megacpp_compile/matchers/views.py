@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -10,8 +9,9 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import RESHAPES as RESHAPES
-from megacpp_compile.fx.views import SPLITS, SQUEEZES, is_cast, is_identity, is_reshape
+from megacpp_compile.fx.views import SQUEEZES, is_cast, is_identity, is_reshape
 from megacpp_compile.reader.dims import permuted
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 
@@ -57,30 +57,10 @@ def replay(build: Builder, chain: list[Node], node: Node) -> Node:
 
 def lane_slice(node: Node) -> tuple[Node, int, int] | None:
     """(tensor, start, size) where `node` is a run of the tensor's last dimension: split, slice, narrow, chunk."""
-    if node.target is operator.getitem and isinstance(node.args[0], Node):
-        split, index = node.args
-        if split.target not in SPLITS:
-            return None
-        base = split.args[0]
-        n = value(base).dim()
-        if (split.args[2] if len(split.args) > 2 else 0) % n != n - 1:
-            return None
-        sizes = [v.shape[-1] for v in value(split)]
-        if not all(isinstance(s, int) for s in sizes):
-            return None
-        return base, sum(sizes[:index]), sizes[index]
-    if node.target is aten.slice.Tensor:
-        base = node.args[0]
-        n = value(base).dim()
-        dim, start, end, step = [*node.args[1:], *(None,) * 4][:4]
-        total = value(base).shape[-1]
-        if (dim or 0) % n != n - 1 or step not in (None, 1) or not isinstance(total, int):
-            return None
-        if not all(isinstance(v, int) or v is None for v in (start, end)):
-            return None
-        begin, stop, _ = slice(start, end).indices(total)
-        return base, begin, max(0, stop - begin)
-    return None
+    part = part_of(node)
+    if part is None or not part.is_run or part.dim != value(part.source).dim() - 1:
+        return None
+    return (part.source, part.start, part.size) if isinstance(part.whole, int) and isinstance(part.size, int) else None
 
 
 def cut_from(node: Node) -> Node | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,11 +27,11 @@ from megacpp_compile.fx.views import (
     IDENTITIES,
     PERMUTATIONS,
     RESHAPES,
-    SPLITS,
     UNIT_DIMS,
     is_cast,
 )
 from megacpp_compile.reader.dims import unpermuted
+from megacpp_compile.reader.parts import Part, part_of
 
 aten = torch.ops.aten
 AXES = "bhscr"  # batch, head, row, channel of a head, channel of the latent
@@ -97,8 +96,8 @@ def back(at: Elements) -> Elements | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     source = node.args[0]
-    if node.target is operator.getitem:
-        return _part(at, source, node.args[1])
+    if (part := part_of(node)) is not None:
+        return _whole(at, part)
     if not isinstance(value(source), torch.Tensor) or not isinstance(value(node), torch.Tensor):
         return None
     if node.target in IDENTITIES or node.target is DETACH or is_cast(node):
@@ -116,12 +115,6 @@ def back(at: Elements) -> Elements | None:
     if node.target is aten.repeat_interleave.self_int and len(node.args) > 2 and isinstance(node.args[1], int):
         dim, times = node.args[2] % value(source).dim(), node.args[1]  # type: ignore[operator]
         return Elements(source, at.samples, tuple(i // times if d == dim else i for d, i in enumerate(at.index)))
-    if node.target is aten.slice.Tensor:
-        return _sliced(at, source)
-    if node.target is aten.select.int and isinstance(node.args[2], int):
-        dim, place = node.args[1] % value(source).dim(), node.args[2]  # type: ignore[operator]
-        chosen = np.full([1] * len(AXES), place % hint(value(source).shape[dim]))
-        return Elements(source, at.samples, (*at.index[:dim], chosen, *at.index[dim:]))
     return None
 
 
@@ -178,33 +171,16 @@ def cut(at: Elements) -> list[Elements] | None:
     return found
 
 
-def _part(at: Elements, split: Node, index: Any) -> Elements | None:
-    if not split.args or not isinstance(split.args[0], Node):
-        return None
-    source, rank = split.args[0], len(at.index)
-    if split.target in SPLITS:
-        dim = (split.args[2] if len(split.args) > 2 else 0) % rank  # type: ignore[operator]
-        before = sum(hint(t.shape[dim]) for t in value(split)[:index])
-        moved = tuple(i + before if d == dim else i for d, i in enumerate(at.index))
-        return Elements(source, at.samples, moved)
-    if split.target is aten.unbind.int:
-        dim = (split.args[1] if len(split.args) > 1 else 0) % (rank + 1)  # type: ignore[operator]
-        return Elements(source, at.samples, (*at.index[:dim], np.full([1] * len(AXES), index), *at.index[dim:]))
-    return None
-
-
-def _sliced(at: Elements, source: Node) -> Elements | None:
-    _, dim, start, _, step = [*at.node.args, *(None,) * 4][:5]
-    dim = (dim or 0) % len(at.index)  # type: ignore[operator]
-    start, step = start or 0, step or 1
-    if not isinstance(start, int) or not isinstance(step, int):
-        return None
-    if start < 0:
-        size = value(source).shape[dim]
-        if not isinstance(size, int):
-            return None
-        start = max(0, size + start)
-    return Elements(source, at.samples, tuple(i * step + start if d == dim else i for d, i in enumerate(at.index)))
+def _whole(at: Elements, part: Part) -> Elements | None:
+    """The elements of what `part` is of."""
+    source, dim, start, step = part.source, part.dim, part.start, part.step
+    if not part.kept and isinstance(start, int):
+        chosen = np.full([1] * len(AXES), start % hint(part.whole))
+        return Elements(source, at.samples, (*at.index[:dim], chosen, *at.index[dim:]))
+    if part.by is at.node and not (isinstance(start, int) and start >= 0 and isinstance(step, int)):
+        return None  # where a slice begins, is data
+    moved = at.index[dim] * step + hint(start)
+    return Elements(source, at.samples, (*at.index[:dim], moved, *at.index[dim + 1 :]))
 
 
 def _reshaped(index: Sequence[np.ndarray], here: Sequence[Any], there: Sequence[Any]) -> tuple[np.ndarray, ...] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.silu import match_scaled_sigmoid, match_swish, scaled
 from megacpp_compile.matchers.views import RESHAPES, lane_slice
+from megacpp_compile.reader.parts import Part, part_of
 
 aten = torch.ops.aten
 # target -> which arguments are the lower and the upper end
@@ -228,30 +228,17 @@ def lane_cut(node: Node) -> tuple[Node, int, int] | None:
     """(tensor, first, step) where `node` is channels of the tensor, `step` apart: a run, or every other one."""
     if (run := lane_slice(node)) is not None:
         return run[0], run[1], 1
-    target, args = node.target, node.args
-    if target is aten.slice.Tensor:
-        given: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
-        source, (dim, start, end, step) = args[0], given
-        total = value(source).shape[-1]
-        if dim % value(source).dim() != value(source).dim() - 1 or not isinstance(total, int):  # type: ignore[operator]
-            return None
-        if not all(isinstance(v, int) or v is None for v in (start, end, step)):
-            return None
-        lanes = range(total)[start:end:step]  # type: ignore[misc]
-        return (source, lanes.start, lanes.step) if len(lanes) else None  # type: ignore[return-value]
-    return _part_of_pairs(node)
+    part = part_of(node)
+    if part is None or not part.kept:
+        return None if part is None else _part_of_pairs(part)
+    known = all(isinstance(n, int) for n in (part.whole, part.start, part.size, part.step)) and part.size
+    return (part.source, part.start, part.step) if known and part.dim == value(node).dim() - 1 else None
 
 
-def _part_of_pairs(node: Node) -> tuple[Node, int, int] | None:
-    """As `lane_cut`, where the channels are split in two dimensions, and `node` is one entry of either of these."""
-    if node.target is aten.select.int:
-        split, dim, at = node.args
-    elif node.target is operator.getitem and getattr(node.args[0], "target", None) is aten.unbind.int:
-        (split, *dims), at = node.args[0].args, node.args[1]  # type: ignore[union-attr]
-        dim = dims[0] if dims else 0
-    else:
-        return None
-    if not isinstance(split, Node) or split.target not in RESHAPES or not isinstance(at, int):
+def _part_of_pairs(part: Part) -> tuple[Node, int, int] | None:
+    """As `lane_cut`, where the channels are split in two dimensions, and `part` is one entry of either of these."""
+    split, dim, at = part.source, part.dim, part.start
+    if split.target not in RESHAPES or not isinstance(at, int):
         return None
     source, new = split.args[0], value(split).shape
     old = value(source).shape
@@ -259,7 +246,6 @@ def _part_of_pairs(node: Node) -> tuple[Node, int, int] | None:
         return None
     if not isinstance(new[-1], int) or not isinstance(new[-2], int):
         return None
-    dim, at = dim % len(new), at % new[dim]  # type: ignore[operator]
     if dim == len(new) - 1:
-        return source, at, new[-1]  # type: ignore[return-value]
+        return source, at, new[-1]
     return (source, at * new[-1], 1) if dim == len(new) - 2 else None  # type: ignore[return-value]

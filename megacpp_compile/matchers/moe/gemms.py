@@ -18,6 +18,7 @@ from megacpp_compile.matchers.low_rank import match_adapted
 from megacpp_compile.matchers.views import is_cast, is_outer_view
 from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.links import chain, through
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 _READS = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.select.int,
@@ -121,18 +122,11 @@ def _own_bias(node: Node, rows: Node) -> Weight | None:
 
 def _part_of_stack(node: Node, dims: int) -> Weight | None:
     """One entry of a tensor with `dims` dimensions, the first of which the experts are."""
-    if node.target is aten.select.int:
-        stack, dim, index = node.args
-    elif str(node.target) == "<built-in function getitem>" and isinstance(node.args[0], Node):
-        parts, index = node.args
-        if parts.target is not aten.unbind.int:  # type: ignore[union-attr]
-            return None
-        stack, dim = parts.args[0], [*parts.args, 0][1] or 0  # type: ignore[union-attr]
-    else:
+    part = part_of(node)
+    if part is None or part.kept or part.dim != 0 or value(part.source).dim() != dims:
         return None
-    count = value(stack).shape
-    known = len(count) == dims and dim % dims == 0 and isinstance(index, int) and isinstance(count[0], int)  # type: ignore[operator]
-    return Weight(stack, index=index % count[0]) if known else None  # type: ignore[arg-type, operator]
+    known = isinstance(part.start, int) and isinstance(part.whole, int)
+    return Weight(part.source, index=part.start) if known else None
 
 
 def _linear_gemm(node: Node) -> Gemm | None:

@@ -20,6 +20,7 @@ from megacpp_compile.fx.edit import attribute_of, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.matchers.moe.group_ends import SortedIds, is_converted, number
 from megacpp_compile.reader.links import through
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 _CONSTANT = "_tensor_constant"  # what tracing names the tensors that code makes of numbers
@@ -144,16 +145,10 @@ def _read(node: Node) -> Node:
 
 def _entry(node: Node) -> tuple[Node, int] | None:
     """(numbers [n], i) where `node` is their entry i."""
-    if node.target is aten.select.int and node.args[1] in (0, -1):
-        numbers, at = node.args[0], node.args[2]
-    elif node.target is operator.getitem and node.args[0].target is aten.unbind.int:  # type: ignore[union-attr]
-        numbers, at = node.args[0].args[0], node.args[1]  # type: ignore[union-attr]
-    else:
+    part = part_of(node)
+    if part is None or part.kept or value(part.source).dim() != 1 or not isinstance(part.whole, int):
         return None
-    if not isinstance(numbers, Node) or value(numbers).dim() != 1 or not isinstance(at, int):
-        return None
-    size = value(numbers).shape[0]
-    return (numbers, at % size) if isinstance(size, int) else None
+    return (part.source, part.start) if isinstance(part.start, int) else None
 
 
 def _sizes(node: Node) -> list[Any] | None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import COPIES, PERMUTATIONS, SPLITS, UNIT_DIMS
+from megacpp_compile.fx.views import COPIES, PERMUTATIONS, UNIT_DIMS
 from megacpp_compile.matchers.softmax_attention.parts import Groups
 from megacpp_compile.matchers.ssd.atoms import is_one
 from megacpp_compile.reader.dims import unpermuted
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 
@@ -51,30 +50,16 @@ def _wider(piece: Piece) -> Piece | None:
         sides = [((), None) if is_one(n) else next(kept) for n in shapes[1]]
         whole = all(start is None for start, n in zip(starts, shapes[0], strict=True) if is_one(n))
         return Piece(source, tuple(d for d, _ in sides), tuple(s for _, s in sides)) if whole else None
-    return _cut(node, source, dims, starts)
+    return _cut(node, dims, starts)
 
 
-def _cut(node: Node, source: Node, dims: Groups, starts: tuple[int | None, ...]) -> Piece | None:
+def _cut(node: Node, dims: Groups, starts: tuple[int | None, ...]) -> Piece | None:
     """A piece of what `node` is cut out of along one dimension."""
-    args: list[Any] = [*node.args, None, None, None, None]
-    several = source if node.target is operator.getitem else None
-    one = node.target is aten.select.int or several is not None and several.target is aten.unbind.int
-    if node.target is aten.select.int:
-        dim, start = args[1], args[2]
-    elif node.target is aten.slice.Tensor and args[4] in (None, 1):
-        dim, start = args[1] or 0, args[2] or 0
-    elif several is not None and several.target in SPLITS | {aten.unbind.int}:
-        own = 1 if one else 2
-        dim, index, source = (several.args[own] if len(several.args) > own else 0), args[1], several.args[0]  # type: ignore[assignment]
-        start = index if one else sum(part.shape[dim] for part in value(several)[:index])
-    else:
+    part = part_of(node)
+    if part is None or part.step != 1 or not isinstance(part.start, int) or part.start < 0:
         return None
-    rank, size = value(source).dim(), value(source).shape[dim]
-    if not isinstance(start, int) or not isinstance(dim, int) or start < 0 and not isinstance(size, int):
-        return None
-    dim, start = dim % rank, start if start >= 0 else start + size
-    if one:
-        return Piece(source, (*dims[:dim], (), *dims[dim:]), (*starts[:dim], start, *starts[dim:]))
-    before = 0 if starts[dim] is None else starts[dim]
-    cut = starts[dim] is not None or not same_size(value(node).shape[dim], size)
-    return Piece(source, dims, (*starts[:dim], start + before if cut else None, *starts[dim + 1 :]))  # type: ignore[operator]
+    dim, start = part.dim, part.start
+    if not part.kept:
+        return Piece(part.source, (*dims[:dim], (), *dims[dim:]), (*starts[:dim], start, *starts[dim:]))
+    cut = starts[dim] is not None or not same_size(part.size, part.whole)
+    return Piece(part.source, dims, (*starts[:dim], start + (starts[dim] or 0) if cut else None, *starts[dim + 1 :]))

@@ -8,11 +8,12 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import PARTS, SPLITS
+from megacpp_compile.fx.views import PARTS
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.ssd.resize_rules.writes import SCATTERS
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, argument, axis
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
@@ -130,15 +131,9 @@ class OperandBoundary:
             source, _ = self.algebra.path(n)
             if source not in self.algebra.nodes:
                 continue
-            if source.target is aten.slice.Tensor:
-                whole, dim = source.args[0], argument(source, 1, "dim", 0)
-            elif source.target is operator.getitem and source.args[0].target in SPLITS:  # type: ignore[union-attr]
-                whole, dim = source.args[0].args[0], argument(source.args[0], 2, "dim", 0)  # type: ignore[union-attr, arg-type]
-            else:
-                continue
-            rank = value(source).dim()
-            if axis(dim, rank) != rank - 1:
-                cut.setdefault((whole, axis(dim, rank)), set()).add(source)  # type: ignore[arg-type]
+            part = part_of(source)
+            if part is not None and part.kept and part.dim != value(source).dim() - 1:
+                cut.setdefault((part.source, part.dim), set()).add(source)
         return set().union(*(several for several in cut.values() if len(several) > 1))
 
     def from_exponents(self, decays: list[Node]) -> set[Node]:

@@ -4,7 +4,6 @@ before is one scan of the whole sequence."""
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +11,9 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import SPLITS
 from megacpp_compile.matchers.ssd.atoms import flat
 from megacpp_compile.matchers.ssd.roles import Leaf, Scan
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 
@@ -85,22 +84,11 @@ def _cut_from(leaves: Sequence[Leaf], times: Sequence[tuple[object, ...]]) -> No
 
 def _piece(node: Node, dim: int) -> tuple[Node, int, int] | None:
     """(tensor, start, end) where `node` is a run of the tensor's dimension `dim`."""
-    if node.target is operator.getitem and node.args[0].target in SPLITS:  # type: ignore[union-attr]
-        split, index = node.args
-        of = split.args[2] if len(split.args) > 2 else 0  # type: ignore[union-attr]
-        sizes = [v.shape[dim] for v in value(split)]
-        source = split.args[0]  # type: ignore[union-attr]
-        start = sum(sizes[:index])  # type: ignore[misc]
-        end = start + sizes[index]  # type: ignore[index]
-    elif node.target is aten.slice.Tensor:
-        source, of, start, end, step = [*node.args, *(None,) * 4][:5]  # type: ignore[assignment]
-        start, end, step = slice(start, end, step).indices(value(source).shape[dim])
-        if step != 1:
-            return None
-    else:
+    part = part_of(node)
+    if part is None or not part.is_run or part.dim != dim:
         return None
-    numbers = all(isinstance(n, int) for n in (start, end, value(source).shape[dim]))
-    return (source, start, end) if numbers and (of or 0) % value(node).dim() == dim else None  # type: ignore[return-value, operator]
+    numbers = isinstance(part.size, int) and isinstance(part.whole, int)
+    return (part.source, part.start, part.start + part.size) if numbers else None
 
 
 def _put_together(leaves: Sequence[Leaf], time: tuple[object, ...]) -> Node | None:

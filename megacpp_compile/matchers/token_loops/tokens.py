@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
-from megacpp_compile.fx.views import RESHAPES, SPLITS
+from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.matchers.ssd.atoms import number
 from megacpp_compile.matchers.ssd.tensor_ops import argument
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 
@@ -50,58 +50,20 @@ def positions(size: Any) -> int | None:
 
 def read_of(node: Node) -> Read | None:
     """`node` as one position of a dimension of several."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+    part = part_of(node)
+    count = None if part is None else positions(part.whole)
+    if part is None or count is None or count < 2 or not isinstance(part.start, int):
         return None
-    source, rank = node.args[0], _rank(node.args[0])
-    if node.target is aten.select.int:
-        return _read(source, node.args[1] % rank, node.args[2], False)  # type: ignore[operator]
-    if node.target is aten.slice.Tensor:
-        of, start, end, step = [*node.args[1:], *(None,) * 4][:4]
-        size = positions(value(source).shape[of or 0])  # type: ignore[index]
-        if size is None or not all(isinstance(v, int | None) for v in (start, end, step)):
-            return None
-        first, last, step = slice(start, end, step).indices(size)
-        return _read(source, (of or 0) % rank, first, True) if last - first == 1 and step == 1 else None  # type: ignore[operator]
-    if node.target is operator.getitem:
-        return _of_several(source, node.args[1])
-    return None
-
-
-def _of_several(several: Node, index: Any) -> Read | None:
-    source = several.args[0] if several.args else None
-    if not isinstance(source, Node) or not isinstance(index, int):
+    if part.kept and (part.step != 1 or positions(part.size) != 1):
         return None
-    if several.target is aten.unbind.int:
-        dim = several.args[1] if len(several.args) > 1 else several.kwargs.get("dim", 0)
-        return _read(source, dim % _rank(source), index, False)  # type: ignore[operator]
-    if several.target in SPLITS:
-        dim = several.args[2] if len(several.args) > 2 else several.kwargs.get("dim", 0)
-        dim %= _rank(source)  # type: ignore[operator, assignment]
-        pieces = value(several)
-        if all(same_size(p.shape[dim], 1) for p in pieces):
-            return _read(source, dim, index, True)  # type: ignore[arg-type]
-    return None
-
-
-def _rank(node: Node) -> int:
-    fake = value(node)
-    return fake.dim() if isinstance(fake, torch.Tensor) else 1
-
-
-def _read(source: Node, dim: int, at: Any, kept: bool) -> Read | None:
-    count = positions(value(source).shape[dim])
-    if count is None or count < 2 or not isinstance(at, int):
-        return None
-    return Read(source, dim, at % count, count, kept)
+    return Read(part.source, part.dim, part.start % count, count, part.kept)
 
 
 def part_of_several(node: Node) -> int | None:
     """Of how many parts of a tensor, each of several positions, `node` is one; None where it is no such part."""
-    if node.target is not aten.slice.Tensor:
-        return None
-    source, of, start = [*node.args, 0, 0][:3]
-    whole, own = (number(value(n).shape[of]) for n in (source, node))  # type: ignore[arg-type, index]
-    if whole is None or own is None or own < 2 or whole % own or not isinstance(start, int) or start % own:
+    part = part_of(node) if node.target is aten.slice.Tensor else None
+    whole, own = (None, None) if part is None else map(number, (part.whole, part.size))
+    if part is None or whole is None or own is None or own < 2 or whole % own or not part.is_run or part.start % own:
         return None
     return whole // own
 
@@ -118,21 +80,11 @@ def _cut(node: Node, dim: int) -> tuple[Node, int, int] | None:
     """(source, first position, how many the source has) of `node`, several positions in a row of dimension `dim`."""
     if (row := read_of(node)) is not None:
         return _cut_to_rows(row, node) if row.dim == dim and not row.kept else None
-    if node.target is aten.slice.Tensor:
-        source, of = node.args[0], argument(node, 1, "dim", 0)
-        start, step = argument(node, 2, "start", 0), argument(node, 4, "step", 1)
-    elif node.target is operator.getitem and node.args[0].target in SPLITS:  # type: ignore[union-attr]
-        several, index = node.args
-        source, of, step = several.args[0], argument(several, 2, "dim", 0), 1  # type: ignore[union-attr, arg-type]
-        sizes = [positions(p.shape[of]) for p in value(several)[:index]]  # type: ignore[arg-type, index, misc]
-        start = None if None in sizes else sum(sizes)  # type: ignore[arg-type]
-    else:
+    part = part_of(node)
+    if part is None or not part.kept or part.dim != dim or part.step != 1 or isinstance(part.start, Node):
         return None
-    if of % _rank(node) != dim or step != 1 or not isinstance(start, int | None):  # type: ignore[operator]
-        return None
-    count = positions(value(source).shape[dim])  # type: ignore[arg-type]
-    start = start or 0
-    return None if count is None else (source, start + count * (start < 0), count)  # type: ignore[return-value]
+    start, count = positions(part.start), positions(part.whole)
+    return None if start is None or count is None else (part.source, start + count * (start < 0), count)
 
 
 def _cut_to_rows(row: Read, node: Node) -> tuple[Node, int, int] | None:
@@ -184,9 +136,9 @@ def collected(nodes: Iterable[Node], count: int) -> list[Collected]:
 
 def _joined(node: Node, count: int) -> Collected | None:
     parts: tuple[Node, ...] = tuple(node.args[0])  # type: ignore[arg-type]
-    dim = argument(node, 1, "dim", 0) % _rank(node)
+    dim = argument(node, 1, "dim", 0) % value(node).dim()
     # An empty tensor of fewer dimensions may be concatenated with any.
-    if not all(isinstance(p, Node) and _rank(p) > dim - (node.target is aten.stack.default) for p in parts):
+    if not all(isinstance(p, Node) and value(p).dim() > dim - (node.target is aten.stack.default) for p in parts):
         return None
     if node.target is aten.stack.default:
         return Collected(node, parts, dim, kept=False) if len(parts) == count else None
@@ -220,10 +172,10 @@ def _overwrites(node: Node) -> bool:
 def _written(node: Node) -> tuple[int, int, bool] | None:
     """(dimension, position, whether it is kept) that `node` writes its second argument to."""
     if node.target is aten.select_scatter.default:
-        dim, at, kept = node.args[2] % _rank(node), node.args[3], False  # type: ignore[operator]
+        dim, at, kept = node.args[2] % value(node).dim(), node.args[3], False  # type: ignore[operator]
     elif node.target is aten.slice_scatter.default:
         of, start, end, step = [*node.args[2:], *(None,) * 4][:4]
-        dim, kept = (of or 0) % _rank(node), True  # type: ignore[operator]
+        dim, kept = (of or 0) % value(node).dim(), True  # type: ignore[operator]
         size = positions(value(node).shape[dim])
         if size is None or not all(isinstance(v, int | None) for v in (start, end, step)):
             return None

@@ -15,6 +15,7 @@ from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import SPLITS
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one, length, pin
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 RULES, rule = rule_table()
@@ -69,14 +70,11 @@ def _same_padding(eq: Any, dim: Dim, size: Any) -> bool:
 
 def _bounds(n: Node) -> tuple[int, Any, Any]:
     """(dimension, start, size of the result) of a slice."""
-    source, args = value(n.args[0]), [*n.args[1:], *(None,) * 4][:4]
-    dim = axis(args[0] or 0, source.dim())  # type: ignore[call-overload]
-    if args[3] not in (None, 1):
+    part = part_of(n)
+    if part is None or part.step != 1:
         raise NoAxes("a slice with a step")
-    start, size, result = value(args[1]) or 0, source.shape[dim], value(n).shape[dim]
-    if isinstance(start, int) and start < 0:
-        start = 0 if isinstance(size, int) and -start > size else size + start
-    return dim, start, result
+    start = value(part.start)
+    return part.dim, start + part.whole if isinstance(start, int) and start < 0 else start, part.size
 
 
 def _sliced(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
