@@ -7,18 +7,26 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import PADS
+
 aten = torch.ops.aten
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 _ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 _EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
-_FULL = (aten.full.default, aten.full_like.default, aten.new_full.default)
+_FULL = (aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default)
+
+
+def fill_of(node: Any) -> Any:
+    """What every element of `node` is, a number or a node; None where it is nothing that fills a tensor."""
+    if not isinstance(node, Node) or node.target not in (*_ZEROS, *_ONES, *_FULL):
+        return None
+    return 0 if node.target in _ZEROS else 1 if node.target in _ONES else node.args[-1]
 
 
 def is_filled(node: Any, number: float) -> bool:
     """Whether every element of `node` is `number`."""
-    if not isinstance(node, Node) or node.target not in (*_ZEROS, *_ONES, *_FULL):
-        return False
-    fill = 0 if node.target in _ZEROS else 1 if node.target in _ONES else node.args[-1]
+    fill = fill_of(node)
     return isinstance(fill, (int, float)) and fill == number
 
 
@@ -37,3 +45,19 @@ def padded_with(node: Node) -> Any:
     mode = node.args[2] if len(node.args) > 2 else node.kwargs.get("mode", "constant")
     given = node.args[3] if len(node.args) > 3 else node.kwargs.get("value")
     return None if mode != "constant" else 0 if given is None else given
+
+
+def padded_in_front(node: Node, dim: int, zeros: bool = True) -> tuple[Node, int] | None:
+    """(tensor, entries put before it) where `node` pads the tensor along `dim` alone, at its end as well perhaps, or is
+    something before it; with `zeros`, if these are zeros."""
+    rank, args = value(node).dim(), node.args
+    if node.target in PADS:
+        fill, sizes = padded_with(node), [*args[1], *[0] * (2 * rank - len(args[1]))]  # type: ignore[arg-type, misc]
+        at = 2 * (rank - 1 - dim)
+        known = isinstance(sizes[at], int) and sizes[at] >= 0 and not any(sizes[:at] + sizes[at + 2 :])
+        return (args[0], sizes[at]) if known and fill is not None and (fill == 0 or not zeros) else None  # type: ignore[return-value]
+    if node.target is not aten.cat.default or len(args[0]) != 2 or [*args, 0][1] % rank != dim:  # type: ignore[arg-type, operator]
+        return None
+    before, x = args[0]  # type: ignore[misc]
+    steps = value(before).shape[dim]
+    return (x, steps) if isinstance(steps, int) and (is_filled(before, 0.0) or not zeros) else None  # type: ignore[return-value]

@@ -15,14 +15,13 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.filled import padded_with
-from megacpp_compile.fx.views import COPIES, PADS, is_cast
+from megacpp_compile.fx.filled import padded_in_front
+from megacpp_compile.fx.views import COPIES, is_cast
 from megacpp_compile.matchers.silu import match_silu
 from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
-_ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
 
 
 @dataclasses.dataclass
@@ -120,7 +119,7 @@ def _source(operand: Node) -> tuple[Node, int, int]:
             node, time = swapped, 3 - time
         elif node.target in COPIES or is_cast(node) and _bits(node.args[0]) <= _bits(node):
             node = node.args[0]  # type: ignore[assignment]
-        elif (padded := _padding(node, time)) is not None:
+        elif (padded := padded_in_front(node, time)) is not None:
             node, left = padded[0], left + padded[1]
         else:
             return node, time, left
@@ -133,31 +132,6 @@ def is_swap(node: Node) -> Node | None:
         return None
     adjoint = node.target is getattr(aten.matrix_H, "default", aten.mT.default)
     return base if adjoint or permutation(node) == [0, 2, 1] else None
-
-
-def _padding(node: Node, time: int) -> tuple[Node, int] | None:
-    """(tensor, steps of zeros before time 0) where `node` pads time, and nothing else, with zeros."""
-    if node.target in PADS:
-        x, sizes = node.args[:2]
-        if padded_with(node) != 0 or not all(isinstance(n, int) for n in sizes):  # type: ignore[union-attr]
-            return None
-        at = 2 * (2 - time)
-        sizes = [*sizes, *[0] * (6 - len(sizes))]  # type: ignore[arg-type,misc]
-        if any(n for i, n in enumerate(sizes) if i not in (at, at + 1)) or sizes[at] < 0:
-            return None
-        return x, sizes[at]  # type: ignore[return-value]
-    if node.target is aten.cat.default and len(node.args[0]) == 2:  # type: ignore[arg-type]
-        first, x = node.args[0]  # type: ignore[misc]
-        if (node.args[1] if len(node.args) > 1 else 0) % 3 == time and _is_zeros(first):  # type: ignore[operator]
-            steps = value(first).shape[time]
-            return (x, steps) if isinstance(steps, int) else None
-    return None
-
-
-def _is_zeros(node: Any) -> bool:
-    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
-        return node.args[-1] == 0
-    return node.target in _ZEROS
 
 
 def _bits(node: Any) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
-from megacpp_compile.fx.filled import padded_with
-from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, SQUEEZES, UNSQUEEZE
+from megacpp_compile.fx.filled import is_filled, padded_in_front
+from megacpp_compile.fx.views import CASTS, IDENTITIES, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, silu_of
 from megacpp_compile.matchers.documents import is_constant
 from megacpp_compile.reader.links import chain, through
@@ -136,13 +136,7 @@ def _factors(node: Node) -> tuple[list[Node], set[Node], set[Node]]:
 
 
 def _is_zero(node: Any) -> bool:
-    if not isinstance(node, Node):
-        return isinstance(node, (int, float)) and node == 0
-    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
-        return node.args[-1] == 0
-    if node.target in (aten.scalar_tensor.default,):
-        return node.args[0] == 0
-    return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+    return is_filled(node, 0.0) if isinstance(node, Node) else isinstance(node, (int, float)) and node == 0
 
 
 def _term(factors: list[Node], cleared: set[Node]) -> _Term | None:
@@ -211,7 +205,7 @@ def _delayed(node: Node, time: int, zeros: bool) -> tuple[Node, int]:
     asked. `node` itself and 0 where it is no delay."""
     *cuts, at = chain(node, lambda n: _slice_start(n, time) is not None)
     first, left = sum(_slice_start(n, time) or 0 for n in cuts), 0
-    while (padded := _padded(at, time, zeros)) is not None:
+    while (padded := padded_in_front(at, time, zeros)) is not None:
         at, left = padded[0], left + padded[1]
     # It may have been cut at its end before it was padded.
     for x in (at, *(at.args[:1] if _slice_start(at, time) == 0 else ())):
@@ -224,29 +218,6 @@ def _slice_start(node: Node, time: int) -> int | None:
     """Where a slice along `time` begins; None for anything else."""
     part = part_of(node) if node.target is aten.slice.Tensor else None
     return part.start if part is not None and part.is_run and part.dim == time and part.start >= 0 else None
-
-
-def _dim(node: Node, position: int) -> int:
-    dim: Any = node.args[position] if len(node.args) > position else 0
-    return dim % value(node).dim()
-
-
-def _padded(node: Node, time: int, zeros: bool) -> tuple[Node, int] | None:
-    """(tensor, steps put before it) where `node` pads time in front, with zeros if these are asked for."""
-    rank = value(node).dim()
-    if node.target in PADS:
-        fill = padded_with(node)
-        sizes: Any = node.args[1]
-        at = 2 * (rank - 1 - time)
-        others = [n for i, n in enumerate(sizes) if i != at]
-        if fill is None or zeros and fill != 0 or len(sizes) <= at or any(others):
-            return None
-        return (node.args[0], sizes[at]) if isinstance(sizes[at], int) and sizes[at] >= 0 else None  # type: ignore[return-value]
-    if node.target is aten.cat.default and len(node.args[0]) == 2 and _dim(node, 1) == time:  # type: ignore[arg-type]
-        before, x = node.args[0]  # type: ignore[misc]
-        steps = value(before).shape[time]
-        return (x, steps) if isinstance(steps, int) and (not zeros or _is_zero(before)) else None
-    return None
 
 
 def _column(node: Node) -> tuple[Node, int] | None:

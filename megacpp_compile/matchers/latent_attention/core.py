@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import attribute_of, same_size, value
+from megacpp_compile.fx.filled import fill_of
 from megacpp_compile.fx.views import COPIES, DETACH, is_cast
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.reader.products import BROADCAST, CONTRACTED, Factor, product_of
@@ -216,14 +217,8 @@ def is_low(x: Any) -> bool:
 def constant(x: Any) -> float | None:
     """The number that `x` is, or that fills it, perhaps a float of the model; None where it is something else."""
     while isinstance(x, Node):
-        if x.target in (aten.full.default, aten.new_full.default, aten.full_like.default):
-            x = x.args[1] if x.target is not aten.new_full.default else x.args[2]
-        elif x.target is aten.scalar_tensor.default:
-            x = x.args[0]
-        elif x.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
-            return 0.0
-        elif x.target in (aten.ones.default, aten.ones_like.default, aten.new_ones.default):
-            return 1.0
+        if (fill := fill_of(x)) is not None:
+            x = fill
         elif x.target is aten.lift_fresh_copy.default:
             x = _literal(x.args[0])
         elif x.target in COPIES or x.target is DETACH or is_cast(x):
