@@ -14,6 +14,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.softmax_attention.parts import Groups, Operand, beside, flattened, grouped
 from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, times
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes, flat, length, number
+from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.products import product_of
 
 aten = torch.ops.aten
@@ -162,6 +163,5 @@ class _Reader(ScoresReader):
 
 def _without(node: Node, dims: list[Dim]) -> list[Dim]:
     """The dimensions of a sum."""
-    over, keep = node.args[1], len(node.args) > 2 and bool(node.args[2])
-    reduced = {d % len(dims) for d in (over if isinstance(over, (list, tuple)) else [over])}  # type: ignore[operator]
-    return [[] if i in reduced else d for i, d in enumerate(dims) if keep or i not in reduced]
+    gone, keep = reduced_dims(node)
+    return [[] if i in gone else d for i, d in enumerate(dims) if keep or i not in gone]

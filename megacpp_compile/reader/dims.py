@@ -34,6 +34,22 @@ def unpermuted(node: Node, dims: Sequence[T]) -> list[T]:
     return [dims[order.index(d)] for d in range(len(order))]
 
 
+def reduced_dims(node: Node) -> tuple[list[int], bool]:
+    """(the dimensions, in the order given, over which `node`, a reduction of its first argument, reduces that; whether
+    they are kept)."""
+    given, keep = [*node.args[1:], None, None][:2]
+    given, keep = node.kwargs.get("dim", given), node.kwargs.get("keepdim", keep)
+    rank = value(node.args[0]).dim()
+    dims = [given] if isinstance(given, int) else given or range(rank)
+    return [d % rank for d in dims], bool(keep)
+
+
+def unreduced(node: Node, dims: Sequence[T]) -> list[T]:
+    """Those of `dims`, which its operand has, that `node`, a reduction, leaves."""
+    gone, _ = reduced_dims(node)
+    return [d for i, d in enumerate(dims) if i not in gone]
+
+
 def long_places(node: Node) -> dict[int, int] | None:
     """Which dimension of `node` each dimension of its operand that is longer than 1 is; None where `node` does more
     than insert and drop dimensions of size 1."""

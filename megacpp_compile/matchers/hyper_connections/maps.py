@@ -14,6 +14,7 @@ from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers.hyper_connections.affine import ADD, DIV, MUL, SUB, VIEWS, Affine, match_affine
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.silu import match_sigmoid
+from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -177,12 +178,10 @@ def _kept(node: Any) -> tuple[int | None, Any]:
 
 def _one_axis(node: Node, kept: int | None) -> int | None:
     """The axis of a reduction, from the last dimension, that keeps its dimension, by itself or by `kept`."""
-    dims, keepdim = node.args[1], len(node.args) > 2 and bool(node.args[2])
-    dims = [dims] if isinstance(dims, int) else dims
-    rank = value(node.args[0]).dim()
-    if len(dims) != 1 or keepdim == (kept is not None) or kept is not None and kept != dims[0] % rank:  # type: ignore[arg-type, operator, index]
+    dims, keepdim = reduced_dims(node)
+    if len(dims) != 1 or keepdim == (kept is not None) or kept is not None and kept != dims[0]:
         return None
-    axis = dims[0] % rank - rank  # type: ignore[index, operator]
+    axis = dims[0] - value(node.args[0]).dim()
     return axis if axis >= -2 else None
 
 

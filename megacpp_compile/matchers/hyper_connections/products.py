@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, SQUEEZES, is_cast, uncast
-from megacpp_compile.reader.dims import unpermuted
+from megacpp_compile.reader.dims import reduced_dims, unpermuted, unreduced
 from megacpp_compile.reader.links import above
 from megacpp_compile.reader.products import BROADCAST, contraction, equation_of
 
@@ -101,14 +101,10 @@ def _summed(node: Node, keeps: bool = False) -> Product | None:
     """keeps: the dimensions that are summed are kept, until a `squeeze` behind."""
     if not isinstance(node, Node) or node.target is not aten.sum.dim_IntList:
         return None
-    if (len(node.args) > 2 and bool(node.args[2])) != keeps:
-        return None
-    found = product_of(node.args[0])
+    found = product_of(node.args[0]) if reduced_dims(node)[1] == keeps else None
     if found is None or not node.args[1]:
         return None
-    rank = len(found.out)
-    gone = {d % rank for d in node.args[1]}  # type: ignore[union-attr, operator]
-    out = tuple(letter for i, letter in enumerate(found.out) if i not in gone)
+    out = tuple(unreduced(node, found.out))
     return dataclasses.replace(found, node=node, out=out, internal=(*found.internal, node))
 
 

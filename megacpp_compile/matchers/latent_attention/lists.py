@@ -20,7 +20,7 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, FOLDS, IDENTITIES, RESHAPES, UNIT_DIMS
 from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.matchers.latent_attention.masks import DTYPES, NotRows, Sum, sum_of
-from megacpp_compile.reader.dims import long_places, unpermuted
+from megacpp_compile.reader.dims import long_places, reduced_dims, unpermuted
 
 aten = torch.ops.aten
 # What each dimension of a mask is: "b", "h", "t", "s" of the scores, "k" of a list; None for one of size 1.
@@ -142,14 +142,10 @@ def _compared(node: Node, axes: Axes, equal: bool) -> Named | None:
 def _reduced(node: Node, axes: Axes) -> Named | None:
     """Over the places of a list, of which one at most names a row."""
     source: Any = node.args[0]
-    dims = node.args[1] if len(node.args) > 1 else None
-    dims = dims if isinstance(dims, (list, tuple)) else [dims]
-    keep = bool(node.args[2]) if len(node.args) > 2 else False
-    if len(dims) != 1 or not isinstance(dims[0], int) or "k" in axes:
+    dims, keep = reduced_dims(node)
+    if len(dims) != 1 or "k" in axes or keep and axes[dims[0]] is not None:
         return None
-    dim = dims[0] % value(source).dim()
-    if keep and axes[dim] is not None:
-        return None
+    dim = dims[0]
     found = named_rows(source, (*axes[:dim], "k", *axes[dim + keep :]))
     if found is None or found.other != _REDUCTIONS[node.target]:
         return None

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import DETACH, UNIT_DIMS, is_identity
+from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.links import above, chain, through
 
 aten = torch.ops.aten
@@ -48,10 +49,8 @@ def log_sum_exp(node: Any) -> LogSumExp | None:
     elif node.target is not aten.logsumexp.default:
         return None
     of: Node = (through[1] if through else node).args[0]  # type: ignore[assignment]
-    dims, kept = [*total.args[1]], total.args[2] if len(total.args) > 2 else total.kwargs.get("keepdim", False)  # type: ignore[misc]
-    if len(dims) != 1:
-        return None
-    return LogSumExp(node, of, dims[0] % value(of).dim(), bool(kept), through)
+    dims, kept = reduced_dims(total)
+    return LogSumExp(node, of, dims[0], kept, through) if len(dims) == 1 else None
 
 
 def begins(node: Node) -> LogSumExp | None:
@@ -77,8 +76,7 @@ def without_the_largest(node: Node, of: Node, dim: int) -> tuple[Node, ...] | No
     largest = first.args[0] if first.target is operator.getitem and first.args[1] == 0 else first
     if largest.args[:1] != (of,) or largest.target not in (aten.amax.default, aten.max.dim):  # type: ignore[union-attr]
         return None
-    given = largest.args[1] if isinstance(largest.args[1], list | tuple) else [largest.args[1]]  # type: ignore[union-attr]
-    if [d % rank for d in given] != [dim]:
+    if len(largest.args) < 2 or reduced_dims(largest)[0] != [dim]:
         return None
     found, pending = list[Node](), [largest]
     while pending:

@@ -19,6 +19,7 @@ from megacpp_compile.matchers.linear_cross_entropy.by_hand import begins, differ
 from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
 from megacpp_compile.matchers.linear_cross_entropy.one_hot import one_hot
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
+from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -97,9 +98,9 @@ def _over_words(logits: Logits, node: Node) -> Read | None:
         return None
     if not isinstance(node.args[1], list | tuple) or not set(node.kwargs) <= {"dtype"}:
         return None
-    if [d % value(logits.node).dim() for d in node.args[1]] != [logits.dim]:  # type: ignore[operator]
+    dims, keepdim = reduced_dims(node)
+    if dims != [logits.dim]:
         return None
-    keepdim = len(node.args) > 2 and node.args[2] is True
     return Read("mean" if node.target is aten.mean.dim else "sum", node, logits, keepdim=keepdim)
 
 
@@ -200,11 +201,10 @@ def _summed(node: Node, dim: int) -> tuple[str | None, bool]:
         return "sum", False
     if user.target is not aten.sum.dim_IntList or user.kwargs or not user.args[1]:
         return None, False
-    n = value(node).dim()
-    dims, kept = {d % n for d in user.args[1]}, len(user.args) > 2 and user.args[2] is True  # type: ignore
-    if dims == {dim}:
+    dims, kept = reduced_dims(user)
+    if {*dims} == {dim}:
         return "none", kept
-    return ("sum", False) if dims == set(range(n)) and not kept else (None, False)
+    return ("sum", False) if len(dims) == value(node).dim() and not kept else (None, False)
 
 
 def _picked(logits: Logits, node: Node, target: Node, keepdim: bool) -> Read | None:

@@ -16,6 +16,7 @@ from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_cast, is_identity
 from megacpp_compile.matchers.linear_cross_entropy.logits import factor_of
 from megacpp_compile.matchers.linear_cross_entropy.reads import Read, Weight
 from megacpp_compile.matchers.numbers import number_of
+from megacpp_compile.reader.dims import reduced_dims
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
@@ -64,10 +65,9 @@ def summed(read: Read, has_gradient: Callable[[Node], bool]) -> Read:
 
 
 def _reduces(user: Node, node: Node) -> str | None:
-    given: list[Any] = [*user.args[1:], None]
     if user.target in (aten.sum.dim_IntList, aten.mean.dim):
-        dims = given[0] if given[0] is not None else range(value(node).dim())
-        if {d % value(node).dim() for d in dims} != set(range(value(node).dim())) or True in user.args[2:]:
+        dims, keep = reduced_dims(user)
+        if len({*dims}) != value(node).dim() or keep:
             return None
     elif user.target not in (aten.sum.default, aten.mean.default):
         return None

@@ -18,6 +18,7 @@ from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
 from megacpp_compile.matchers.moe.slot_rows import choices_of, order_of_tokens
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -52,10 +53,8 @@ def match_combine(node: Node) -> Combine | None:
 
 def _summed(node: Node) -> Combine | None:
     """The combine that puts rows back into the order of slots, and sums over the choices."""
-    dims = node.args[1]
-    keep = node.args[2] if len(node.args) > 2 else False
     slots = uncast(node.args[0])  # type: ignore[arg-type]
-    if value(slots).dim() != 3 or list(dims) not in ([1], [-2]) or keep or slots.target not in RESHAPES:  # type: ignore[arg-type]
+    if value(slots).dim() != 3 or reduced_dims(node) != ([1], False) or slots.target not in RESHAPES:
         return None
     choices = value(slots).shape[1]
     read = unsorted(uncast(slots.args[0]))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.views import IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.moe.index_reads import READS, read_of_every
-from megacpp_compile.reader.dims import permutation, unpermuted
+from megacpp_compile.reader.dims import permutation, reduced_dims, unpermuted
 from megacpp_compile.reader.products import Product, contraction
 
 aten = torch.ops.aten
@@ -142,19 +142,9 @@ def broadcast(operand: Any, dims: Dims) -> Dims:
 
 def _summed(node: Node, dims: Dims) -> Dims:
     """The dimensions of what the sum `node` runs over."""
-    source, places, *keep = node.args
-    shape = value(source).shape
-    gone = {d % len(shape) for d in places}  # type: ignore[union-attr]
-    rest = iter(dims)
-    out = []
-    for i, n in enumerate(shape):
-        if i in gone:
-            out.append(_axis(n))
-            if keep and keep[0]:
-                next(rest)
-        else:
-            out.append(next(rest))
-    return tuple(out)
+    gone, keep = reduced_dims(node)
+    rest = iter([d for i, d in enumerate(dims) if not keep or i not in gone])
+    return tuple(_axis(n) if i in gone else next(rest) for i, n in enumerate(value(node.args[0]).shape))
 
 
 _VIEWS = {

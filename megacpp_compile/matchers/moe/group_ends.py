@@ -16,6 +16,7 @@ from megacpp_compile.fx.views import DETACH, IDENTITIES
 from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import is_nonnegative, match_mask, scores_of
 from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -138,8 +139,7 @@ def _marked(counts: Node, experts: int) -> Node | None:
     """The choices of which `counts` is the sum, over all but experts, of marks: one-hots, or ones scattered to places
     that are distinct."""
     marks = number(counts.args[0])  # type: ignore[arg-type]
-    last = value(marks).dim() - 1
-    summed = {d % (last + 1) for d in counts.args[1]}  # type: ignore[union-attr]
+    last, summed = value(marks).dim() - 1, {*reduced_dims(counts)[0]}
     mask = match_mask(marks)
     if mask is not None and mask.expert is None and not mask.any and mask.choice is None:
         place = mask.dims.index("e")

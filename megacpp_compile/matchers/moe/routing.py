@@ -17,7 +17,7 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import EXPANSIONS, PERMUTATIONS, REPETITIONS, UNIT_DIMS
 from megacpp_compile.matchers.views import RESHAPES, is_cast
-from megacpp_compile.reader.dims import permutation, permuted
+from megacpp_compile.reader.dims import permutation, permuted, reduced_dims
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -135,9 +135,8 @@ def _any(node: Node) -> Mask | None:
     inner = match_mask(node.args[0])  # type: ignore[arg-type]
     if inner is None or "s" not in inner.dims:
         return None
-    given: Any = node.args[1]
-    dims = {d % len(inner.dims) for d in ([given] if isinstance(given, int) else given)}
-    if dims != {inner.dims.index("s")} or not (_OVER_CHOICES[node.target] or distinct_choices(inner.indices)):
+    over_choices = {*reduced_dims(node)[0]} == {inner.dims.index("s")}
+    if not over_choices or not (_OVER_CHOICES[node.target] or distinct_choices(inner.indices)):
         return None
     return dataclasses.replace(inner, dims=tuple(d for d in inner.dims if d != "s"), any=True)
 

@@ -18,6 +18,7 @@ from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice, scores_of
 from megacpp_compile.matchers.moe.rows import Rows, mask_of, match_rows
 from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.reader.dims import unreduced
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -248,6 +249,4 @@ def _left(node: Any) -> tuple[Mask, tuple[str, ...]] | None:
         return mask, ()
     if node.target not in _SUMS or len(node.args) != 2:
         return None
-    over = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-    gone = {d % len(left) for d in over} if over else set(range(len(left)))  # type: ignore[operator]
-    return mask, tuple(d for i, d in enumerate(left) if i not in gone)
+    return mask, tuple(unreduced(node, left))

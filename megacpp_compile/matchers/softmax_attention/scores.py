@@ -17,7 +17,7 @@ from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, Gain, Operand, Scores, Term, beside, grouped
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one
 from megacpp_compile.matchers.ssd.axes import Axes
-from megacpp_compile.reader.dims import permuted
+from megacpp_compile.reader.dims import permuted, reduced_dims
 from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
 
@@ -287,12 +287,10 @@ def reduced(
         return None
     if node.target not in by or node.args[0] is not of or len(node.args) < 2 or not isinstance(shape, torch.Tensor):
         return None
-    dims, sizes = node.args[1], list(value(of).shape)
-    dims = dims if isinstance(dims, (list, tuple)) else [dims]
-    if len(dims) != 1 or not isinstance(dims[0], int):
-        return None
-    dim = dims[0] % len(sizes)
+    (dim, *others), sizes = reduced_dims(node)[0], list(value(of).shape)
     sizes[dim] = 1
+    if others:
+        return None
     return (dim, [*nodes, node]) if len(sizes) == shape.dim() and all(map(same_size, sizes, shape.shape)) else None
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat
-from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
+from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, broadcast, rule_table
+from megacpp_compile.reader.dims import reduced_dims
 
 aten = torch.ops.aten
 RULES, rule = rule_table()
@@ -18,11 +19,9 @@ RULES, rule = rule_table()
 @rule(aten.sum.dim_IntList)
 def _sum(r: ResizeContext, n: Node) -> list[Dim]:
     dims = r.dims[n.args[0]]
-    over = n.args[1]
-    if not over:
+    if not n.args[1]:
         raise NoAxes("a sum of everything")
-    gone = {axis(d, len(dims)) for d in over}  # type: ignore[union-attr]
-    keep = argument(n, 2, "keepdim", False)
+    gone, keep = reduced_dims(n)
     return [[] if i in gone else d for i, d in enumerate(dims) if keep or i not in gone]
 
 
