@@ -22,6 +22,7 @@ from megacpp_compile.errors._base import listed
 from megacpp_compile.fx.copies import in_place_of
 from megacpp_compile.fx.edit import dynamo_value, same_size
 from megacpp_compile.fx.walks import ancestors
+from megacpp_compile.reader.links import chain
 
 
 class DroppedOutput:
@@ -119,12 +120,9 @@ def _check_names(config: Config, beside: Sequence[str]) -> None:
 
 def _dropped(output: Node, losses: Sequence[Node], config: Config) -> str:
     """The name by which `output`, or what it is a cast of, is dropped; "" where it stays."""
-    node = output
-    while not ((name := _named(node, config)) and _computed_from(losses, node)):
-        if node.op != "call_method" or node.target not in _CASTS or not isinstance(node.args[0], Node):
-            return ""
-        node = node.args[0]
-    return "" if output in losses else name
+    nodes = chain(output, lambda n: n.op == "call_method" and n.target in _CASTS)
+    found = (name for n in nodes if isinstance(n, Node) and (name := _named(n, config)) and _computed_from(losses, n))
+    return "" if output in losses else next(found, "")
 
 
 def _named(node: Node, config: Config) -> str:

@@ -17,6 +17,7 @@ from megacpp_compile.errors import CaptureError
 from megacpp_compile.fx.copies import copied, in_place_of
 from megacpp_compile.fx.edit import called, dynamo_value
 from megacpp_compile.fx.provenance import source_line
+from megacpp_compile.reader.links import through
 
 _DETACHES = ("detach", "detach_", "_get_data_attr")
 _IN_PLACE = frozenset(
@@ -87,16 +88,13 @@ def written_tensors(node: Node) -> Iterator[Node]:
 def _behind_a_detach(write: Node, written: Node) -> bool:
     """Whether `written` is a part of a tensor that was detached from its history, and the tensor, or what is written,
     has a gradient."""
-    storage, node = storage_of(written), written
-    while storage is not None and node.op != "placeholder" and node.args and isinstance(node.args[0], Node):
-        source = node.args[0]
-        if storage_of(source) != storage:
-            return False
-        if called(node) in _DETACHES:
-            values = [a for a in write.all_input_nodes if a is not written]
-            return any(map(has_gradient, (source, *values)))
-        node = source
-    return False
+    def is_view(node: Node) -> bool:
+        source = node.args[0] if node.args and node.op != "placeholder" else None
+        return isinstance(source, Node) and storage_of(source) == storage_of(written) is not None
+
+    node = through(written, lambda n: is_view(n) and called(n) not in _DETACHES)
+    values = [a for a in write.all_input_nodes if a is not written]
+    return is_view(node) and any(map(has_gradient, (node.args[0], *values)))
 
 
 def has_gradient(node: Node) -> bool:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile.fx.copies import copied, in_place_of
 from megacpp_compile.fx.edit import called
+from megacpp_compile.reader.links import through
 
 _ITSELF = ("to", "detach", "_get_data_attr")
 
@@ -37,10 +38,9 @@ def _is_idle(node: Node) -> bool:
     if called(node) != "set_" or len(node.args) != 2 or node.kwargs:
         return False
     written, given = node.args
-    while given is not written:
-        if not isinstance(given, Node) or called(given) not in _ITSELF or not isinstance(given.args[0], Node):
-            return False
-        if any(a is True or isinstance(a, torch.memory_format) for a in (*given.args, *given.kwargs.values())):
-            return False  # a copy, or elements in another order
-        given = given.args[0]
-    return True
+    return through(given, lambda n: n is not written and called(n) in _ITSELF and not _copies(n)) is written
+
+
+def _copies(node: Node) -> bool:
+    """Whether `node` asks for a copy, or for elements in another order."""
+    return any(a is True or isinstance(a, torch.memory_format) for a in (*node.args, *node.kwargs.values()))

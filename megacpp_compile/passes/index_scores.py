@@ -27,6 +27,7 @@ from megacpp_compile.matchers.softmax_attention.scores import VIEWS
 from megacpp_compile.passes import token_loop
 from megacpp_compile.passes._rewrites.arrange import arrange
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.reader.links import chain
 
 name = "index_scores"
 op = "megacpp::index_scores"
@@ -68,9 +69,8 @@ def _dtype(operand: Node, rounded: torch.dtype) -> torch.dtype:
     """The narrowest dtype that holds what is multiplied: what `operand` was widened from, or `rounded`, to which a
     product under autocast rounds it."""
     narrow: torch.dtype = value(operand).dtype
-    while (operand.target in VIEWS or is_cast(operand)) and isinstance(operand.args[0], Node):
-        operand = operand.args[0]
-        if torch.promote_types(value(operand).dtype, narrow) != narrow:
+    for source in chain(operand, VIEWS, is_cast):
+        if torch.promote_types(value(source).dtype, narrow) != narrow:
             break
-        narrow = value(operand).dtype
+        narrow = value(source).dtype
     return narrow if torch.promote_types(narrow, rounded) == rounded else rounded

@@ -13,6 +13,7 @@ from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.ssd.resize_rules.writes import SCATTERS
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
+from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
@@ -108,8 +109,7 @@ class OperandBoundary:
 
     def _written(self, n: Node) -> bool:
         """Whether `n` is what something is written into, as a state is into those of all chunks, or is read of that."""
-        while n in self.algebra.nodes and n.target in PARTS:
-            n, _ = self.algebra.path(n.args[0])  # type: ignore[arg-type]
+        n = through(n, lambda m: m in self.algebra.nodes and m.target in PARTS and self.algebra.source(m.args[0]))
         return n in self.algebra.nodes and n.target in SCATTERS
 
     def _whole(self, n: Node) -> tuple[Node, set[Node]]:
