@@ -27,7 +27,7 @@ from megacpp_compile.config.compression import CompressionPlan
 from megacpp_compile.config.globs import inside_segment
 from megacpp_compile.config.precision import exclusion_of
 from megacpp_compile.config.rules import role_at
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.sizes import nbytes, rows
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
@@ -36,7 +36,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.passes._rewrites.dying import held_by, stays_alive
-from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.passes._rule import Match, in_other_modes
 from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
@@ -106,8 +106,6 @@ def _check(view: GraphView, plan: CompressionPlan, linears: list[Linear]) -> Mat
         return MatchFailure(root, "expanded", "its input is a smaller value, repeated")
     operands = (t for linear in linears for t in (linear.w, linear.b) if t is not None)
     inputs = list(dict.fromkeys([x, *operands]))
-    if place(inputs, outputs, root, view.mode_states) is None:
-        return MatchFailure(root, *REGION)
     fqn = module_fqn(root)
     note = f"{rank} of {width} channels kept; weight gradients approximate; projection from {plan.rule()}"
     return Match(

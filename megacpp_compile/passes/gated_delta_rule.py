@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.delta_rule.rule import DeltaRule, find_delta_rules
 from megacpp_compile.matchers.documents import compared_documents
@@ -30,7 +30,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.recurrences import single_steps
 from megacpp_compile.matchers.ssd.atoms import flat
 from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size, leading, results
-from megacpp_compile.passes._rule import REGION, Match, Recognised, in_other_modes
+from megacpp_compile.passes._rule import Match, Recognised, in_other_modes
 
 name = "gated_delta_rule"
 op = "megacpp::gated_delta_rule"
@@ -63,8 +63,6 @@ def _check(view: GraphView, rule: DeltaRule) -> Match | MatchFailure:
         return refusal
     inputs = list(dict.fromkeys(leaf.node for leaf in rule.operands.values()))
     outputs = [leaf.node for leaf in (rule.o, *rule.final_states)]
-    if place(inputs, outputs, root, view.mode_states) is None:
-        return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         x = rule.axes

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.linear import LinearAttention, find_linear_attention
 from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size, leading, results
-from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.passes._rule import Match, in_other_modes
 
 name = "gated_linear_attention"
 op = "megacpp::gated_linear_attention"
@@ -42,8 +42,6 @@ def _check(view: GraphView, found: LinearAttention) -> Match | MatchFailure:
     operands = (found.q, found.k, found.v, found.g, found.initial_state)
     inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
     outputs = [leaf.node for leaf in (found.o, *found.final_states)]
-    if place(inputs, outputs, root, view.mode_states) is None:
-        return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         b, t, h, k, v = (found.dims[name] for name in "bthkv")

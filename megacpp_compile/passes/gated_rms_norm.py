@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, place, same_size, value
+from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.gated_rms_norm import GatedNorm, gate_nearby, match_gated_norm, same_source
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
-from megacpp_compile.passes._rule import REGION, Match
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 name = "gated_rms_norm"
@@ -77,8 +77,6 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure | None:
     if width is None or _sizes(value(gated.node).shape, (gated.y, gated.z)) is None:
         return MatchFailure(gated.node, "shape", "operands, gains and result can't be seen as rows of one width")
     inputs = list(dict.fromkeys([gated.y, gated.z, *(g for g, _ in gated.gains)]))
-    if place(inputs, [gated.node], gated.node, state) is None:
-        return MatchFailure(gated.node, *REGION)
     return Match(gated.node, inputs, [gated.node], lambda build: _rewrite(build, gated, width))
 
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
@@ -33,7 +33,7 @@ from megacpp_compile.matchers.hyper_connections.connection import Connection, ma
 from megacpp_compile.matchers.hyper_connections.maps import Gate, Mixing
 from megacpp_compile.matchers.hyper_connections.products import product_of
 from megacpp_compile.matchers.hyper_connections.streams import stream_sum, weights_of_channels
-from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.passes._rule import Match, in_other_modes
 from megacpp_compile.reader.links import through, widens
 
 aten = torch.ops.aten
@@ -67,8 +67,6 @@ def _check(view: GraphView, found: Connection) -> Match | MatchFailure:
     constants = [n for part in found.parts for n in (*part.affine.nodes, through(part.affine.linear.w, widens))]
     inputs = list(dict.fromkeys([found.streams, *constants, *found.norm.gains]))
     outputs = [found.block, *(part.node for part in found.parts[1:])]
-    if place(inputs, outputs, found.block, view.mode_states, AUTOCAST_BLIND) is None:
-        return MatchFailure(found.block, *REGION)
     rewrite = lambda build: _rewrite(build, found)  # noqa: E731
     return Match(found.block, inputs, outputs, rewrite, autocast_blind=AUTOCAST_BLIND)
 

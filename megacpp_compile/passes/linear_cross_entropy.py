@@ -28,7 +28,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from megacpp_compile.fx.edit import Builder, place, same_size, value
+from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
@@ -39,7 +39,7 @@ from megacpp_compile.matchers.linear_cross_entropy.inputs import logits_from_out
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
 from megacpp_compile.matchers.linear_cross_entropy.unread import unread
 from megacpp_compile.passes._rewrites.head import emit, inputs_of, sizes_read_elsewhere
-from megacpp_compile.passes._rule import REGION, Match
+from megacpp_compile.passes._rule import Match
 
 name = "linear_cross_entropy"
 op = "megacpp::linear_cross_entropy"
@@ -175,8 +175,6 @@ def _match(view: GraphView, site: HeadLoss) -> Match | MatchFailure:
     root = linear if states[linear] == states[loss] else loss  # the report names the head where it may
     sizes = sizes_read_elsewhere(site, inputs)
     outputs = [*(output.read.node for output in site.outputs), *site.blanks, *sizes]
-    if place(inputs, outputs, root, states) is None:
-        return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         return emit(build, site, sizes, view.differentiated if states[root].grad else ())

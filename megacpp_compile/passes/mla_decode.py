@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacpp_compile.decode.absorbed import LowRank, choose_form
-from megacpp_compile.fx.edit import place, unread_without, value
+from megacpp_compile.fx.edit import unread_without, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
@@ -33,7 +33,7 @@ from megacpp_compile.matchers.softmax_attention.absorbed import absorbed
 from megacpp_compile.passes._rewrites.absorbed import inputs_of, readable
 from megacpp_compile.passes._rewrites.absorbed_weights import weights_fit
 from megacpp_compile.passes._rewrites.decode import emit
-from megacpp_compile.passes._rule import REGION, Match
+from megacpp_compile.passes._rule import Match
 
 name = "mla_decode"
 op = "megacpp::mla_decode"
@@ -90,6 +90,4 @@ def _decide(view: GraphView, found: LatentAttention) -> Match | MatchFailure | N
         if expanded not in unread:
             reason = f"{expanded.name}, what the latents are expanded to, is read elsewhere too"
             return MatchFailure(expanded, "escapes", reason)
-    if place(inputs, [node], node, view.mode_states) is None:
-        return MatchFailure(node, *REGION)
     return Match(node, inputs, [node], lambda build: emit(build, found), note=str(form), forward_only=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import leaves_graph
@@ -25,7 +25,7 @@ from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.origins import from_projection
 from megacpp_compile.passes._rewrites import rotations
 from megacpp_compile.passes._rewrites.packed import operands, packed
-from megacpp_compile.passes._rule import REGION, Match
+from megacpp_compile.passes._rule import Match
 
 name = "mla_rope_q"
 op = "megacpp::mla_rope_q"
@@ -94,8 +94,6 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
         )
     by_position = packed(head)
     inputs = rotations.sources(rotation, by_position.sources if by_position else None)
-    if place(inputs, [head.root], head.root, view.mode_states, AUTOCAST_BLIND) is None:
-        return MatchFailure(head.root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         nope_dim = rotation.nope.width if rotation.nope else 0

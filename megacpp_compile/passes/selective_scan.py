@@ -18,13 +18,13 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.selective_scans import SelectiveScan, find_selective_scans
 from megacpp_compile.passes import token_loop
 from megacpp_compile.passes._rewrites.arrange import arrange, results
-from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.passes._rule import Match, in_other_modes
 
 name = "selective_scan"
 op = "megacpp::selective_scan"
@@ -42,8 +42,6 @@ def _check(view: GraphView, found: SelectiveScan) -> Match | MatchFailure:
         return refusal
     inputs = list(dict.fromkeys(leaf.node for leaf in found.operands.values()))
     outputs = [leaf.node for leaf in (found.y, *found.finals)]
-    if place(inputs, outputs, root, view.mode_states) is None:
-        return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         b, t, d, n = (tuple(part) for part in (found.b, found.t, found.d, found.n))

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import place, unread_without, value
+from megacpp_compile.fx.edit import unread_without, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
@@ -36,7 +36,7 @@ from megacpp_compile.matchers.latent_attention.selections import Selection, sele
 from megacpp_compile.passes._rewrites.absorbed import inputs_of, readable
 from megacpp_compile.passes._rewrites.absorbed_weights import weights_fit
 from megacpp_compile.passes._rewrites.sparse import emit
-from megacpp_compile.passes._rule import REGION, Match
+from megacpp_compile.passes._rule import Match
 
 name = "sparse_mla"
 op = "megacpp::sparse_mla"
@@ -76,8 +76,6 @@ def _decide(view: GraphView, core: Core) -> Match | MatchFailure | None:
     form = _form(found, selected)
     if not form.pays:
         return MatchFailure(node, "dense-cheaper", str(form))
-    if place(inputs, [node], node, view.mode_states) is None:
-        return MatchFailure(node, *REGION)
     return Match(node, inputs, [node], lambda build: emit(build, found, selected), note=str(form))
 
 

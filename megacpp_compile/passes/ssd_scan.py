@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.delta_rule.core import in_corrected_cores
 from megacpp_compile.matchers.documents import compared_documents, masked_by_documents
@@ -38,7 +38,7 @@ from megacpp_compile.matchers.ssd.packed import Reading
 from megacpp_compile.matchers.ssd.scan import NoScan, Scan, find_packed_scans, find_scans
 from megacpp_compile.passes._rewrites.arrange import arrange, leading, results
 from megacpp_compile.passes._rewrites.token_operands import has_logarithm
-from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.passes._rule import Match, in_other_modes
 
 name = "ssd_scan"
 op = "megacpp::ssd_scan"
@@ -93,8 +93,6 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
     operands = (scan.x, scan.dt, scan.A, scan.B, scan.C, scan.D, scan.initial_state, scan.documents)
     inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
     outputs = [leaf.node for leaf in (scan.y, *scan.final_states)]
-    if place(inputs, outputs, root, view.mode_states) is None:
-        return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         b, t, h, p, n = (tuple(flat(d)) for d in (scan.b, scan.t, scan.h, scan.p, scan.n))
@@ -127,8 +125,6 @@ def _check_retention(view: GraphView, found: Retention) -> Match | MatchFailure:
     if found.power and found.rate is not None and not has_logarithm(found.rate.node):
         return MatchFailure(root, *NO_LOGARITHM)
     outputs = [leaf.node for leaf in (found.o, *found.final_states)]
-    if place(inputs, outputs, root, view.mode_states) is None:
-        return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         b, t, h, k, v = (found.dims[name] for name in "bthkv")

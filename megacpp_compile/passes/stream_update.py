@@ -21,11 +21,11 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.hyper_connections.streams import Update, match_unmixed, match_update
-from megacpp_compile.passes._rule import REGION, Match, Recognised, in_other_modes
+from megacpp_compile.passes._rule import Match, Recognised, in_other_modes
 
 name = "stream_update"
 op = "megacpp::stream_update"
@@ -55,8 +55,6 @@ def _check(view: GraphView, found: Update) -> Match | MatchFailure:
         return refusal
     mixed = found.mixed
     inputs = list(dict.fromkeys([mixed.streams, found.block, found.post, mixed.weights]))
-    if place(inputs, [found.node], found.node, view.mode_states) is None:
-        return MatchFailure(found.node, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         operands = mixed.streams, found.block, found.post, found.mix(build)

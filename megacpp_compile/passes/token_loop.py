@@ -25,14 +25,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.token_loops.proof import TokenLoop, find_token_loops
 from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size
 from megacpp_compile.passes._rewrites.token_operands import Operands
-from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.passes._rule import Match, in_other_modes
 from megacpp_compile.passes.ssd_scan import chunk_size
 
 aten = torch.ops.aten
@@ -68,8 +68,6 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
     ends = [last] if any(u not in loop.inside and u is not root for u in last.users) else []
     outputs = [root] if loop.read is None else loop.everywhere(loop.read)
     inputs = list(dict.fromkeys(operands.read()))
-    if place(inputs, [*outputs, *ends], root, view.mode_states) is None:
-        return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         emit = _emitter(operands)
