@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any
@@ -77,6 +78,18 @@ class Builder:
 
     def item(self, node: Node, index: int) -> Node:
         return self(operator.getitem, node, index)
+
+    def permuted(self, node: Node, order: Sequence[int]) -> Node:
+        """`node` with its dimensions in `order`, by a node only where they are not so already."""
+        return node if [*order] == sorted(order) else self(torch.ops.aten.permute.default, node, [*order])
+
+    def squeezed(self, node: Node, dims: Collection[int]) -> Node:
+        """`node` without `dims`, by a node only where there are any."""
+        return self(torch.ops.aten.squeeze.dims, node, [*dims]) if dims else node
+
+    def unsqueezed(self, node: Node, dims: Iterable[int]) -> Node:
+        """`node` with dimensions of size 1 at `dims` of the result, in ascending order."""
+        return functools.reduce(lambda made, dim: self(torch.ops.aten.unsqueeze.default, made, dim), dims, node)
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         """`node` in `dtype`, by a node only where it is not so already."""

@@ -56,8 +56,7 @@ class ByHeads(Linear):
     order: tuple[int, ...] = ()
 
     def weight(self, build: Builder) -> Node:
-        in_order = self.first == tuple(range(len(self.first)))
-        w = self.w if in_order else build(aten.permute.default, self.w, [*self.first])
+        w = build.permuted(self.w, self.first)
         w = build(aten.reshape.default, w, [-1, value(self.w).shape[self.first[-1]]])
         return build.cast(w, value(self.node).dtype)
 
@@ -69,9 +68,7 @@ class ByHeads(Linear):
     def shaped(self, build: Builder, out: Node) -> Node:
         heads = [value(self.w).shape[d] for d in self.first[:-1]]
         out = build(aten.unflatten.int, out, value(out).dim() - 1, heads)
-        if self.gone:
-            out = build(aten.squeeze.dims, out, [*self.gone])
-        return build(aten.permute.default, out, [*self.order])
+        return build(aten.permute.default, build.squeezed(out, self.gone), [*self.order])
 
 
 def _untranspose(w: Node) -> tuple[Node, bool]:

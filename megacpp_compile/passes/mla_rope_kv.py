@@ -125,16 +125,11 @@ def _rewrite(
     if values:
         v = build.item(node, 1)
         # V has the keys' dimensions; its readers want kv's, which may have others of size 1.
-        gained = [i for i, d in enumerate(nope.source.dims) if d < 0]
-        if gained:
-            v = build(aten.squeeze.dims, v, gained)
+        v = build.squeezed(v, [i for i, d in enumerate(nope.source.dims) if d < 0])
         own = [d for d in nope.source.dims if d >= 0]
         for d in range(value(nope.source.node).dim() - 1):
             if d not in own:
                 v = build(aten.unsqueeze.default, v, len(own))
                 own.append(d)
-        for _, dims in values:
-            permutation = [own.index(d) for d in dims[:-1]] + [len(own)]
-            in_order = permutation == sorted(permutation)
-            new.append(v if in_order else build(aten.permute.default, v, permutation))
+        new += [build.permuted(v, [*(own.index(d) for d in dims[:-1]), len(own)]) for _, dims in values]
     return node, new

@@ -104,8 +104,7 @@ class Update:
 
     def mix(self, build: Builder) -> Node:
         """The mixing matrix with rows for the new streams and columns for the old ones."""
-        order, mix = self.mixed.order, self.mixed.weights
-        return mix if order == tuple(range(len(order))) else build(aten.permute.default, mix, [*order])
+        return build.permuted(self.mixed.weights, self.mixed.order)
 
 
 def match_update(node: Node) -> Update | MatchFailure | None:

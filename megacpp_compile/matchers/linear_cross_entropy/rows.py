@@ -173,10 +173,10 @@ def replay(build: Builder, view: RowView, x: Node, given: Callable[[Node], Node]
     if target in SQUEEZES:
         source = value(node.args[0])
         gone = [outer(d, dim) for d in _squeezed(node, source.shape) or ()]
-        return build(aten.squeeze.dims, x, gone) if gone else x
+        return build.squeezed(x, gone)
     if (order := permutation(node)) is not None:
         rows = [outer(d, dim) for d in order if d != dim]
-        return x if rows == sorted(rows) else build(aten.permute.default, x, [*rows, n - 1])
+        return build.permuted(x, [*rows, n - 1])
     if target is aten.index.Tensor:
         return build(target, x, *arguments)
     if target is aten.gather.default:

@@ -133,12 +133,8 @@ def _result(build: Builder, found: LatentAttention, out: Node) -> Node:
         out = build(aten.squeeze.dim, out, 1)
     have = [axis for axis in "bthc" if axis in axes]
     laid = sorted(range(len(axes)), key=lambda d: -hint(plain.stride(d)))
-    order = [have.index(axes[d]) for d in laid]  # type: ignore[arg-type]
-    if order != sorted(order):
-        out = build(aten.permute.default, out, order)
-    out = build(aten.contiguous.default, out)
-    back = [laid.index(d) for d in range(len(axes))]
-    return out if back == sorted(back) else build(aten.permute.default, out, back)
+    out = build.permuted(out, [have.index(axes[d]) for d in laid])  # type: ignore[arg-type]
+    return build.permuted(build(aten.contiguous.default, out), [laid.index(d) for d in range(len(axes))])
 
 
 def readable(nodes: Iterable[Node], device: torch.device) -> bool:

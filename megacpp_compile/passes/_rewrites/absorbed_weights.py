@@ -121,10 +121,5 @@ def _fits(view: View, wanted: Mapping[str, int], some: bool = False) -> bool:
 
 def ordered(build: Builder, node: Node, have: list[str], axes: str) -> Node:
     """`node`, whose dimensions are `have`, with those of `axes`, of size 1 where it has none."""
-    order = [have.index(axis) for axis in axes if axis in have]
-    if order != sorted(order):
-        node = build(aten.permute.default, node, order)
-    for place, axis in enumerate(axes):
-        if axis not in have:
-            node = build(aten.unsqueeze.default, node, place)
-    return node
+    node = build.permuted(node, [have.index(axis) for axis in axes if axis in have])
+    return build.unsqueezed(node, [place for place, axis in enumerate(axes) if axis not in have])

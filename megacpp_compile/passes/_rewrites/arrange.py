@@ -36,9 +36,7 @@ def arrange(build: Builder, leaf: Leaf | tuple[Node, Groups], target: Groups) ->
     wanted = [tuple(g) for g in target]
     if list(given) == wanted:
         return node
-    units = [i for i, d in enumerate(given) if not d]
-    if units:
-        node = build(aten.squeeze.dims, node, units)
+    node = build.squeezed(node, [i for i, d in enumerate(given) if not d])
     dims = [d for d in given if d]
     # Whole dimensions stay whole; the others are taken apart.
     have: list[tuple[Any, ...]] = []
@@ -50,13 +48,10 @@ def arrange(build: Builder, leaf: Leaf | tuple[Node, Groups], target: Groups) ->
             have += [(a,) for a in d]
     parts = [_tokens(g, have) or [(a,) for a in g] for g in wanted]
     order = [part for group in parts for part in group]
-    permutation = [have.index(part) for part in order if part in have]
-    if permutation != sorted(permutation):
-        node = build(aten.permute.default, node, permutation)
+    node = build.permuted(node, [have.index(part) for part in order if part in have])
     missing = [i for i, part in enumerate(order) if part not in have]
     if missing:
-        for i in missing:
-            node = build(aten.unsqueeze.default, node, i)
+        node = build.unsqueezed(node, missing)
         sizes = [-1 if part in have else size_node(build, length([*part])) for part in order]
         node = build(aten.expand.default, node, sizes)
     at = 0

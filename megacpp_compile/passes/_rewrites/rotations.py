@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.fx import Node
@@ -87,38 +86,27 @@ def meets_latents(root: Node) -> bool:
 
 def reordered(rotation: Rotation, order: list[int]) -> Rotation:
     """`rotation` with the outer dimensions of all it refers to in `order`."""
-
-    def turned(x: Any) -> Any:
-        dims = tuple(x.source.dims[p] for p in order)
-        return dataclasses.replace(x, source=dataclasses.replace(x.source, dims=dims))
-
-    nope = None if rotation.nope is None else turned(rotation.nope)
-    parts = {name: turned(getattr(rotation, name)) for name in ("rope", "cos", "sin")}
-    return dataclasses.replace(rotation, nope=nope, **parts)
+    return _redimensioned(rotation, lambda dims: tuple(dims[p] for p in order))
 
 
 def with_dimension(rotation: Rotation, at: int) -> Rotation:
     """`rotation` with an outer dimension of size 1 at `at` in all it refers to."""
+    return _redimensioned(rotation, lambda dims: (*dims[:at], -1, *dims[at:]))
 
-    def longer(x: Any) -> Any:
-        dims = x.source.dims
-        return dataclasses.replace(x, source=dataclasses.replace(x.source, dims=(*dims[:at], -1, *dims[at:])))
 
-    nope = None if rotation.nope is None else longer(rotation.nope)
-    parts = {name: longer(getattr(rotation, name)) for name in ("rope", "cos", "sin")}
-    return dataclasses.replace(rotation, nope=nope, **parts)
+def _redimensioned(rotation: Rotation, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Rotation:
+    parts = {name: getattr(rotation, name) for name in ("nope", "rope", "cos", "sin")}
+    return dataclasses.replace(rotation, **{
+        name: dataclasses.replace(x, source=dataclasses.replace(x.source, dims=change(tuple(x.source.dims))))
+        for name, x in parts.items() if x is not None
+    })  # fmt: skip
 
 
 def back(build: Builder, node: Node, order: list[int], head: Head) -> Node:
     """`node` with its dimensions in the order of `head` rather than in memory order, and those of size 1 that `order`
     is without."""
-    permutation = [order.index(p) for p in sorted(order)] + [len(order)]
-    if permutation != sorted(permutation):
-        node = build(aten.permute.default, node, permutation)
-    for p in range(head.lanes.kinds.count("o")):
-        if p not in order:
-            node = build(aten.unsqueeze.default, node, p)
-    return node
+    node = build.permuted(node, [order.index(p) for p in sorted(order)] + [len(order)])
+    return build.unsqueezed(node, [p for p in range(head.lanes.kinds.count("o")) if p not in order])
 
 
 def sources(rotation: Rotation, tables: Sequence[Node] | None = None) -> list[Node]:
@@ -136,18 +124,12 @@ def arrange(build: Builder, source: Source, start: int, width: int, step: int = 
         node = build(aten.real.default if source.part == "re" else aten.imag.default, node)
     want = source.dims
     kept = sorted([d for d in want if d >= 0] + list(source.lane_dims))
-    drop = [d for d in range(value(node).dim()) if d not in kept]
-    if drop:
-        node = build(aten.squeeze.dims, node, drop)
+    node = build.squeezed(node, [d for d in range(value(node).dim()) if d not in kept])
     place = {d: i for i, d in enumerate(kept)}
-    permutation = [place[d] for d in want if d >= 0] + [place[d] for d in source.lane_dims]
-    if permutation != sorted(permutation):
-        node = build(aten.permute.default, node, permutation)
+    node = build.permuted(node, [place[d] for d in want if d >= 0] + [place[d] for d in source.lane_dims])
     if len(source.lane_dims) > 1:
         node = build(aten.flatten.using_ints, node, -len(source.lane_dims), -1)
-    for position, d in enumerate(want):
-        if d < 0:
-            node = build(aten.unsqueeze.default, node, position)
+    node = build.unsqueezed(node, [position for position, d in enumerate(want) if d < 0])
     if start or step != 1 or width != value(node).shape[-1]:
         node = build(aten.slice.Tensor, node, -1, start, start + (width - 1) * step + 1, step)
     return node
