@@ -1,1 +1,6 @@
-"""What a value is, for matching alone: the chain of casts and views behind it, and products by labelled dimensions."""
+"""What a value is, for matching alone; the graph stays as it is.
+
+`links` follows chains of casts, copies and views, `dims` says which dimension is which behind a permutation, a
+reduction or dimensions of size 1, `parts` what is cut out of a tensor, `products` which dimension of a factor is which
+of a product's. Sizes may be symbols.
+"""
