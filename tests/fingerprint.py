@@ -189,7 +189,7 @@ class _Reader:
     def function(self, x: types.FunctionType) -> None:
         own = x.__module__.split(".")[0] if x.__module__ else ""
         code = x.__code__
-        plain = [c for c in code.co_consts if isinstance(c, _PLAIN)]
+        plain = [c for c in code.co_consts if isinstance(c, (*_PLAIN, tuple))]
         self.say("function", x.__module__, x.__qualname__, code.co_code, code.co_names, code.co_firstlineno, plain)
         if own not in OWN:
             if not own or own not in sys.stdlib_module_names:

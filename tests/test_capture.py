@@ -65,7 +65,11 @@ def test_the_same_module_has_the_same_key():
     assert other.stdout.split() == [key(Scaled())], other.stderr
 
 
+# Of one name, on one line, with the same code: what tells them apart is a constant that is a tuple.
+PADDED = [lambda x: nn.functional.pad(x, (1, 0)), lambda x: nn.functional.pad(x, (0, 1))]
 OTHERS = {
+    "tuple": lambda: (Scaled(PADDED[0]),),
+    "other tuple": lambda: (Scaled(PADDED[1]),),
     "attribute": lambda: (Scaled(power=2),),
     "function": lambda: (Scaled(torch.tanh),),
     "closure": lambda: (Scaled(scaled_by(3.0)),),
