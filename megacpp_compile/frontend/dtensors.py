@@ -85,7 +85,7 @@ def calls_on_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> frozens
         if (
             writes(node)
             and not _only_written(node, holders)
-            and (own or shared.intersection(_storages(map(dynamo_value, operands))))
+            and (own or shared.intersection(_storages(map(dynamo_value, _written(node)))))
         ):
             name = getattr(node.target, "__name__", node.target)
             raise CaptureError(
@@ -141,6 +141,13 @@ def writes(node: Node) -> bool:
         return bool(schema.is_mutable)
     name = called(node)
     return name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__iadd__", "__imul__")
+
+
+def _written(node: Node) -> Sequence[Node]:
+    """The operands that a call may write to: of methods and operators the first, which others are read beside."""
+    first = node.args[0] if node.args else None
+    alone = "out" not in node.kwargs and (node.op == "call_method" or node.target in _WRITERS)
+    return [first] if alone and isinstance(first, Node) else node.all_input_nodes
 
 
 def leaves(value: Any) -> Iterable[Any]:

@@ -18,7 +18,8 @@ For dropout torch draws a word for each row and key, by which the op drops proba
 same probability, and the same ones in backward.
 Refused: probabilities that something else reads (`weights-kept`) or changes (`weights-changed`), or drops a second
 time, or as eager would (`dropout`); exponentials that are normalised, but by no softmax (`softmax`); scores that
-another op changes (`scores`) or reads (`scores-kept`); queries in a wider dtype than the products' (`precision`);
+another op changes (`scores`) or reads (`scores-kept`); calls on DTensors between that move what they read, as of a
+bias that heads' shards have whole (`dtensor`); queries in a wider dtype than the products' (`precision`);
 heads of more channels than kernels hold (`width`); masks that write several numbers (`masks`); logits that are not
 one a head (`sinks`). What `megacpp_compile.attention` wrote itself is left as it is.
 """
@@ -32,6 +33,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile._torch import inductor
+from megacpp_compile.frontend.dtensors import described, is_dtensor
 from megacpp_compile.frontend.sdpa_regions import choice_of
 from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.fx.size_nodes import size_node
@@ -76,7 +78,7 @@ def _found(view: GraphView) -> Iterator[Site | MatchFailure]:
         if _OWN in (node.meta.get("stack_trace") or ""):
             continue
         if isinstance(found, MatchFailure):
-            yield found
+            yield _on_dtensors(found)
             continue
         plan = plan_of(found)
         if found.softmax.target is SDPA and not _gains(view, found, plan):
@@ -88,6 +90,16 @@ def _found(view: GraphView) -> Iterator[Site | MatchFailure]:
             yield plan
         else:
             yield Site(found, plan, draws=() if found.dropout is None else (found.dropout.node,))
+
+
+def _on_dtensors(failure: MatchFailure) -> MatchFailure:
+    """`failure`, with the reason where it is a call on DTensors that no rank makes of its own part alone."""
+    if failure.tag != "scores" or not is_dtensor(value(failure.node)):
+        return failure
+    made = all(is_dtensor(v) for a in failure.node.all_input_nodes if isinstance(v := value(a), torch.Tensor))
+    call = failure.node if made else next(iter(failure.node.users))
+    reason = f"{described(call)} stands between the products of queries with keys and the softmax"
+    return MatchFailure(failure.node, "dtensor", reason)
 
 
 def _fits(site: Site) -> bool:

@@ -194,6 +194,21 @@ def test_writes_fall_back_and_are_seen_as_in_eager(no_kernels, one_rank, write):
     assert WRITTEN in report.frames[0].reason
 
 
+def test_what_is_copied_from_a_rank_s_part_is_no_write_to_it(no_kernels, one_rank):
+    """Into a buffer of its own, as keys are of two parts."""
+    def function(gain, x):
+        both = x.new_empty(4, 64)
+        both[:, :32].copy_(gain.to_local() * x)
+        both[:, 32:] = gain.to_local()
+        return both
+
+    x, gain = torch.randn(4, 32), distribute_tensor(torch.linspace(-1.0, 1.0, 32), one_rank, [Replicate()])
+    with record() as report, torch.no_grad():
+        got = torch.compile(function, backend="megacpp", options={"strict": True})(gain, x)
+    torch.testing.assert_close(got, function(gain, x))
+    assert report.frames[0].captured
+
+
 def test_a_precision_plan_names_products_on_dtensors(no_kernels, one_rank):
     model = ranks.MLA()
     model.o = torch.nn.Linear(32, 32)  # its bias is added once, behind the sum over ranks

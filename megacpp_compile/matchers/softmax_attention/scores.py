@@ -240,14 +240,17 @@ class ScoresReader:
                 return dataclasses.replace(scores, sinks=sinks, sinks_first=first)
         return None
 
-    def hidden_product(self, node: Any, depth: int = 12) -> Node | None:
-        """What reads a product of two computed tensors, a few ops before a softmax."""
-        while isinstance(node, Node) and node.op == "call_function" and depth:
+    def hidden_product(self, node: Any, depth: int = 16) -> Node | None:
+        """What no scores can be read through, a few ops behind a product of two computed tensors that `node` is made
+        of."""
+        path = list[Node]()
+        while isinstance(node, Node) and node.op in ("call_function", "call_method") and depth:
+            path.append(node)
             operands = [a for a in node.all_input_nodes if isinstance(value(a), torch.Tensor) and value(a).dim() > 2]
             for a in operands:
                 product = product_of(a)
                 if product is not None and not any(self.is_weight(f.node) for f in product.factors):
-                    return node
+                    return next((n for n in reversed(path) if self.scores(n) is None), path[0])
             node, depth = next(iter(operands), None), depth - 1
         return None
 

@@ -31,7 +31,7 @@ from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.fx.subgraph import inside
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.passes._driver import Outcome, Review
+from megacpp_compile.passes._driver import Outcome, Review, all_passes
 from megacpp_compile.passes._frame import token_readers
 from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report.records import MissedFusion, Site
@@ -87,7 +87,11 @@ class SequenceShards:
 
     def _near(self, misses: Iterable[MissedFusion], captured: Captured | None) -> Iterator[MissedFusion]:
         """What passes that make such ops came near to; convolutions are told of as such."""
+        # Of sequences sharded by hand an attention may be a step of a ring's, and what a rank has a part of its heads.
+        passes = {p.name: traits_of(p.op) for p in all_passes()}
         for miss, node in token_readers.near(misses, captured.gm.graph.nodes if captured is not None else ()):
+            if self.tokens is not None and passes[miss.pass_name].block_kind == "ablock":
+                continue
             if miss.tag != TAG and node not in self.within and self._has_part(node):
                 reason = self._reason(f"what nearly is {miss.pass_name} ({miss.reason})")
                 yield dataclasses.replace(miss, tag=TAG, reason=reason)
