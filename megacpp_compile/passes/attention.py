@@ -10,7 +10,8 @@ probabilities. It saves q, k, v, the result and two numbers a row at most in pla
 Masks that compare places are told to the op as distances (`left`, `right`) and prefixes (`(j <= i) | (j < prefix)`), so
 that kernels skip what they hide; each query has to see a key by them, as a query that sees none is NaN or the mean of
 the values in eager, by how it is written. Where that is not known, and where a mask is data, it stays a tensor that the
-op reads, with the number that it writes. Torch's op with such a mask stays torch's: its kernels read masks as well.
+op reads, with the number that it writes. Probabilities that a mask hides and then sets to 0 are of a row without a key
+0, too, as of torch's op. Torch's op with such a mask stays torch's: its kernels read masks as well.
 Heads that a model computes one after another (`torch.cat([head(x) for head in heads], -1)`) are one site, where they
 differ in what they read alone; what is no piece of one tensor is stacked. So are queries in chunks (`for i in range(0,
 t, n)`) whose masks are rows of one, on GPUs, and on CPU where torch's kernel serves. Others are a site each.
@@ -211,8 +212,8 @@ def _rewrite(build: Builder, found: Attention, plan: Plan) -> tuple[Node, list[N
         one = one if factor == 1 else build(aten.mul.Tensor, one, factor)
         bias = one if bias is None else build(aten.add.Tensor, bias, one)
     sinks, documents = _sinks(build, found, q), None
-    if found.softmax.target is SDPA and (mask is not None or bias is not None):
-        # Of a row without a key it makes zeros: all that is left there is a sink, which is nothing beside any key.
+    if found.zeros and sinks is None and (mask is not None or bias is not None):
+        # All that is left of a row without a key is a sink, which is nothing beside any key.
         sinks = build(aten.new_full.default, q, [length([*found.heads])], NO_KEY, dtype=torch.float32)
     if plan.documents is not None and plan.documents.documents is not None:
         node, term = plan.documents.documents, plan.documents.term

@@ -316,6 +316,29 @@ def prefix_and_padding(m, q, k, v, lengths, there):
     return scored(q, k).masked_fill(~seen, INF).softmax(-1) @ v
 
 
+def of_pairs(m, q, k, v, pairs, there=None):
+    """A bias that a linear makes of each pair of a query and a key, behind a mask of numbers (AlphaFold)."""
+    scores = scored(q, k)
+    if there is not None:
+        scores = scores + (there.float() - 1)[:, None, None] * 1e9
+    return (scores + nn.functional.linear(pairs, m.q.weight[:H, :5]).permute(0, 3, 1, 2)).softmax(-1) @ v
+
+
+def no_weight_of_hidden(m, q, k, v, there):
+    """As ESPnet has padding: zeros where no key is left."""
+    hidden = ~there[:, None, None]
+    return scored(q, k).masked_fill(hidden, torch.finfo(q.dtype).min).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def no_weight_where(m, q, k, v, there):
+    seen = there[:, None, None] & causal(q, k)
+    return torch.where(seen, torch.where(seen, scored(q, k) + m.bias, -1e9).softmax(-1), 0.0) @ v
+
+
+def no_weight_later(m, q, k, v):
+    return scored(q, k).masked_fill(~causal(q, k), -1e9).softmax(-1).masked_fill(~causal(q, k), 0.0) @ v
+
+
 def repeated_as_a_whole(m, q, k, v):
     return plain(m, q, *(x.repeat(1, 2, 1, 1) for x in (k, v)))
 
@@ -522,6 +545,7 @@ IDS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
 LENGTHS = torch.tensor([4, 2])
 THERE = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 BEFORE = THERE.flip(1)
+NONE_THERE = torch.tensor([[True] * 6, [False] * 6])
 # Spelling -> (block, what the op is told: mask and bias as tensors, sinks, softcap, left, right).
 SPELLINGS = {
     "plain": (lambda: block(plain), "right 0"),
@@ -553,6 +577,11 @@ SPELLINGS = {
     "temperature_of_a_head": (lambda: block(temperature_of_a_head), ""),
     "scaled_by_length": (lambda: block(scaled_by_length), "right 0"),
     "t5": (lambda: block(t5), "bias"),
+    "of_pairs": (lambda: block(of_pairs, draw(B, T, T, 5).requires_grad_()), "bias"),
+    "of_pairs_behind_a_mask": (lambda: block(of_pairs, draw(B, T, T, 5).requires_grad_(), THERE), "bias"),
+    "no_weight_of_hidden": (lambda: block(no_weight_of_hidden, NONE_THERE), "mask sinks"),
+    "no_weight_where": (lambda: block(no_weight_where, BEFORE), "mask bias sinks right 0"),
+    "no_weight_later": (lambda: block(no_weight_later), "right 0"),
     "prefix": (lambda: block(prefix), "prefix right 0"),
     **{f"prefix_{how}": (lambda mask=mask: block(prefixed(mask), LENGTHS), wanted)
        for how, (mask, wanted) in PREFIXES.items()},
@@ -927,7 +956,24 @@ def gated(m, q, k, v):
 
 
 def hidden_again(m, q, k, v):
-    return scored(q, k).masked_fill(~causal(q, k), LOW).softmax(-1).masked_fill(~causal(q, k), 0.0) @ v
+    """A row without a key would have zeros, and NaN for gradients."""
+    return scored(q, k).masked_fill(~causal(q, k), INF).softmax(-1).masked_fill(~causal(q, k), 0.0) @ v
+
+
+def hidden_elsewhere(m, q, k, v):
+    i, j = places(q, k)
+    return scored(q, k).masked_fill(j > i, LOW).softmax(-1).masked_fill(j >= i, 0.0) @ v
+
+
+def hidden_beside_low_numbers(m, q, k, v):
+    """Of a row that both hide, each in part, some is left."""
+    i, j = places(q, k)
+    scores = scored(q, k) + torch.where(j == 2, LOW, 0.0)
+    return scores.masked_fill(j > i, LOW).softmax(-1).masked_fill(j > i, 0.0) @ v
+
+
+def hardly_hidden(m, q, k, v):
+    return scored(q, k).masked_fill(~causal(q, k), LOW).softmax(-1).masked_fill(~causal(q, k), 1e-3) @ v
 
 
 def clamped(m, q, k, v):
@@ -996,7 +1042,8 @@ REFUSED = {
     "weights-kept": [kept, averaged, best_probabilities, two_softmaxes, read_by_a_statistic, two_products_of_one],
     "scores-kept": [sparse, scores_returned, best_scores, scores_carried_on],
     "other-sum": [another_axis, over_queries, turned],
-    "weights-changed": [normalised_again, no_nan, sinks_after_normalising, difference, gated, hidden_again],
+    "weights-changed": [normalised_again, no_nan, sinks_after_normalising, difference, gated, hidden_again,
+                        hidden_elsewhere, hidden_beside_low_numbers, hardly_hidden],
     "softmax": [a_little_more, exponentials_masked],
     "scores": [squared, masked_by_scores, negative_cap, scaled_by_key, changed_after_the_mask, scaled_after_the_mask, clamped,
                capped_after_the_mask],

@@ -140,6 +140,7 @@ class _Reader(ScoresReader):
             scores = dataclasses.replace(scores, terms=(Term(mask, kind, grouped(scores.dims)),))
         result_dims = [*scores.dims[:-1], values.repeated[-1]]
         self.inside, self.dropout = [node], Dropout(node, dropped) if dropped else None
+        self.zeros = True
         return self.roles(node, scores, values, node, result_dims, scores.dims[-1])
 
     def of_weights(self, scores: Scores, dim: int) -> bool:
@@ -180,6 +181,8 @@ class _Reader(ScoresReader):
         shared = [a for a in order if a not in keys and a not in repeats and a in in_k | in_v]
         alone = [a for a in order if a not in keys and a not in shared]
         terms = tuple(dataclasses.replace(t, dims=flattened(t.dims)) for t in scores.terms)
+        if self.zeros:  # whatever number hides a key, it has no weight
+            terms = tuple(dataclasses.replace(t, fill=float("-inf")) for t in terms)
         queries = _tokens(terms, [a for a in alone if a not in repeats])
         groups = tuple(shared[1:][-1:])
         heads = groups + tuple(a for a in alone if a not in queries)
@@ -195,7 +198,7 @@ class _Reader(ScoresReader):
         batch = tuple(a for a in shared if a not in groups)
         return Attention(
             softmax, frozenset(self.inside), known, values, result, flattened(result_dims), batch, heads, groups,
-            queries, keys, channels, value_channels, self.dropout,
+            queries, keys, channels, value_channels, self.dropout, self.zeros,
         )  # fmt: skip
 
 

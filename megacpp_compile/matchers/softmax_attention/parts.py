@@ -94,7 +94,7 @@ class Attention:
 
     softmax: its node, for whatever is said of the site; inside: all nodes from the products to it. batch, heads,
     groups, queries, keys, channels (of each of the scores' products), value_channels: the atoms of each; groups are
-    the first of heads.
+    the first of heads. zeros: whether a row that sees no key has zeros.
     """
 
     softmax: Node
@@ -111,6 +111,7 @@ class Attention:
     channels: tuple[tuple[Atom, ...], ...]
     value_channels: tuple[Atom, ...]
     dropout: Dropout | None = None
+    zeros: bool = False
 
 
 class NotAttention(Exception):

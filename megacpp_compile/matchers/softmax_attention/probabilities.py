@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
-from megacpp_compile.matchers.latent_attention.core import constant
+from megacpp_compile.matchers.latent_attention.core import constant, is_low
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.logarithms import POWERS, SUMS, less_its_logarithm
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, NotAttention, Scores
-from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, ScoresReader, reduced
+from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, FILLS, WHERES, ScoresReader, reduced
 from megacpp_compile.matchers.ssd.atoms import Dim, flat
+from megacpp_compile.matchers.ssd.packed import alike
 from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
 
@@ -158,6 +160,8 @@ def weighted(
         elif user.target is aten.dropout.default:
             p = number_of(user.args[1]) if user.args[2] is True else None
             node, reader.dropout = user, _dropout(user, p, reader.dropout)
+        elif user.target in FILLS | WHERES and _hides_again(reader, user, node, scores, dims):
+            node, reader.zeros = user, True
         elif user.target is aten.slice.Tensor and not cut and _without_sink(user, scores.sinks_first, dim):
             node, cut = user, True
         elif user.target in RESHAPES | FOLDS | PERMUTATIONS | UNIT_DIMS and cut:
@@ -179,6 +183,39 @@ def weighted(
     if values.node is node or flat(summed) != flat(scores.dims[dim]):
         raise NotAttention(user, "other-sum", "what reads the probabilities sums over other dimensions than the keys'")
     return user, weights, dims, values
+
+
+def _hides_again(reader: ScoresReader, node: Node, weights: Node, scores: Scores, dims: list[Dim]) -> bool:
+    """Whether `node` writes 0 for the probabilities of scores that a low number alone hides already, which changes only
+    rows without a key: of that number, as those of -inf have NaN for gradients."""
+    args: list[Any] = [*node.args]
+    kind = "seen" if node.target in WHERES else "hidden"
+    of, mask, fill = args if kind == "hidden" else (args[1], args[0], args[2])
+    if constant(of) is not None:
+        of, fill, kind = fill, of, "hidden"
+    hiding = [t for t in scores.terms if t.kind != "bias"]
+    if of is not weights or constant(fill) != 0 or not same_shape(node, weights) or len(hiding) != 1:
+        return False
+    if dims != [flat(d) for d in scores.dims]:
+        return False
+    (term,) = hiding
+    others = [t for t in scores.terms if t is not term]
+    low = is_low(term.fill) and term.fill > float("-inf")
+    return low and term.kind == kind and alike(term.node, mask) and all(_hides_nothing(reader, t.node) for t in others)
+
+
+def _hides_nothing(reader: ScoresReader, bias: Node) -> bool:
+    """Whether what is added to scores is made of weights, products and numbers that are not low."""
+    pending, seen = [bias], {bias}
+    while pending:
+        node = pending.pop()
+        given = node.op != "call_function" and node not in reader.weights
+        if given or any(is_low(a) for a in (node, *node.args) if not isinstance(a, (list, tuple))):
+            return False
+        if product_of(node) is None:
+            pending += [n for n in node.all_input_nodes if n not in seen and isinstance(value(n), torch.Tensor)]
+            seen.update(pending)
+    return True
 
 
 def _by_noise(node: Node, users: list[Node]) -> tuple[list[Node], Node, float | None] | None:

@@ -15,15 +15,15 @@ from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RE
 from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, Gain, Operand, Scores, Term, beside, grouped
-from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one
+from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes, flat, fresh, is_one
 from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.reader.dims import permuted, reduced_dims
 from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
 
 aten = torch.ops.aten
-_FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
-_WHERES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
+FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
+WHERES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
 _MAXIMA = {aten.max.dim, aten.amax.default}
 # What puts the dimension back that a sum has reduced; a maximum may be detached, too, or the first of a pair.
 AROUND_SUMS = UNIT_DIMS | RESHAPES | COPIES
@@ -41,6 +41,7 @@ class ScoresReader:
         self.repeats: Dim = []
         self.inside = list[Node]()  # from the products to the softmax
         self.dropout: Dropout | None = None
+        self.zeros = False  # whether a row without a key has zeros
 
     def is_weight(self, node: Node) -> bool:
         """Whether a factor is the weight of a linear."""
@@ -122,9 +123,9 @@ class ScoresReader:
             inner = self.scores(args[0])
             plain = inner is not None and inner.softcap is None and not inner.terms
             return dataclasses.replace(inner, softcap=1.0) if inner is not None and plain else None
-        if target in _FILLS and constant(args[2]) is not None:
+        if target in FILLS and constant(args[2]) is not None:
             return self.masked(node, args[0], args[1], "hidden", args[2])
-        if target in _WHERES:
+        if target in WHERES:
             condition, a, b = args
             if constant(b) is not None:
                 return self.masked(node, a, condition, "seen", b)
@@ -194,8 +195,15 @@ class ScoresReader:
 
     def sum(self, node: Node, a: Any, b: Any) -> Scores | None:
         """Scores and what is added to them, or scores of two parts."""
-        one, other = self.scores(a), self.scores(b)
+        begin, one = len(self.inside), self.scores(a)
+        middle, other = len(self.inside), self.scores(b)
         if one is not None and other is not None:
+            if self._of_pairs(other, one):
+                del self.inside[middle:]
+                return self.biased(node, one, a, b)
+            if self._of_pairs(one, other):
+                del self.inside[begin:middle]
+                return self.biased(node, other, b, a)
             plain = all(s.softcap is None and not s.terms and not s.gains for s in (one, other))
             if not plain or len(one.dims) != len(other.dims):
                 return None
@@ -209,6 +217,17 @@ class ScoresReader:
             if scores is not None:
                 return self.biased(node, scores, of, bias)
         return None
+
+    def _of_pairs(self, made: Scores, scores: Scores) -> bool:
+        """Whether what seemed to be scores is a bias of pairs of a query and a key (AlphaFold), of which one factor of
+        its product has both, alone."""
+        behind = len(made.dims) - len(scores.dims)
+        queries, keys, *factors = (
+            {place - more for place, dim in enumerate(of.dims) if not set(flat(dim)).isdisjoint(_atoms(operand))}
+            for of, more in ((scores, 0), (made, behind)) for operand in of.products[0][:2]
+        )  # fmt: skip
+        alone = factors[0] - factors[1], factors[1] - factors[0]
+        return any(own & (queries - keys) and own & (keys - queries) for own in alone)
 
     def biased(self, node: Node, scores: Scores, of: Any, bias: Any, times: float = 1.0) -> Scores | None:
         if not isinstance(bias, Node) or not isinstance(value(bias), torch.Tensor) or not same_shape(node, of):
@@ -253,6 +272,10 @@ class ScoresReader:
                     return next((n for n in reversed(path) if self.scores(n) is None), path[0])
             node, depth = next(iter(operands), None), depth - 1
         return None
+
+
+def _atoms(operand: Operand) -> set[Atom]:
+    return {a for dim in operand.repeated for a in flat(list(dim))}
 
 
 def _stem(node: Node) -> Node:
