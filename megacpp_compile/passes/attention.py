@@ -108,7 +108,7 @@ def _fits(site: Site) -> bool:
     the model."""
     found, plan = site.attention, site.plan
     device = value(found.result).device.type
-    told = (plan.left, plan.documents, plan.prefix, found.scores.sinks, found.scores.softcap, found.dropout)
+    told = (plan.left, plan.documents or None, plan.prefix, found.scores.sinks, found.scores.softcap, found.dropout)
     plain = all(one is None for one in told) and not plan.hidden and not plan.added
     return device == "cuda" or device == "cpu" and plain and (plan.right is None or _is_square(found, plan))
 
@@ -129,7 +129,7 @@ def _gains(view: GraphView, found: Attention, plan: Plan | MatchFailure) -> bool
         return False
     if _is_multiplied_out(found):
         return True
-    told = any(said is not None for said in (plan.left, plan.right, plan.documents))
+    told = any(said is not None for said in (plan.left, plan.right, plan.documents or None))
     return told and not plan.added and _is_quicker(value(node).device.type, found, plan)
 
 
@@ -143,7 +143,7 @@ def _is_multiplied_out(found: Attention) -> bool:
 def _is_quicker(device: str, found: Attention, plan: Plan) -> bool:
     """Whether kernels that are told of this mask are known to be quicker than those that read it."""
     if device == "cpu":
-        told = (plan.left, plan.documents, plan.prefix, found.dropout)
+        told = (plan.left, plan.documents or None, plan.prefix, found.dropout)
         plain = all(one is None for one in told) and not plan.hidden
         return plain and _is_square(found, plan)
     # As data, one row for all queries is read, such as of padding. A single query is left: it reads all that it sees.
@@ -172,7 +172,7 @@ def _inputs(found: Attention, plan: Plan) -> list[Node]:
     nodes = [uncast(o.node) for q, k, _ in found.scores.products for o in (q, k)] + [uncast(found.values.node)]
     nodes += [gain.node for gain in found.scores.gains]
     nodes += [h.node for h in plan.hidden] + [term.node for term, _ in plan.added]
-    nodes += [plan.documents.documents] if plan.documents is not None and plan.documents.documents is not None else []
+    nodes += [h.documents for h in plan.documents if h.documents is not None]
     if found.scores.sinks is not None and found.scores.sinks[0] is not found.softmax:
         nodes.append(found.scores.sinks[0])
     nodes += [plan.prefix.node] if plan.prefix is not None and plan.prefix.node is not None else []
@@ -211,14 +211,10 @@ def _rewrite(build: Builder, found: Attention, plan: Plan) -> tuple[Node, list[N
         one = _broadcast(build, found, term.node, term.beside(term.node))
         one = one if factor == 1 else build(aten.mul.Tensor, one, factor)
         bias = one if bias is None else build(aten.add.Tensor, bias, one)
-    sinks, documents = _sinks(build, found, q), None
+    sinks, documents = _sinks(build, found, q), _documents(build, found, plan, q)
     if found.zeros and sinks is None and (mask is not None or bias is not None):
         # All that is left of a row without a key is a sink, which is nothing beside any key.
         sinks = build(aten.new_full.default, q, [length([*found.heads])], NO_KEY, dtype=torch.float32)
-    if plan.documents is not None and plan.documents.documents is not None:
-        node, term = plan.documents.documents, plan.documents.term
-        dims, own = term.beside(node), {a for d in term.beside(node) for a in d}
-        documents = arrange(build, (node, dims), (batch if own & set(batch) else (), found.queries))
     softcap = found.scores.softcap
     scale = float(first) if softcap is None else first * softcap
     made = build(
@@ -246,6 +242,30 @@ def _sinks(build: Builder, found: Attention, q: Node) -> Node | None:
     if node is found.softmax:
         return build(aten.new_zeros.default, q, [length([*found.heads])])
     return arrange(build, (node, dims), (found.heads,))
+
+
+def _documents(build: Builder, found: Attention, plan: Plan, q: Node) -> Node | None:
+    """The numbers of documents; of two that each have to be equal, one for each pair of them that there is."""
+    rows = list[Node]()
+    for hidden in plan.documents:
+        assert hidden.documents is not None
+        dims = hidden.term.beside(hidden.documents)
+        of_batch = not {a for d in dims for a in d}.isdisjoint(found.batch)
+        rows.append(arrange(build, (hidden.documents, dims), (found.batch if of_batch else (), found.queries)))
+    if len(rows) < 2:
+        return rows[0] if rows else None
+    first, second = (_ranks(build, row) for row in rows)
+    return build(aten.add.Tensor, build(aten.mul.Tensor, first, size_node(build, value(q).shape[2])), second)
+
+
+def _ranks(build: Builder, row: Node) -> Node:
+    """As what integers their place among those of a row, each counted once."""
+    made = build(aten.sort.default, row, -1)
+    ordered, order = (build.item(made, n) for n in (0, 1))
+    risen = build(aten.ne.Tensor, ordered, build(aten.roll.default, ordered, [1], [-1]))
+    # The first is no other than itself, and the last may be.
+    counts = build(aten.cumsum.default, risen, -1)
+    return build(aten.scatter.src, build(aten.zeros_like.default, order), -1, order, counts)
 
 
 def _at_the_end(build: Builder, found: Attention, q: Node, k: Node, plan: Plan) -> tuple[Any, ...]:

@@ -386,6 +386,41 @@ def chunks(m, q, k, v):
     return scored(q, k).masked_fill(~((j <= i) & (j // 3 == i // 3)), INF).softmax(-1) @ v
 
 
+def same_number(*numbers, fill=-1e9):
+    """Causal, among tokens whose numbers by places, and of documents if any, are the same."""
+    def body(m, q, k, v, *ids):
+        i, j = places(q, k)
+        seen = (j <= i)[None]
+        for of_query, of_key in numbers:
+            seen = seen & (of_query(i) == of_key(j))
+        for rows in ids:
+            seen = seen & (rows[:, :, None] == rows[:, None, :])
+        return scored(q, k).masked_fill(~seen[:, None], fill).softmax(-1) @ v
+
+    return body
+
+
+def chunk(size, offset=0):
+    return lambda place: (place + offset) // size
+
+
+def turned_numbers(m, q, k, v, ids):
+    """Of as many sequences as tokens: the keys' numbers are those of another sequence at each place."""
+    q, k, v = (x.repeat(3, 1, 1, 1) for x in (q, k, v))
+    ids = ids.repeat(3, 1)
+    return scored(q, k).masked_fill(ids[:, None, :, None] != ids.t()[:, None, None, :], -1e9).softmax(-1) @ v
+
+
+def flagged(mask):
+    """By a flag of each token, which says that it is of a prefix, or of an image."""
+    def body(m, q, k, v, flags):
+        i, j = places(q, k)
+        seen = (j <= i) | mask(flags[:, :, None], flags[:, None, :])
+        return scored(q, k).masked_fill(~seen[:, None], -1e9).softmax(-1) @ v
+
+    return body
+
+
 def last_queries(m, q, k, v):
     q = q[:, :, -3:]
     return scored(q, k).masked_fill(torch.ones(3, T, dtype=torch.bool).triu(T - 2), INF).softmax(-1) @ v
@@ -598,7 +633,18 @@ SPELLINGS = {
     "learned_bias": (lambda: block(learned_bias), "bias"),
     "alibi": (lambda: block(alibi), "bias right 0"),
     "window_on_both_sides": (lambda: block(window_on_both_sides), "mask"),
-    "chunks": (lambda: block(chunks), "mask right 0"),
+    "chunks": (lambda: block(chunks), "documents right 0"),
+    "chunks_and_documents": (lambda: block(same_number((chunk(4), chunk(4))), IDS), "documents right 0"),
+    "two_numbers_of_documents": (lambda: block(same_number(), POSITIONS - 5, IDS * 2**62), "documents right 0"),
+    "three_numbers": (lambda: block(same_number((chunk(4), chunk(4)), fill=INF), POSITIONS, IDS), "mask documents right 0"),
+    "chunks_later": (lambda: block(same_number((chunk(4, 1), chunk(4, 1)))), "documents right 0"),
+    "chunks_of_other_tokens": (lambda: block(same_number((chunk(4), chunk(4, 1)))), "mask"),
+    "chunks_of_other_sizes": (lambda: block(same_number((chunk(3), chunk(2)))), "mask"),
+    "rests_of_places": (lambda: block(same_number((lambda i: i % 2, lambda j: j % 2))), "documents right 0"),
+    "turned_numbers": (lambda: block(turned_numbers, POSITIONS), "mask"),
+    "flags_of_a_prefix": (lambda: block(flagged(lambda of_query, of_key: of_key), THERE), "mask"),
+    "flags_of_an_image": (lambda: block(flagged(lambda of_query, of_key: of_query & of_key), THERE), "mask"),
+    "flags_of_queries": (lambda: block(flagged(lambda of_query, of_key: of_query), THERE), "mask"),
     "last_queries": (lambda: block(last_queries), "right 3"),
     "documents": (lambda: block(documents, IDS), "documents right 0"),
     "documents_of_all_heads": (lambda: block(documents_of_all_heads, IDS), "documents right 0"),

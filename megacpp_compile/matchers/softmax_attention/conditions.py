@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,16 @@ from megacpp_compile.matchers.latent_attention.integers import NotRows, Sum, pic
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Term
 from megacpp_compile.matchers.softmax_attention.prefixes import Prefix, prefix_of
 from megacpp_compile.matchers.ssd.atoms import length
-from megacpp_compile.reader.links import through
+from megacpp_compile.matchers.ssd.packed import alike
+from megacpp_compile.reader.dims import permutation
 
 aten = torch.ops.aten
+_NOT = (aten.logical_not.default, aten.bitwise_not.default)
+# Of a place or a number what it is for itself, such as the chunk it is in.
+_OF_EACH = {
+    aten.floor_divide.default, aten.div.Tensor_mode, aten.remainder.Scalar, aten.add.Tensor, aten.sub.Tensor,
+    aten.mul.Tensor,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +83,7 @@ def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
         if not conditions or any(part is None for part in one):
             return None
         return [part for part in one if part is not None]
-    parts = list[Hidden]()
+    term, parts = _peeled(term, masks.AND, masks.OR), list[Hidden]()
     for condition in masks.conditions(term.node, term.kind == "hidden"):
         assert not isinstance(condition, list)
         node, kind = condition[0], "hidden" if condition[1] else "seen"
@@ -84,7 +92,11 @@ def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
             continue
         part = _by_distance(found, term, node, kind, term.fill, condition)
         part = part or _by_prefix(found, term, node, kind, term.fill, condition)
-        parts.append(part or Hidden(term, node, kind, term.fill, documents=_documents(found, term, node, kind)))
+        if part is None:
+            own = _peeled(dataclasses.replace(term, node=node, kind=kind), (aten.eq.Tensor,), (aten.ne.Tensor,))
+            documents = _documents(found, own, own.node, own.kind)
+            part = Hidden(own, own.node, own.kind, term.fill, documents=documents)
+        parts.append(part)
     return parts
 
 
@@ -98,6 +110,21 @@ def _before_unit_dims(term: Term) -> Term:
     return term
 
 
+def _peeled(term: Term, seen: Sequence[Any], hidden: Sequence[Any]) -> Term:
+    """A mask that is one more view of a result of `seen`, or of `hidden` where it says what is hidden, as that, with
+    its dimensions; `term` where it is another."""
+    node, kind, dims = term.node, term.kind, term.dims[len(term.dims) - value(term.node).dim() :]
+    while node.target is UNSQUEEZE or node.target in _NOT:
+        if node.target is UNSQUEEZE:
+            at = node.args[1] % len(dims)  # type: ignore[operator]
+            dims = (*dims[:at], *dims[at + 1 :])
+        else:
+            kind = "seen" if kind == "hidden" else "hidden"
+        node = node.args[0]  # type: ignore[assignment]
+    found = node.target in (hidden if kind == "hidden" else seen) and node is not term.node
+    return dataclasses.replace(term, node=node, kind=kind, dims=dims) if found else term
+
+
 def _by_number(found: Attention, term: Term, fill: float, part: Any) -> Hidden | None:
     """A condition of an added mask that compares numbers of documents."""
     if isinstance(part, list):
@@ -108,12 +135,12 @@ def _by_number(found: Attention, term: Term, fill: float, part: Any) -> Hidden |
 
 def _documents(found: Attention, term: Term, node: Node, kind: str) -> Node | None:
     """The numbers of the queries' documents where a mask compares them with those of the keys, the same numbers."""
-    while kind == "hidden" and node.target in (aten.logical_not.default, aten.bitwise_not.default):
+    while kind == "hidden" and node.target in _NOT:
         node, kind = node.args[0], "seen"  # type: ignore[assignment]
     if node.target is not (aten.eq.Tensor if kind == "seen" else aten.ne.Tensor):
         return None
     own = [_numbers(found, term, a) for a in node.args[:2]]
-    if own[0] is None or own[1] is None or own[0][0] is not own[1][0] or {own[0][1], own[1][1]} != {"t", "s"}:
+    if own[0] is None or own[1] is None or not _same(own[0][0], own[1][0]) or {own[0][1], own[1][1]} != {"t", "s"}:
         return None
     same_tokens = length([*found.queries]) == length([*found.keys]) if found.queries else False
     queries = node.args[0 if own[0][1] == "t" else 1]
@@ -128,15 +155,44 @@ def _numbers(found: Attention, term: Term, node: Any) -> tuple[Node, str] | None
     along = [d for d in dims if d in (found.queries, found.keys)]
     if len(along) != 1 or any(not set(d) <= set(found.batch) for d in dims if d not in along):
         return None
-    stem = through(
-        node, UNSQUEEZE, PERMUTATIONS, RESHAPES, lambda n: n.target is aten.slice.Tensor and same_shape(n, n.args[0])
-    )
-    if (picked := picked_along(stem)) is not None:
-        stem, places = picked
-        if [p for p in places if p is not None] != sorted(p for p in places if p is not None):
-            return None
+    stem = _stem(node)
+    if stem is None:
+        return None
     rows = [n for n in value(stem).shape if not same_size(n, 1)]
     return (stem, "t" if along[0] == found.queries else "s") if len(rows) == len(dims) else None
+
+
+def _stem(node: Node) -> Node | None:
+    """What `node` is a view of, with its dimensions, or an index of all of it, in order; None where they are turned."""
+    while node.target in {UNSQUEEZE, *PERMUTATIONS, *RESHAPES, aten.slice.Tensor} and isinstance(node.args[0], Node):
+        if node.target is aten.slice.Tensor and not same_shape(node, node.args[0]):
+            break
+        if (order := permutation(node)) is not None:
+            long = [d for d in order if not same_size(value(node.args[0]).shape[d], 1)]
+            if long != sorted(long):
+                return None
+        node = node.args[0]
+    if (picked := picked_along(node)) is not None:
+        node, places = picked
+        if [p for p in places if p is not None] != sorted(p for p in places if p is not None):
+            return None
+    return node
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two rows of integers are one, also where each is made alike of views of one, as chunks are of places."""
+    if alike(a, b) or not isinstance(a, Node) or not isinstance(b, Node):
+        return alike(a, b)
+    if a.target is not b.target or a.target not in _OF_EACH or a.kwargs != b.kwargs or len(a.args) != len(b.args):
+        return False
+    pairs = zip(a.args, b.args, strict=True)
+    tensors = [(x, y) for x, y in pairs if isinstance(x, Node) and isinstance(y, Node)]
+    others = [(x, y) for x, y in zip(a.args, b.args, strict=True) if (x, y) not in tensors]
+    if len(tensors) != 1 or not all(alike(x, y) for x, y in others):
+        return False
+    (x, y), = tensors
+    stems = _stem(x), _stem(y)
+    return None not in stems and _same(*stems)
 
 
 def _by_distance(found: Attention, term: Term, node: Node, kind: str, fill: float, part: Any) -> Hidden | None:

@@ -24,12 +24,12 @@ INF = float("-inf")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the op is told, and what it computes in. added: (term, factor) of each bias; documents: the condition that
-    tells them apart; prefix: of keys that are seen whatever `right` says."""
+    """What the op is told, and what it computes in. added: (term, factor) of each bias; documents: the conditions that
+    tell them apart, one or two; prefix: of keys that are seen whatever `right` says."""
 
     left: Distance | None
     right: Distance | None
-    documents: Hidden | None
+    documents: tuple[Hidden, ...]
     hidden: tuple[Hidden, ...]
     added: tuple[tuple[Term, float], ...]
     fill: float
@@ -61,7 +61,7 @@ def plan_of(found: Attention) -> Plan | MatchFailure:
     near = [h for h in hidden if h.by_distance]
     if len([h for h in near if h.right is not None]) > 1:  # which a prefix is beside one of
         near = [h for h in near if h.prefix is None]
-    ids = [h for h in hidden if h.documents is not None][:1]
+    ids = [h for h in hidden if h.documents is not None][:2]
     data = [h for h in hidden if h not in near and h not in ids]
     if data or added or not _each_sees_one(found, near, ids):
         # As data where a row may be left without a key: what eager makes of it depends on the number that is written.
@@ -79,7 +79,7 @@ def plan_of(found: Attention) -> Plan | MatchFailure:
     fills = {h.fill for h in data}
     if len(fills) > 1 or data and added and INF not in fills and _hides_first(found):
         return MatchFailure(data[0].node, "masks", "masks write several numbers, or one before a bias is added")
-    return Plan(left, right, next(iter(ids), None), tuple(data), tuple(added), next(iter(fills), INF), dtype, prefix)
+    return Plan(left, right, tuple(ids), tuple(data), tuple(added), next(iter(fills), INF), dtype, prefix)
 
 
 def _static(size: Any) -> int:

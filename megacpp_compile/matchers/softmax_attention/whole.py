@@ -141,9 +141,10 @@ class Whole:
         gains = tuple(map(self.gain, zip(*(s.gains for s in of), strict=True)))
         return {"products": tuple(products), "gains": gains, "sinks": self.sinks()}
 
-    def documents(self) -> Hidden | None:
-        own = [site.plan.documents for site in self.sites]
-        return own[0] and self.hidden([dataclasses.replace(h, node=h.documents) for h in own if h is not None])
+    def documents(self) -> tuple[Hidden, ...]:
+        own = zip(*(site.plan.documents for site in self.sites), strict=True)
+        whole = (self.hidden([dataclasses.replace(h, node=h.documents) for h in parts]) for parts in own)
+        return tuple(dataclasses.replace(h, documents=h.node) for h in whole)
 
     def prefix(self) -> Prefix | None:
         own = [(site.plan.prefix, n) for n, site in enumerate(self.sites)]
@@ -153,11 +154,8 @@ class Whole:
 
     def plan(self) -> Plan:
         plans = [site.plan for site in self.sites]
-        documents = self.documents()
-        if documents is not None:
-            documents = dataclasses.replace(documents, documents=documents.node)
         return dataclasses.replace(
-            plans[0], left=self.distance("left"), right=self.distance("right"), documents=documents,
+            plans[0], left=self.distance("left"), right=self.distance("right"), documents=self.documents(),
             prefix=self.prefix(), hidden=tuple(map(self.hidden, zip(*(p.hidden for p in plans), strict=True))),
             added=tuple(map(self.added, zip(*(p.added for p in plans), strict=True))),
         )  # fmt: skip
@@ -192,7 +190,7 @@ def _settings(site: Site) -> tuple[Any, ...]:
     return (
         [scale for _, _, scale in scores.products], scores.softcap, scores.sinks is None, own, scores.sinks_first,
         [g.divides for g in scores.gains], site.attention.dropout and site.attention.dropout.p, plan.fill, plan.dtype,
-        [h.kind for h in plan.hidden], [factor for _, factor in plan.added], plan.documents is None,
+        [h.kind for h in plan.hidden], [factor for _, factor in plan.added], len(plan.documents),
         value(site.attention.result).dtype, site.attention.result.meta.get("ac_graph_id"),
     )  # fmt: skip
 

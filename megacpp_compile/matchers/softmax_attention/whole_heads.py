@@ -50,9 +50,9 @@ class Heads(Whole):
         nodes, of_each = _bases(nodes, own[0])
         return self.made_of(lambda call, parts: call(aten.stack.default, parts), nodes), (atoms, *of_each)
 
-    def documents(self) -> Hidden | None:
+    def documents(self) -> tuple[Hidden, ...]:
         found = super().documents()
-        self.require(found is None or not set(self.groups + self.each) & {a for d in found.term.dims for a in d})
+        self.require(not set(self.groups + self.each) & {a for h in found for d in h.term.dims for a in d})
         return found
 
     def roles(self) -> dict[str, Any]:

@@ -148,9 +148,9 @@ class Queries(Whole):
         self.require(found is None or whole)
         return found
 
-    def documents(self) -> Hidden | None:
-        self.require(all(site.plan.documents is None for site in self.sites))
-        return None
+    def documents(self) -> tuple[Hidden, ...]:
+        self.require(not any(site.plan.documents for site in self.sites))
+        return ()
 
     def roles(self) -> dict[str, Any]:
         result = self.in_place(self.ends[self.first], self.queries)
