@@ -41,7 +41,10 @@ from megacpp_compile.lowerings.attention import reference
 from megacpp_compile.lowerings.attention._layout import empty_like_tokens
 
 PREFERENCE = {"cuda": ("cuda_sdpa", "cuda_triton", "reference"), "cpu": ("cpu_sdpa", "reference")}
-REFERENCE_SERVES = {"tpu": "products and a softmax, which XLA fuses as far as it can"}
+# XLA has no attention of its own: torch's op is two GEMMs and a softmax there, and the calls of torch_xla 2.9
+# (`flash_attention`, `splash_attention`) are kernels in Pallas. They take no masks, biases, sinks or dropout, and make
+# no log-sum-exp for another's backward.
+REFERENCE_SERVES = {"tpu": "products and a softmax; torch_xla's own calls are Pallas kernels, which want a TPU and JAX"}
 
 
 @define_op(reference.attention)
