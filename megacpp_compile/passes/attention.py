@@ -22,7 +22,7 @@ time, or as eager would (`dropout`); exponentials that are normalised, but by no
 another op changes (`scores`) or reads (`scores-kept`); calls on DTensors between that move what they read, as of a
 bias that heads' shards have whole (`dtensor`); queries in a wider dtype than the products' (`precision`);
 heads of more channels than kernels hold (`width`); masks that write several numbers (`masks`); logits that are not
-one a head (`sinks`). What `megacpp_compile.attention` wrote itself is left as it is.
+one a head (`sinks`). The plain body of `megacpp_compile.attention` is such code, too.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ op = "megacpp::attention"
 after: tuple[str, ...] = ("mla_decode", "sparse_mla", "rope_qk")
 
 NO_KEY = -1e30
-# A line of `nn.attention` that made a node: its sites are told by the frame's table of attentions.
-_OWN = "nn/attention/"
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
@@ -75,9 +73,6 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 def _found(view: GraphView) -> Iterator[Site | MatchFailure]:
     for found in view.attentions:
-        node = found.node if isinstance(found, MatchFailure) else found.softmax
-        if _OWN in (node.meta.get("stack_trace") or ""):
-            continue
         if isinstance(found, MatchFailure):
             yield _on_dtensors(found)
             continue

@@ -577,6 +577,7 @@ def with_prefix(q, k, lengths):
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 0, 1]])
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
+PADDED = torch.tensor([[0, 0, 0, 1, 1, -1], [-1, -1, 0, 0, 0, 0]])
 LENGTHS = torch.tensor([4, 2])
 THERE = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 BEFORE = THERE.flip(1)
@@ -682,6 +683,18 @@ def told(frames):
 def test_fires(name):
     made, wanted = SPELLINGS[name]
     assert told(assert_fires(NAME, *made())) == wanted
+
+
+@pytest.mark.parametrize("groups", [H, 2])
+@pytest.mark.parametrize(("ids", "given", "wanted"), [
+    ((IDS,), {"softcap": 5.0}, "documents softcap 5 right 0"), ((PADDED,), {"causal": False}, "documents"),
+    ((PADDED,), {"window": 3, "scale": 0.2}, "documents left 2 right 0"), ((), {"backend": "plain"}, "right 0"),
+])  # fmt: skip
+def test_the_plain_body_of_this_package(ids, given, wanted, groups):
+    def body(m, q, k, v, doc_ids=None):
+        return megacpp_compile.attention(q, k, v, doc_ids=doc_ids, **given)
+
+    assert told(assert_fires(NAME, *block(body, *ids, groups=groups))) == wanted
 
 
 # Numbers that bfloat16 does not hold: autocast's eager refuses them.

@@ -6,7 +6,7 @@ CUDA: torch's scaled_dot_product_attention, or FlexAttention where documents, a 
 both FlashAttention-4, where `enable_fa4` has turned it on. A TPU under torch_xla: the Pallas kernel of `pallas.py`.
 Everywhere else, and where these cannot serve: the same in plain PyTorch, with the reason in `attention_capability`, in
 the record of the call (`last_attention`, `record()`) and, once, in the log. It is plain code to a compiler: nothing in
-it breaks a graph.
+it breaks a graph, and in a frame of this package's backend the plain body becomes `megacpp::attention`.
 """
 
 from __future__ import annotations

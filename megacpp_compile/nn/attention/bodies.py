@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megacpp_compile.lowerings.attention.reference import seen
+
 # Why a backend cannot serve a call.
 TAGS = ("doc-ids", "softcap", "window", "backward", "width", "dtype", "shape", "device", "no-pallas", "spmd", "no-te",
         "graph-break")  # fmt: skip
@@ -38,10 +40,13 @@ def plain(
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    keep = _kept(q, k, doc_ids, causal, window)
+    keep = seen(tokens, keys, None if window is None else window - 1, 0 if causal else None, q.device)
+    if doc_ids is not None:  # padding sees padding, and is made zeros after
+        same = (doc_ids[:, :, None] == doc_ids[:, None])[:, None, None]
+        keep = same if keep is None else keep & same
     if keep is not None:
-        # Not -inf: a row of padding would become NaN, and its gradient too.
-        scores = scores.masked_fill(~keep[:, None, None], torch.finfo(scores.dtype).min)
+        # Not -inf: a row without a key, as of a window beyond the last, would become NaN, and its gradient too.
+        scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1).to(v.dtype).view(batch, groups, -1, keys)
     out = (weights @ v).view(batch, heads, tokens, v.shape[-1])
     return out if doc_ids is None else without_padding(out, doc_ids)
@@ -50,20 +55,6 @@ def plain(
 def without_padding(out: Tensor, doc_ids: Tensor) -> Tensor:
     """`out` [B, H, S, E] with rows of zeros, and no gradient, for tokens with a negative id."""
     return out.masked_fill((doc_ids < 0)[:, None, :, None], 0)
-
-
-def _kept(q: Tensor, k: Tensor, doc_ids: Tensor | None, causal: bool, window: int | None) -> Tensor | None:
-    """[1 or B, S, T], true where a token attends; None for everywhere."""
-    keep = None
-    if causal:
-        rows, columns = (torch.arange(n, device=q.device) for n in (q.shape[2], k.shape[2]))
-        keep = (columns <= rows[:, None])[None]
-        if window is not None:
-            keep = keep & (columns > rows[:, None] - window)
-    if doc_ids is not None:
-        same = (doc_ids[:, :, None] == doc_ids[:, None, :]) & (doc_ids >= 0)[:, None, :]
-        keep = same if keep is None else keep & same
-    return keep
 
 
 def sdpa_lacks(

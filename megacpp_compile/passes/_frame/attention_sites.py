@@ -42,8 +42,6 @@ NOT_CAPTURED, UNREAD = "not-captured", "unread"
 FASTEST, MEASURED = "fastest", "measured"
 _SDPA = (aten.scaled_dot_product_attention.default, F.scaled_dot_product_attention)
 _FA4 = "megacpp.fa4_attention"
-_SOFTMAX = (aten.softmax.int, aten._softmax.default)
-_PRODUCTS = (aten.matmul.default, aten.bmm.default)
 # "  File ".../nn/attention/bodies.py", line 51, in plain", of the line that made a node.
 _BODY = re.compile(r'nn/attention/(?:bodies|fa4)\.py", line \d+, in (\w+)')
 _UNFUSED = "no fused kernel: all scores in memory"
@@ -107,30 +105,29 @@ def _row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool) -> Atten
     if node.target in _SDPA:
         return _sdpa_row(node, of, wanted, grad, body)
     if str(node.target) == "megacpp.attention.default":
-        return _spelled_row(node, of)
+        return _spelled_row(node, of, wanted, grad, body)
     if str(node.target).startswith(_FA4) and "backward" not in str(node.target):
         return _made(node, OURS, "fa4", "fa4", "fa4")
     if str(node.target) == "flex_attention":
         tag, reason = _refusals(node, of(node.args[0]), of(node.args[2]), "flex", fa4_first, grad) if body else ("", "")
         return _made(node, OURS if body else FLEX, asked or _first(of(node.args[0]), body) or "flex", "flex", "flex",
                      tag, reason)  # fmt: skip
-    if node.target in _SOFTMAX and body == "plain":
-        rows, values = _operands(node, of)
-        tag, reason = _refusals(node, rows, values, "plain", fa4_first, grad)
-        reason = "; ".join(filter(None, (reason, _UNFUSED)))
-        return _made(node, OURS, asked or _first(rows, body) or "plain", "plain", UNFUSED, tag or UNFUSED, reason)
     return None
 
 
-def _spelled_row(node: Node, of: Callable[[Any], Any]) -> AttentionSite:
-    """The row of an attention that the pass `attention` found written out."""
+def _spelled_row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool, body: str) -> AttentionSite:
+    """The row of an attention that the pass `attention` found written out, by a model or as the plain body here."""
     args: Any = fx.map_arg(node.args, of)
     (q, k, v), right = args[:3], args[10]
     choice = choose(node.target, family({q.device.type}).name, args)
     kernel = {"cuda_triton": "triton", "reference": UNFUSED}.get(choice.effective)
     kernel = kernel or chosen_kernel(q, k, v, right is not None)
     tag = UNFUSED if kernel == UNFUSED else choice.effective if choice.reason else ""
-    return _made(node, SPELLED, choice.requested, choice.effective, kernel, tag, choice.reason)
+    if not body:
+        return _made(node, SPELLED, choice.requested, choice.effective, kernel, tag, choice.reason)
+    refused, reason = _refusals(node, q, v, "plain", wanted == "fa4", grad)
+    reason = "; ".join(filter(None, (reason, choice.reason, _UNFUSED if kernel == UNFUSED else "")))
+    return _made(node, OURS, "fa4" if wanted == "fa4" else _first(q, body), "plain", kernel, refused or tag, reason)
 
 
 def _sdpa_row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool, body: str) -> AttentionSite:
@@ -201,19 +198,6 @@ def _first(q: Any, body: str) -> str:
     return attention_order(q.device.type)[0] if body else ""
 
 
-def _operands(softmax: Node, of: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """The rows that the plain body multiplies with keys, and its result, which has the channels of the values."""
-    node = softmax
-    while node.target not in _PRODUCTS and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    ahead = [softmax]
-    for reader in ahead:
-        if reader.target in _PRODUCTS:
-            return of(node.args[0]), of(reader)
-        ahead.extend(reader.users)
-    return of(node.args[0]), of(node.args[0])
-
-
 def _refusals(node: Node, q: Any, v: Any, served: str, fa4_first: bool, grad: bool) -> tuple[str, str]:
     """(tag, reason) of the first that `megacpp_compile.attention` asked before `served`, as it found it then: what it
     was given is read off the lines of code in the nodes around; ("", "") where nobody was asked before."""
@@ -246,18 +230,18 @@ class _Operand:
 
 
 def _facts(node: Node) -> Iterator[str]:
-    """What the call that made `node` was given, by what its lines put into the graph."""
+    """What the call that made `node` was given, by the op, or by what its lines put into the graph."""
+    if str(node.target) == "megacpp.attention.default":
+        given = {"doc_ids": node.args[6], "softcap": node.args[8] or None, "window": node.args[9]}
+        yield from (name for name, one in given.items() if one is not None)
+        return
     place = _call(node)
     for other in node.graph.nodes:
-        if _call(other) != place:
-            continue
-        trace, name = other.meta.get("stack_trace") or "", str(other.target)
-        if "in without_padding" in trace:
-            yield "doc_ids"
-        if "tanh" in name:
-            yield "softcap"
-        if "in _kept" in trace and "aten.gt" in name:
-            yield "window"
+        if _call(other) == place:
+            if "in without_padding" in (other.meta.get("stack_trace") or ""):
+                yield "doc_ids"
+            if "tanh" in str(other.target):
+                yield "softcap"
 
 
 def _call(node: Node) -> tuple[str, str] | None:
