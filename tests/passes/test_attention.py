@@ -411,6 +411,28 @@ def turned_numbers(m, q, k, v, ids):
     return scored(q, k).masked_fill(ids[:, None, :, None] != ids.t()[:, None, None, :], -1e9).softmax(-1) @ v
 
 
+def of_places_or_sequences(m, q, k, v, ids):
+    """A number of a sequence beside a query's place, and of a place beside a key's."""
+    q, k, v = (x.repeat(3, 1, 1, 1) for x in (q, k, v))
+    (i, j), numbers = places(q, k), ids[0]
+    same = i + numbers[:, None, None, None] == j + numbers
+    return scored(q, k).masked_fill(~same, -1e9).softmax(-1) @ v
+
+
+def chunked_from(query, key):
+    """As Llama 4 of transformers: places less where a sequence begins, in chunks."""
+    def body(m, q, k, v, starts):
+        i, j = places(q, k)
+        seen = (j <= i) & (query(i, starts) // 4 == key(j, starts) // 4)
+        return (scored(q, k) + torch.where(seen, 0.0, -1e9)).softmax(-1) @ v
+
+    return body
+
+
+def from_start(place, starts):
+    return place - starts[torch.arange(B)[:, None, None, None]]
+
+
 def flagged(mask):
     """By a flag of each token, which says that it is of a prefix, or of an image."""
     def body(m, q, k, v, flags):
@@ -642,6 +664,9 @@ SPELLINGS = {
     "chunks_of_other_tokens": (lambda: block(same_number((chunk(4), chunk(4, 1)))), "mask"),
     "chunks_of_other_sizes": (lambda: block(same_number((chunk(3), chunk(2)))), "mask"),
     "rests_of_places": (lambda: block(same_number((lambda i: i % 2, lambda j: j % 2))), "documents right 0"),
+    "chunks_from_a_start": (lambda: block(chunked_from(from_start, from_start), LENGTHS), "documents right 0"),
+    "chunks_from_other_starts": (lambda: block(chunked_from(from_start, lambda j, starts: from_start(j, starts + 1)), LENGTHS), "bias"),
+    "of_places_or_sequences": (lambda: block(of_places_or_sequences, POSITIONS), "mask"),
     "turned_numbers": (lambda: block(turned_numbers, POSITIONS), "mask"),
     "flags_of_a_prefix": (lambda: block(flagged(lambda of_query, of_key: of_key), THERE), "mask"),
     "flags_of_an_image": (lambda: block(flagged(lambda of_query, of_key: of_query & of_key), THERE), "mask"),

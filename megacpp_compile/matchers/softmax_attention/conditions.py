@@ -158,8 +158,8 @@ def _numbers(found: Attention, term: Term, node: Any) -> tuple[Node, str] | None
     stem = _stem(node)
     if stem is None:
         return None
-    rows = [n for n in value(stem).shape if not same_size(n, 1)]
-    return (stem, "t" if along[0] == found.queries else "s") if len(rows) == len(dims) else None
+    fits = len(_long(stem)) == len(dims) and dims[-1] == along[0]
+    return (stem, "t" if along[0] == found.queries else "s") if fits else None
 
 
 def _stem(node: Node) -> Node | None:
@@ -179,20 +179,34 @@ def _stem(node: Node) -> Node | None:
     return node
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether two rows of integers are one, also where each is made alike of views of one, as chunks are of places."""
-    if alike(a, b) or not isinstance(a, Node) or not isinstance(b, Node):
-        return alike(a, b)
+def _same(a: Node, b: Node) -> bool:
+    """Whether two rows of integers, tokens last, are one, also where each is made alike of views of one, as the chunks
+    of places are, and of what is the same for all tokens, such as where a sequence begins."""
+    if alike(a, b):
+        return True
     if a.target is not b.target or a.target not in _OF_EACH or a.kwargs != b.kwargs or len(a.args) != len(b.args):
         return False
-    pairs = zip(a.args, b.args, strict=True)
-    tensors = [(x, y) for x, y in pairs if isinstance(x, Node) and isinstance(y, Node)]
-    others = [(x, y) for x, y in zip(a.args, b.args, strict=True) if (x, y) not in tensors]
-    if len(tensors) != 1 or not all(alike(x, y) for x, y in others):
-        return False
-    (x, y), = tensors
-    stems = _stem(x), _stem(y)
-    return None not in stems and _same(*stems)
+    tokens = [_long(n)[-1:] for n in (a, b)]
+    for x, y in zip(a.args, b.args, strict=True):
+        if not all(isinstance(n, Node) and isinstance(value(n), torch.Tensor) for n in (x, y)):
+            if not alike(x, y):
+                return False
+            continue
+        own = [_long(n) for n in (x, y)]  # type: ignore[arg-type]
+        if alike(x, y):
+            if set(own[0]) & set(tokens[0] + tokens[1]):
+                return False
+            continue
+        stems = _stem(x), _stem(y)  # type: ignore[arg-type]
+        if [o[-1:] for o in own] != tokens or own[0][:-1] != own[1][:-1] or None in stems or not _same(*stems):  # type: ignore[arg-type]
+            return False
+    return True
+
+
+def _long(node: Node) -> list[int]:
+    """Where a tensor is longer than 1, counted from its last dimension."""
+    shape = value(node).shape
+    return [d - len(shape) for d, n in enumerate(shape) if not same_size(n, 1)]
 
 
 def _by_distance(found: Attention, term: Term, node: Node, kind: str, fill: float, part: Any) -> Hidden | None:
