@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from megacpp_compile._torch._registry import find
@@ -66,7 +67,8 @@ def _said() -> str:
 @contextlib.contextmanager
 def attention_left(where: Callable[[Mapping[str, Any]], bool]) -> Iterator[None]:
     """Inductor's patterns of attention leave matches as they are whose operands, by the pattern's names, are such as
-    `where` tells. Asked before anything is traced: a pattern traces itself and its replacement anew for each match."""
+    `where` tells. Asked before anything is traced: a pattern traces itself and its replacement anew for each match.
+    Patterns of calls that the graph has none of are not tried: there are over a hundred for each view."""
     patterns = find("torch._inductor.fx_passes.joint_graph.patterns")
     apply = getattr(patterns, "apply", None)
     if apply is None or not hasattr(patterns, "patterns"):
@@ -78,12 +80,17 @@ def attention_left(where: Callable[[Mapping[str, Any]], bool]) -> Iterator[None]
         return not (attention and where(match.kwargs)) and given(match)
 
     def apply_checked(graph: Any) -> Any:  # Inductor registers its patterns when it first applies them
-        checks = [(entry, entry.extra_check) for entries in patterns.patterns.values() for entry in entries]
+        whole, present = patterns.patterns, {node.target for node in getattr(graph, "graph", graph).nodes}
+        begun = {(op, f): entries for (op, f), entries in whole.items() if f in present or op != "call_function"}
+        tried = {start: [e for e in entries if _may_match(e.pattern, present)] for start, entries in begun.items()}
+        checks = [(entry, entry.extra_check) for entries in tried.values() for entry in entries]
         for entry, given in checks:
             entry.extra_check = functools.partial(check, given)
+        patterns.patterns = {start: entries for start, entries in tried.items() if entries}
         try:
             return apply(graph)
         finally:
+            patterns.patterns = whole
             for entry, given in reversed(checks):
                 entry.extra_check = given
 
@@ -92,3 +99,17 @@ def attention_left(where: Callable[[Mapping[str, Any]], bool]) -> Iterator[None]
         yield
     finally:
         patterns.apply = apply
+
+
+def _may_match(pattern: Any, present: AbstractSet[Any]) -> bool:
+    """Whether a graph that calls the functions `present` has one for each call of `pattern`."""
+    return not any(functions.isdisjoint(present) for functions in _calls(pattern))
+
+
+@functools.cache
+def _calls(pattern: Any) -> frozenset[frozenset[Any]]:
+    """For each call that a match of `pattern` has, the functions of which it may be a call."""
+    parts = [*getattr(pattern, "outputs", ()), *getattr(pattern, "flat_args_kwargs", ((),))[0]]
+    parts += [getattr(pattern, name, None) for name in ("pattern", "inner_pattern")]
+    own = getattr(pattern, "fns_set", ()) if getattr(pattern, "op", "") == "call_function" else ()
+    return frozenset([frozenset(own)] if own else []).union(*(_calls(p) for p in parts if hasattr(p, "pattern_eq")))

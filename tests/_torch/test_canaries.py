@@ -507,6 +507,24 @@ def test_inductor_leaves_attention_where_it_is_told(no_kernels, channels):
     assert (door.counters["inductor"]["fuse_attention"] == 0) == (channels == 8)
 
 
+@pytest.mark.parametrize("attends", [True, False])
+def test_inductor_tries_patterns_of_calls_that_a_graph_has(no_kernels, monkeypatch, attends):
+    from torch._inductor import compile_fx as module
+    from torch._inductor.pattern_matcher import MultiOutputPattern, PatternExpr
+
+    def function(q, k, v):
+        scores = (q.reshape(4, 6, 8) @ k.reshape(4, 6, 8).mT).reshape(2, 2, 6, 6).div(3.0)
+        return (scores.softmax(-1) if attends else scores) @ v
+
+    tried = []
+    for kind in (PatternExpr, MultiOutputPattern):
+        monkeypatch.setattr(kind, "match", lambda self, node, match=kind.match: tried.append(self) or match(self, node))
+    q, k, v = torch.randn(3, 2, 2, 6, 8)
+    with inductor.attention_left(lambda operands: False):
+        compiled(function, lambda gm, i: module.compile_fx(gm, i), q, k, v)
+    assert any("amax" in str(pattern) for pattern in tried) == attends
+
+
 def test_the_log_takes_artifacts():
     torch_log.trace_structured("artifact", metadata_fn=dict, payload_fn=str)
     inspect.signature(torch_log.trace_structured).bind("artifact", metadata_fn=dict, payload_fn=str)
