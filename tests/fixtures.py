@@ -51,6 +51,10 @@ def quick_compilers():
         quicker.without_repeats(patch)
         quicker.without_searches(patch)
         quicker.with_quick_symbols(patch)
+        quicker.with_quick_trees(patch)
+        quicker.with_quick_keys(patch)
+        quicker.with_quick_fakes(patch)
+        quicker.without_stances(patch)
         quicker.without_checks_of_integers(patch)
         yield
 

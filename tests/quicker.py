@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
+import operator
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +20,14 @@ import sympy
 import torch
 from torch import _ops
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
-from torch._dynamo import guards, symbolic_convert, trace_rules
+from torch._dynamo import eval_frame, guards, symbolic_convert, trace_rules
 from torch._dynamo import utils as dynamo_utils
 from torch._functorch._aot_autograd import graph_compile
-from torch._subclasses import _fake_tensor_utils, fake_tensor
-from torch.fx.experimental import recording
+from torch._subclasses import _fake_tensor_utils, fake_tensor, functional_tensor
+from torch.fx.experimental import proxy_tensor, recording
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes import shape_prop
 from torch.utils import _pytree, _traceback
 
 
@@ -102,6 +106,179 @@ def with_quick_symbols(patch: pytest.MonkeyPatch) -> None:
         return whole(self)
 
     patch.setattr(SymNode, "expr", property(remembered))
+
+
+def with_quick_trees(patch: pytest.MonkeyPatch) -> None:
+    """A thirtieth goes into trees: operands are tuples, lists and dicts of leaves, for which torch asks a table at each
+    node and makes an object of the structure, to take it apart again at once."""
+    if not all(hasattr(_pytree, name) for name in ("SUPPORTED_NODES", "is_namedtuple_class", "_LEAF_SPEC", "tree_iter")):
+        return
+    nodes, named = _pytree.SUPPORTED_NODES, _pytree.is_namedtuple_class
+    whole_map, whole_iter = _pytree.tree_map, _pytree.tree_iter
+    traced = torch.compiler.is_dynamo_compiling  # what Dynamo translates is torch's own
+
+    def mapped(func: Any, tree: Any) -> Any:
+        kind = type(tree)
+        if kind is tuple:
+            return tuple([mapped(func, part) for part in tree])
+        if kind is list:
+            return [mapped(func, part) for part in tree]
+        if kind is dict:
+            return {key: mapped(func, part) for key, part in tree.items()}
+        return whole_map(func, tree) if kind in nodes or named(kind) else func(tree)
+
+    @functools.wraps(whole_map)
+    def tree_map(func: Any, tree: Any, *rests: Any, is_leaf: Any = None) -> Any:
+        if rests or is_leaf is not None or traced():
+            return whole_map(func, tree, *rests, is_leaf=is_leaf)
+        return mapped(func, tree)
+
+    def gather(tree: Any, leaves: list[Any]) -> None:
+        kind = type(tree)
+        if kind is tuple or kind is list:
+            for part in tree:
+                gather(part, leaves)
+        elif kind is dict:
+            for part in tree.values():
+                gather(part, leaves)
+        elif named(kind):
+            leaves.extend(whole_iter(tree))
+        elif kind in nodes:
+            for part in nodes[kind].flatten_fn(tree)[0]:
+                gather(part, leaves)
+        else:
+            leaves.append(tree)
+
+    @functools.wraps(whole_iter)
+    def tree_iter(tree: Any, is_leaf: Any = None) -> Iterator[Any]:
+        if is_leaf is not None or traced():
+            return whole_iter(tree, is_leaf=is_leaf)
+        leaves: list[Any] = []
+        gather(tree, leaves)
+        return iter(leaves)
+
+    whole_flatten, leaf = _pytree.tree_flatten, _pytree._LEAF_SPEC
+    structure = functools.cache(lambda kind, parts: _pytree.TreeSpec(kind, None, [leaf] * parts))
+
+    def taken_apart(tree: Any, leaves: list[Any]) -> Any:
+        kind = type(tree)
+        if kind is tuple or kind is list:
+            specs = [taken_apart(part, leaves) for part in tree]
+            flat = all(spec is leaf for spec in specs)
+            return structure(kind, len(specs)) if flat else _pytree.TreeSpec(kind, None, specs)
+        if kind is dict:
+            return _pytree.TreeSpec(dict, list(tree), [taken_apart(part, leaves) for part in tree.values()])
+        if kind in nodes or named(kind):
+            found, spec = whole_flatten(tree)
+            leaves.extend(found)
+            return spec
+        leaves.append(tree)
+        return leaf
+
+    @functools.wraps(whole_flatten)
+    def tree_flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], Any]:
+        if is_leaf is not None or traced():
+            return whole_flatten(tree, is_leaf=is_leaf)
+        leaves: list[Any] = []
+        return leaves, taken_apart(tree, leaves)
+
+    patch.setattr(_pytree, "tree_map", tree_map)
+    patch.setattr(_pytree, "tree_iter", tree_iter)
+    patch.setattr(_pytree, "tree_flatten", tree_flatten)
+
+
+def with_quick_keys(patch: pytest.MonkeyPatch) -> None:
+    """A thirtieth goes into keys of fake tensors' results: what is known of each operand is asked for one by one, made an
+    object, and taken apart by the names of its fields."""
+    known, spread = fake_tensor.extract_tensor_metadata, fake_tensor.TensorMetadata._flatten_into
+    names = [field.name for field in dataclasses.fields(fake_tensor.TensorMetadata)]
+    fields, rest = operator.attrgetter(*names), (False, None, None, None)  # what sparse tensors have
+
+    @functools.wraps(known)
+    def of_strided(t: torch.Tensor) -> Any:
+        if t.layout is not torch.strided or t._has_symbolic_sizes_strides or t.dim() > 3:
+            return known(t)
+        order = torch.contiguous_format if t.is_contiguous() else None
+        return fake_tensor.TensorMetadata(
+            t.dtype, t.shape, t.stride(), t.device, t.layout, order, t.storage_offset(), t.untyped_storage().nbytes(),
+            t.requires_grad, t.is_quantized, t.is_conj(), t.is_neg(), t.is_inference(), *rest,
+        )  # fmt: skip
+
+    @functools.wraps(spread)
+    def whole(self: Any, result: list[Any], mode: Any, state: Any) -> None:
+        sizes = (*self.shape, *self.stride, self.storage_offset, self.storage_bytes)
+        if any(type(size) is torch.SymInt for size in sizes):
+            spread(self, result, mode, state)
+        else:
+            result.append(fields(self))
+
+    if names[-4:] == ["is_sparse", "is_coalesced", "dense_dim", "sparse_dim"] and len(names) == 17:
+        patch.setattr(fake_tensor, "extract_tensor_metadata", of_strided)
+        patch.setattr(fake_tensor.TensorMetadata, "_flatten_into", whole)
+
+
+def with_quick_fakes(patch: pytest.MonkeyPatch) -> None:
+    """A thirtieth goes into making a fake tensor of what is known of one, in contexts that numbers for sizes have no need
+    of, and into asking for what formats it could be contiguous before the usual one is found to be its own."""
+    make = fake_tensor.FakeTensorMode._get_output_tensor_from_cache_entry
+    describe = proxy_tensor._extract_tensor_metadata
+
+    @functools.wraps(make)
+    def made(self: Any, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+        told = entry.metadata
+        if entry.inplace_idx is not None or told is None or told.layout is not torch.strided:
+            return make(self, state, entry, key, func, args)
+        if told.is_conj or told.is_neg or any(type(size) is not int for size in (*told.shape, *told.stride, told.storage_offset)):
+            return make(self, state, entry, key, func, args)
+        sizes, inside = (tuple(told.shape), tuple(told.stride)), fake_tensor.in_kernel_invocation_manager
+        with inside(self):
+            empty = torch.empty_strided(*sizes, dtype=told.dtype, device="meta", requires_grad=told.requires_grad)
+        if isinstance(func, _ops.OpOverload) and func.is_view:
+            storage = args[entry.view_idx].untyped_storage()
+            with inside(self):
+                empty.set_(storage, told.storage_offset, *sizes)
+        return fake_tensor.FakeTensor(self, empty, told.device)
+
+    @functools.wraps(describe)
+    def described(t: torch.Tensor, include_contiguity: bool = True) -> Any:
+        usual = include_contiguity and t.layout is torch.strided and not t._has_symbolic_sizes_strides
+        if not usual or t.is_quantized or not t.is_contiguous():
+            return describe(t, include_contiguity)
+        return shape_prop.TensorMetadata(
+            t.shape, t.dtype, t.requires_grad, t.stride(), torch.contiguous_format, False, {}
+        )
+
+    if list(inspect.signature(make).parameters) == ["self", "state", "entry", "key", "func", "args"]:
+        patch.setattr(fake_tensor.FakeTensorMode, "_get_output_tensor_from_cache_entry", made)
+    if shape_prop.TensorMetadata._fields == (
+        "shape", "dtype", "requires_grad", "stride", "memory_format", "is_quantized", "qparams"
+    ):  # fmt: skip
+        patch.setattr(proxy_tensor, "_extract_tensor_metadata", described)
+
+
+def without_stances(patch: pytest.MonkeyPatch) -> None:
+    """Each call that a mode sees asks once more what Dynamo is to do with the mode's own code, which is nothing."""
+    for mode in (
+        fake_tensor.FakeTensorMode,
+        functional_tensor.FunctionalTensorMode,
+        proxy_tensor.ProxyTorchDispatchMode,
+    ):
+        skipped = hasattr(eval_frame, "_maybe_set_eval_frame") and getattr(mode, "_should_skip_dynamo", bool)()
+        if skipped and (own := getattr(vars(mode)["__torch_dispatch__"], "__wrapped__", None)):
+            patch.setattr(own, "__dynamo_disable", _unseen(own), raising=False)
+
+
+def _unseen(function: Any) -> Any:
+    set_eval_frame, restore = eval_frame.set_eval_frame, eval_frame._maybe_set_eval_frame
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        prior = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            restore(prior)
+
+    return run
 
 
 def without_checks_of_integers(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,93 @@
+"""What `tests/quicker.py` has in the place of torch's own does the same."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch._subclasses import fake_tensor
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.utils import _pytree
+
+
+class Pair(NamedTuple):
+    one: object
+    other: object
+
+
+def test_trees_are_as_torch_makes_them():
+    trees = [
+        1,
+        None,
+        (),
+        [],
+        {},
+        (1, "a"),
+        [1, (2, [3]), {}],
+        {"b": 1, "a": (2, {})},
+        Pair(1, [2, Pair(3, ())]),
+        ((1, 2), {}),
+    ]
+    trees += [immutable_dict(x=immutable_list([1, 2])), OrderedDict(z=1, a=[2]), torch.Size((1, 2)), slice(1, (2, 3))]
+    for tree in [*trees, trees]:
+        assert list(_pytree.tree_iter(tree)) == list(_pytree.tree_iter.__wrapped__(tree))
+        for quick, args in ((_pytree.tree_flatten, ()), (_pytree.tree_map, (lambda x: [x],))):
+            got, want = quick(*args, tree), quick.__wrapped__(*args, tree)
+            assert got == want and type(got) is type(want)
+    leaves, spec = _pytree.tree_flatten(trees)
+    assert _pytree.tree_unflatten(leaves, spec) == trees
+    assert _pytree.tree_flatten([[1], 2], is_leaf=lambda x: x == [1])[0] == [[1], 2]
+    assert _pytree.tree_map(lambda x, y: x + y, (1, [2]), (3, [4])) == (4, [6])
+
+
+def test_what_is_known_of_fake_tensors_is_what_torch_says():
+    if not hasattr(fake_tensor.extract_tensor_metadata, "__wrapped__"):
+        pytest.skip("this torch knows other things of a tensor")
+    with fake_tensor.FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        made = torch.randn(4, 6, requires_grad=True)
+        tensors = [
+            made,
+            made.detach()[1:, ::2],
+            made.mT,
+            torch.ones(()),
+            torch.ones(0, 3),
+            torch.ones(2, dtype=torch.bfloat16),
+        ]
+        image = torch.ones(2, 3, 4, 5)
+        tensors += [image, image.to(memory_format=torch.channels_last), torch.ones(2, dtype=torch.complex64).conj()]
+        tensors += [made.to_sparse(), made.expand(3, 4, 6), torch.ones(1, 1).expand(2, 2)]
+        symbolic = mode.from_tensor(
+            torch.ones(5, 3), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        )
+        for t in (*tensors, symbolic):
+            for quick in (fake_tensor.extract_tensor_metadata, proxy_tensor._extract_tensor_metadata):
+                assert quick(t) == quick.__wrapped__(t)
+        keys = [
+            mode._cache_key(fake_tensor._CacheKeyState(None), torch.ops.aten.sin.default, (t,), {}) for t in tensors[:9]
+        ]
+        assert len(set(keys)) == len(keys)
+        for _ in range(2):  # the second time from the cache
+            results = [
+                (made.detach() * 2, 4, 6),
+                (made.detach()[1:, ::2], 3, 3),
+                (made * 1.5, 4, 6),
+                (made.mT.detach(), 6, 4),
+            ]
+            assert [tuple(t.shape) for t, *_ in results] == [tuple(shape) for _, *shape in results]
+            assert [t.is_contiguous() for t, *_ in results] == [True, False, True, False]
+            assert [t.untyped_storage()._cdata == made.untyped_storage()._cdata for t, *_ in results] == [
+                False,
+                True,
+                False,
+                True,
+            ]
+            assert results[1][0].storage_offset() == 6 and [t.requires_grad for t, *_ in results] == [
+                False,
+                False,
+                True,
+                False,
+            ]
