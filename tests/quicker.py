@@ -9,9 +9,9 @@ import dataclasses
 import functools
 import inspect
 import logging
-import operator
 import sys
 import traceback
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,6 +108,12 @@ def with_quick_symbols(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SymNode, "expr", property(remembered))
 
 
+def _as_of(module: types.ModuleType, *functions: types.FunctionType) -> None:
+    """Frames of `functions` are torch's, as those were that they stand for: what a user wrote is told by its file."""
+    for function in functions:
+        function.__code__ = function.__code__.replace(co_filename=module.__file__)
+
+
 def with_quick_trees(patch: pytest.MonkeyPatch) -> None:
     """A thirtieth goes into trees: operands are tuples, lists and dicts of leaves, for which torch asks a table at each
     node and makes an object of the structure, to take it apart again at once."""
@@ -182,39 +188,42 @@ def with_quick_trees(patch: pytest.MonkeyPatch) -> None:
         leaves: list[Any] = []
         return leaves, taken_apart(tree, leaves)
 
+    _as_of(_pytree, mapped, tree_map, gather, tree_iter, taken_apart, tree_flatten)
     patch.setattr(_pytree, "tree_map", tree_map)
     patch.setattr(_pytree, "tree_iter", tree_iter)
     patch.setattr(_pytree, "tree_flatten", tree_flatten)
 
 
 def with_quick_keys(patch: pytest.MonkeyPatch) -> None:
-    """A thirtieth goes into keys of fake tensors' results: what is known of each operand is asked for one by one, made an
-    object, and taken apart by the names of its fields."""
-    known, spread = fake_tensor.extract_tensor_metadata, fake_tensor.TensorMetadata._flatten_into
-    names = [field.name for field in dataclasses.fields(fake_tensor.TensorMetadata)]
-    fields, rest = operator.attrgetter(*names), (False, None, None, None)  # what sparse tensors have
+    """A thirtieth goes into keys of fake tensors' results: what is known of each operand is made an object, and taken apart
+    by the names of its fields, after it was asked for its kind ten times."""
+    whole = fake_tensor.FakeTensorMode._prep_args_for_hash
+    plain = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-    @functools.wraps(known)
-    def of_strided(t: torch.Tensor) -> Any:
-        if t.layout is not torch.strided or t._has_symbolic_sizes_strides or t.dim() > 3:
-            return known(t)
-        order = torch.contiguous_format if t.is_contiguous() else None
-        return fake_tensor.TensorMetadata(
-            t.dtype, t.shape, t.stride(), t.device, t.layout, order, t.storage_offset(), t.untyped_storage().nbytes(),
-            t.requires_grad, t.is_quantized, t.is_conj(), t.is_neg(), t.is_inference(), *rest,
-        )  # fmt: skip
+    @functools.wraps(whole)
+    def spread(self: Any, result: list[Any], args: Any, state: Any, id_hashed_objects: list[Any]) -> None:
+        result.append((type(args), len(args)))
+        for arg in (*args, *args.values()) if isinstance(args, dict) else args:
+            kind = type(arg)
+            if kind in plain:
+                result += (kind, arg)
+            elif kind is tuple or kind is list or kind is dict:
+                spread(self, result, arg, state, id_hashed_objects)
+            elif kind is fake_tensor.FakeTensor and arg.fake_mode is self and _is_plain(arg):
+                result.append((
+                    arg.dtype, arg.shape, arg.stride(), arg.device, arg.storage_offset(), arg.untyped_storage().nbytes(),
+                    arg.requires_grad, arg.is_quantized, arg.is_conj(), arg.is_neg(), arg.is_inference(),
+                ))  # fmt: skip
+            else:
+                whole(self, result, (arg,), state, id_hashed_objects)
 
-    @functools.wraps(spread)
-    def whole(self: Any, result: list[Any], mode: Any, state: Any) -> None:
-        sizes = (*self.shape, *self.stride, self.storage_offset, self.storage_bytes)
-        if any(type(size) is torch.SymInt for size in sizes):
-            spread(self, result, mode, state)
-        else:
-            result.append(fields(self))
+    _as_of(fake_tensor, spread)
+    if list(inspect.signature(whole).parameters) == ["self", "result", "args", "state", "id_hashed_objects"]:
+        patch.setattr(fake_tensor.FakeTensorMode, "_prep_args_for_hash", spread)
 
-    if names[-4:] == ["is_sparse", "is_coalesced", "dense_dim", "sparse_dim"] and len(names) == 17:
-        patch.setattr(fake_tensor, "extract_tensor_metadata", of_strided)
-        patch.setattr(fake_tensor.TensorMetadata, "_flatten_into", whole)
+
+def _is_plain(t: Any) -> bool:
+    return t.layout is torch.strided and t.constant is None and not t._has_symbolic_sizes_strides
 
 
 def with_quick_fakes(patch: pytest.MonkeyPatch) -> None:
@@ -248,6 +257,16 @@ def with_quick_fakes(patch: pytest.MonkeyPatch) -> None:
             t.shape, t.dtype, t.requires_grad, t.stride(), torch.contiguous_format, False, {}
         )
 
+    def memorise(self: Any, obj: Any, value: Any) -> None:
+        if value is None:
+            obj.__dict__.update(dict.fromkeys((f"_{self._name}", f"_{self._name}_vc", f"_{self._name}_epoch")))
+        else:
+            remember(self, obj, value)
+
+    _as_of(fake_tensor, made, memorise)
+    _as_of(shape_prop, described)
+    remember = fake_tensor.SymNumberMemoDescriptor.__set__
+    patch.setattr(fake_tensor.SymNumberMemoDescriptor, "__set__", memorise)
     if list(inspect.signature(make).parameters) == ["self", "state", "entry", "key", "func", "args"]:
         patch.setattr(fake_tensor.FakeTensorMode, "_get_output_tensor_from_cache_entry", made)
     if shape_prop.TensorMetadata._fields == (
@@ -278,6 +297,7 @@ def _unseen(function: Any) -> Any:
         finally:
             restore(prior)
 
+    _as_of(eval_frame, run)
     return run
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch._subclasses import fake_tensor
 from torch.fx.experimental import proxy_tensor
@@ -44,9 +43,7 @@ def test_trees_are_as_torch_makes_them():
     assert _pytree.tree_map(lambda x, y: x + y, (1, [2]), (3, [4])) == (4, [6])
 
 
-def test_what_is_known_of_fake_tensors_is_what_torch_says():
-    if not hasattr(fake_tensor.extract_tensor_metadata, "__wrapped__"):
-        pytest.skip("this torch knows other things of a tensor")
+def test_what_is_known_of_fake_tensors_is_what_torch_says(monkeypatch):
     with fake_tensor.FakeTensorMode(shape_env=ShapeEnv()) as mode:
         made = torch.randn(4, 6, requires_grad=True)
         tensors = [
@@ -64,12 +61,17 @@ def test_what_is_known_of_fake_tensors_is_what_torch_says():
             torch.ones(5, 3), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
         )
         for t in (*tensors, symbolic):
-            for quick in (fake_tensor.extract_tensor_metadata, proxy_tensor._extract_tensor_metadata):
-                assert quick(t) == quick.__wrapped__(t)
-        keys = [
-            mode._cache_key(fake_tensor._CacheKeyState(None), torch.ops.aten.sin.default, (t,), {}) for t in tensors[:9]
-        ]
-        assert len(set(keys)) == len(keys)
+            quick = proxy_tensor._extract_tensor_metadata
+            assert quick(t) == quick.__wrapped__(t)
+        calls = [(t,) for t in (*tensors[:9], *tensors[10:], made + 1, image.clone(), made.mT.detach(), made.detach().mT)]
+        calls += [(made, x) for x in (1, 1.0, True, None, "1", (1,), [1], (), [(1, 2)], [(1,), 2], {"a": 1}, torch.float32)]
+        spread, keys = fake_tensor.FakeTensorMode._prep_args_for_hash, []
+        for how in (spread, spread.__wrapped__):
+            monkeypatch.setattr(fake_tensor.FakeTensorMode, "_prep_args_for_hash", how)
+            keys.append([mode._cache_key(fake_tensor._CacheKeyState(None), torch.ops.aten.sin.default, c, {}) for c in calls])
+        quick, theirs = ([[a == b for b in made] for a in made] for made in keys)
+        assert quick == theirs and sum(map(sum, quick)) > len(calls)
+        monkeypatch.undo()
         for _ in range(2):  # the second time from the cache
             results = [
                 (made.detach() * 2, 4, 6),
