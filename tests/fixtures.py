@@ -54,6 +54,7 @@ def quick_compilers():
         quicker.with_quick_trees(patch)
         quicker.with_quick_keys(patch)
         quicker.with_quick_fakes(patch)
+        quicker.with_quick_memories(patch)
         quicker.without_stances(patch)
         quicker.without_checks_of_integers(patch)
         yield

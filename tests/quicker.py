@@ -197,6 +197,8 @@ def with_quick_trees(patch: pytest.MonkeyPatch) -> None:
 def with_quick_keys(patch: pytest.MonkeyPatch) -> None:
     """A thirtieth goes into keys of fake tensors' results: what is known of each operand is made an object, and taken apart
     by the names of its fields, after it was asked for its kind ten times."""
+    if not hasattr(fake_tensor.FakeTensorMode, "_prep_args_for_hash"):
+        return
     whole = fake_tensor.FakeTensorMode._prep_args_for_hash
     plain = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -223,12 +225,17 @@ def with_quick_keys(patch: pytest.MonkeyPatch) -> None:
 
 
 def _is_plain(t: Any) -> bool:
-    return t.layout is torch.strided and t.constant is None and not t._has_symbolic_sizes_strides
+    """Whether all sizes are numbers, that of the memory too, of which `t` may be one row."""
+    if t.layout is not torch.strided or t.constant is not None or t._has_symbolic_sizes_strides:
+        return False
+    return type(t.storage_offset()) is type(t.untyped_storage().nbytes()) is int
 
 
 def with_quick_fakes(patch: pytest.MonkeyPatch) -> None:
     """A thirtieth goes into making a fake tensor of what is known of one, in contexts that numbers for sizes have no need
     of, and into asking for what formats it could be contiguous before the usual one is found to be its own."""
+    if not hasattr(fake_tensor.FakeTensorMode, "_get_output_tensor_from_cache_entry"):
+        return
     make = fake_tensor.FakeTensorMode._get_output_tensor_from_cache_entry
     describe = proxy_tensor._extract_tensor_metadata
 
@@ -257,22 +264,30 @@ def with_quick_fakes(patch: pytest.MonkeyPatch) -> None:
             t.shape, t.dtype, t.requires_grad, t.stride(), torch.contiguous_format, False, {}
         )
 
-    def memorise(self: Any, obj: Any, value: Any) -> None:
-        if value is None:
-            obj.__dict__.update(dict.fromkeys((f"_{self._name}", f"_{self._name}_vc", f"_{self._name}_epoch")))
-        else:
-            remember(self, obj, value)
-
-    _as_of(fake_tensor, made, memorise)
+    _as_of(fake_tensor, made)
     _as_of(shape_prop, described)
-    remember = fake_tensor.SymNumberMemoDescriptor.__set__
-    patch.setattr(fake_tensor.SymNumberMemoDescriptor, "__set__", memorise)
     if list(inspect.signature(make).parameters) == ["self", "state", "entry", "key", "func", "args"]:
         patch.setattr(fake_tensor.FakeTensorMode, "_get_output_tensor_from_cache_entry", made)
     if shape_prop.TensorMetadata._fields == (
         "shape", "dtype", "requires_grad", "stride", "memory_format", "is_quantized", "qparams"
     ):  # fmt: skip
         patch.setattr(proxy_tensor, "_extract_tensor_metadata", described)
+
+
+def with_quick_memories(patch: pytest.MonkeyPatch) -> None:
+    """Of each fake tensor five numbers are noted as not known yet, each by three names that are put together for it."""
+    if not hasattr(fake_tensor, "SymNumberMemoDescriptor"):
+        return
+    remember = fake_tensor.SymNumberMemoDescriptor.__set__
+
+    def memorise(self: Any, obj: Any, value: Any) -> None:
+        if value is None:
+            obj.__dict__.update(dict.fromkeys((f"_{self._name}", f"_{self._name}_vc", f"_{self._name}_epoch")))
+        else:
+            remember(self, obj, value)
+
+    if set(vars(fake_tensor.SymNumberMemoDescriptor())) == {"_is_nested_int"}:
+        patch.setattr(fake_tensor.SymNumberMemoDescriptor, "__set__", memorise)
 
 
 def without_stances(patch: pytest.MonkeyPatch) -> None:
@@ -283,7 +298,7 @@ def without_stances(patch: pytest.MonkeyPatch) -> None:
         proxy_tensor.ProxyTorchDispatchMode,
     ):
         skipped = hasattr(eval_frame, "_maybe_set_eval_frame") and getattr(mode, "_should_skip_dynamo", bool)()
-        if skipped and (own := getattr(vars(mode)["__torch_dispatch__"], "__wrapped__", None)):
+        if skipped and (own := getattr(vars(mode).get("__torch_dispatch__"), "__wrapped__", None)):
             patch.setattr(own, "__dynamo_disable", _unseen(own), raising=False)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
+import pytest
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import fake_tensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -44,6 +46,7 @@ def test_trees_are_as_torch_makes_them():
 
 
 def test_what_is_known_of_fake_tensors_is_what_torch_says(monkeypatch):
+    real = torch.ones(5, 3)
     with fake_tensor.FakeTensorMode(shape_env=ShapeEnv()) as mode:
         made = torch.randn(4, 6, requires_grad=True)
         tensors = [
@@ -57,9 +60,9 @@ def test_what_is_known_of_fake_tensors_is_what_torch_says(monkeypatch):
         image = torch.ones(2, 3, 4, 5)
         tensors += [image, image.to(memory_format=torch.channels_last), torch.ones(2, dtype=torch.complex64).conj()]
         tensors += [made.to_sparse(), made.expand(3, 4, 6), torch.ones(1, 1).expand(2, 2)]
-        symbolic = mode.from_tensor(
-            torch.ones(5, 3), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
-        )
+        dims = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        symbolic = mode.from_tensor(real, source=ConstantSource("real"), symbolic_context=dims)
+        assert symbolic._has_symbolic_sizes_strides
         for t in (*tensors, symbolic):
             quick = proxy_tensor._extract_tensor_metadata
             assert quick(t) == quick.__wrapped__(t)
@@ -69,6 +72,9 @@ def test_what_is_known_of_fake_tensors_is_what_torch_says(monkeypatch):
         for how in (spread, spread.__wrapped__):
             monkeypatch.setattr(fake_tensor.FakeTensorMode, "_prep_args_for_hash", how)
             keys.append([mode._cache_key(fake_tensor._CacheKeyState(None), torch.ops.aten.sin.default, c, {}) for c in calls])
+            for t in (symbolic, symbolic[0], symbolic[-1]):  # a row has sizes that are numbers, and its memory has not
+                with pytest.raises(fake_tensor._BypassDispatchCache):
+                    mode._cache_key(fake_tensor._CacheKeyState(None), torch.ops.aten.sin.default, (t,), {})
         quick, theirs = ([[a == b for b in made] for a in made] for made in keys)
         assert quick == theirs and sum(map(sum, quick)) > len(calls)
         monkeypatch.undo()
