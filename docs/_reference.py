@@ -27,11 +27,11 @@ TOPICS = {
     "Decoding": ("MLAKVCache", "latent_attention", "use_latent_cache", "ServingConfig"),
     "Sharding": ("ShardingPlan",),
     "Resuming": ("check_resume",),
-    "Compiling once": ("save_cache", "load_cache", "CompileCache"),
+    "Compiling once": ("save_cache", "load_cache", "save_compiled", "load_compiled", "CompileCache"),
 }
 # Modules that bring another package along, or are for loops around it, and so no attributes of this one.
 INTEGRATIONS = ("integrations.transformers.MegacppCallback", "integrations.training.prepare")
-COMMANDS = ("explain", "estimate", "plan", "passes", "tags", "doctor", "evidence")
+COMMANDS = ("explain", "compile", "estimate", "plan", "passes", "tags", "doctor", "evidence")
 
 
 def public_names() -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megacpp_compile.backend import megacpp as backend
-    from megacpp_compile.compile_cache import CompileCache, load_cache, save_cache
+    from megacpp_compile.compile_cache import CompileCache, load_cache, load_compiled, save_cache, save_compiled
     from megacpp_compile.config.checkpointing import CheckpointingPolicy
     from megacpp_compile.config.options import Config
     from megacpp_compile.config.precision import PrecisionPlan
@@ -53,13 +53,14 @@ __all__ = [
     "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints", "attention",
     "attention_capability", "backend", "cached_weight_casts", "check_resume", "compile", "disable_fa4", "enable",
     "enable_fa4", "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record",
-    "load_cache", "load_scaling_state", "observed_attention", "record", "replace_linears", "save_cache",
-    "scaling_state", "sparse_mla", "te_layer_spec", "use_latent_cache", "uses_dense_fa4",
+    "load_cache", "load_compiled", "load_scaling_state", "observed_attention", "record", "replace_linears",
+    "save_cache", "save_compiled", "scaling_state", "sparse_mla", "te_layer_spec", "use_latent_cache", "uses_dense_fa4",
 ]  # fmt: skip
 
 _HOME = {
     "CheckpointingPolicy": "config.checkpointing", "CompileCache": "compile_cache", "load_cache": "compile_cache",
-    "save_cache": "compile_cache", "Config": "config.options", "Estimate": "memory.estimate",
+    "load_compiled": "compile_cache", "save_compiled": "compile_cache", "save_cache": "compile_cache",
+    "Config": "config.options", "Estimate": "memory.estimate",
     "Fit": "memory.fit", "LaunchRecord": "launch", "MLAKVCache": "decode.cache",
     "NativeLayerSpec": "precision.layer_spec", "launch_record": "launch",
     "PrecisionPlan": "config.precision", "Report": "report.report", "ServingConfig": "decode.serving",

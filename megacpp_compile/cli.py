@@ -1,6 +1,7 @@
 """`megacpp`: the command line.
 
 megacpp explain package.module:callable [--html FILE]  report of the model that the callable builds
+megacpp compile package.module:callable -o FILE        code of that model in a file, for other processes
 megacpp estimate package.module:callable [--json]      memory of its training step, on fake tensors
 megacpp plan package.module:callable [--plot FILE]     policies: the time of each against the peak of memory
 megacpp passes                                         the passes, in the order they run
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import dataclasses
 import importlib
 import json
 import logging
@@ -99,6 +101,11 @@ def _parser() -> argparse.ArgumentParser:
                       "megacpp explain examples.explain_hf:build --option strict=true")  # fmt: skip
     explain.add_argument("--html", metavar="FILE", help="write it as one page for a browser, too: modules, source "
                                                         "lines, each site's graph before and after")  # fmt: skip
+    ahead = command("compile", _compile, "compile a model without running it, and write its code for other processes",
+                    "megacpp compile examples.explain_hf:build -o model.code --inference")  # fmt: skip
+    ahead.add_argument("-o", "--output", metavar="FILE", required=True, help="what `load_compiled` reads")
+    ahead.add_argument("--inference", action="store_true", help="without a backward, for calls under torch.no_grad()")
+    ahead.add_argument("--dynamic", action="store_true", help="for inputs of other sizes, too")
     estimate = command("estimate", _estimate, "memory of a model's training step, without allocating any",
                        "megacpp estimate examples.explain_hf:build --optimizer adamw_master")  # fmt: skip
     estimate.add_argument("--optimizer", default="adamw", type=_number_or_text, metavar="NAME",
@@ -145,6 +152,23 @@ def _explain(given: argparse.Namespace) -> None:
     if given.html:
         report.to_html(given.html)
     print(report.to_json(indent=1) if given.json else report)
+
+
+def _compile(given: argparse.Namespace) -> None:
+    import torch
+
+    from megacpp_compile.compile_cache import save_compiled
+
+    options = _options(given.option)
+    model, args, kwargs = _load(given.target)
+    with torch.set_grad_enabled(not given.inference):
+        made = save_compiled(given.output, model, *args, options=options, dynamic=given.dynamic or None, **kwargs)
+    if given.json:
+        print(json.dumps({"file": given.output, **dataclasses.asdict(made)}, indent=1))
+        return
+    print(f"{given.output}: {made.bytes} bytes, code for")
+    for name, value in {**made.made_by, **made.holds_for}.items():
+        print(f"  {name:16} {value}")
 
 
 def _estimate(given: argparse.Namespace) -> None:
@@ -207,7 +231,7 @@ def _evidence(given: argparse.Namespace) -> int:
     return evidence(given)
 
 
-_OF_MODELS = (_explain, _estimate, _plan)
+_OF_MODELS = (_explain, _compile, _estimate, _plan)
 
 
 def _options(pairs: Sequence[str]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megacpp_compile.backends import stitched
 from megacpp_compile.backends._protocol import Backend, Settings, backend_for
 from megacpp_compile.backends.cache_hits import cache_hits
 from megacpp_compile.backends.delayed_scaling import take_past
+from megacpp_compile.backends.serialized import serializable
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.backends.weight_casts import take_casts
 from megacpp_compile.config import rules
@@ -96,7 +97,7 @@ def compile_frame(
         start_workers(target)
     if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
         raise GraphBreakError(cut.place, cut.reason)
-    outputs = dropped_outputs.without(gm, example_inputs, config)
+    whole, outputs = gm, dropped_outputs.without(gm, example_inputs, config)
     gm = (early := ahead_of(outputs.gm)).gm
     conflicts.check(gm, config)
     if not block.checked:
@@ -106,7 +107,7 @@ def compile_frame(
     if given.repeated_blocks and block.publish is None:
         pieces = _in_pieces(gm, example_inputs, given, target, patches, block, inner_compile)
         if pieces is not None:
-            return outputs.adapt(early.adapt(pieces))
+            return serializable(outputs.adapt(early.adapt(pieces)), whole, given, patches)
     boundary = tensor_subclasses.enter(gm, example_inputs, config.strict)
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     analysis.notes += boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
@@ -144,7 +145,8 @@ def compile_frame(
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
     report = functools.partial(publish, analysis, config)
     report() if block.publish is None else block.publish(report)
-    return outputs.adapt(early.adapt(boundary.adapt(compiled)))
+    compiled = outputs.adapt(early.adapt(boundary.adapt(compiled)))
+    return compiled if block.publish is not None else serializable(compiled, whole, given, patches)
 
 
 def _in_pieces(

@@ -17,16 +17,94 @@ from megacpp_compile import load_cache, save_cache
 from megacpp_compile.errors import CompileCacheError
 
 ROOT = Path(__file__).parents[1]
-# Both processes are forks of one that has torch loaded, and nothing compiled.
+# Every process is a fork of one that has torch loaded, and nothing compiled.
 PROCESSES = """
-import json, os, sys
+import copy, json, os, shutil, sys
 import torch
 import torch._inductor.compile_fx
 import megacpp_compile
+from megacpp_compile import cli
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import cpp_builder
 
 path, *folders = sys.argv[1:]
 torch._inductor.config.cpp.simdlen = 1  # scalar C++ compiles in a part of the time
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.norm, self.up = nn.Linear(32, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 32, bias=False)
+
+    def forward(self, x):
+        self.up.weight.data.clamp_(-0.3, 0.3)  # runs ahead of the frame
+        logits = self.up(self.norm(self.down(x)))
+        return logits.square().sum(), logits
+
+
+def build():
+    torch.manual_seed(0)
+    return Block(), (torch.randn(4, 32),)
+
+
+def error(call):
+    try:
+        call()
+    except Exception as found:
+        return f"{type(found).__name__}: {found}"
+
+
+def without_compilers(action):
+    # Nothing is captured here, and no compiler runs.
+    built, build_command = [], cpp_builder.run_compile_cmd
+    cpp_builder.run_compile_cmd = lambda *args: built.append(args) or build_command(*args)
+    model, (x,) = build()
+    with megacpp_compile.record() as report:
+        if action == "ahead":
+            model = megacpp_compile.load_compiled(path, model, options={"drop_outputs": "logits"})
+        else:
+            torch._dynamo.config.caching_precompile = True
+            model = torch.compile(model, backend="megacpp", options={"drop_outputs": "logits"})
+        loss, dropped = model(x)
+        loss.backward()
+    eager, _ = build()
+    (expected, _) = eager(x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, p in eager.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, p.grad)
+    found = {"built": len(built), "frames": len(report.frames), "stats": dict(counters["stats"]), "dropped": repr(dropped)}
+    if action == "ahead":
+        with torch.no_grad():
+            for p in (*model.parameters(), *eager.parameters()):
+                p.mul_(0.5)
+            inference = error(lambda: model(x))
+            copied = copy.deepcopy(model)
+            copied.up.weight.zero_()
+        assert copied(x)[0].item() == 0 != model(x)[0].item()
+        torch.testing.assert_close(model(x)[0], eager(x)[0])
+        found["errors"] = {
+            "inference": inference,
+            "shape": error(lambda: model(x[:3])),
+            "dtype": error(lambda: model(x.double())),
+            "option": error(lambda: megacpp_compile.load_compiled(path, eager, options={"policy": "selective"})),
+            "class": error(lambda: megacpp_compile.load_compiled(path, nn.Linear(1, 1))),
+        }
+        del model.forward
+        found["undone"] = model(x[:3])[0].item() == eager(x[:3])[0].item()
+    return found
+
+
+def written(action):
+    model, (x,) = build()
+    if action == "compile":
+        assert cli.main(["compile", "__main__:build", "-o", path, "--option", "drop_outputs=logits", "--json"]) == 0
+    else:
+        torch._dynamo.config.caching_precompile = True
+        torch.compile(model, backend="megacpp", options={"drop_outputs": "logits"})(x)[0].backward()
+        assert torch.compiler.save_cache_artifacts()[1].artifacts["precompile"]
+    return {}
 
 
 def run(action):
@@ -45,28 +123,36 @@ def run(action):
 
 
 torch.set_num_threads(1)
-for action, folder in zip(("save", "load"), folders):
+what = {"save": run, "load": run, "compile": written, "ahead": without_compilers,
+        "precompile": written, "precompiled": without_compilers}
+before = None
+for action, folder in (place.split("=") for place in folders):
+    if action == "precompiled":
+        shutil.move(before, folder)  # Dynamo's own cache is a part of the folder, wherever that is
+    before = folder
     if (child := os.fork()) == 0:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        print(json.dumps(run(action)), flush=True)
+        print(json.dumps({action: what[action](action)}), flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, action
 """
 
 
-def saved_and_loaded(path, *caches):
-    """What the one process made and the other found; each has a folder of its own for what Inductor keeps."""
+def processes(path, **caches):
+    """What each process says, by its action; each has a folder of its own for what Inductor keeps."""
     environ = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")}
-    command = [sys.executable, "-c", PROCESSES, str(path), *map(str, caches)]
+    command = [sys.executable, "-c", PROCESSES, str(path), *(f"{action}={folder}" for action, folder in caches.items())]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+    return {action: said for line in lines for action, said in line.items()}
 
 
 @pytest.mark.end_to_end
 def test_code_goes_from_one_process_to_another(tmp_path):
     path = tmp_path / "model.cache"
-    first, again = saved_and_loaded(path, tmp_path / "first", tmp_path / "second")
+    said = processes(path, save=tmp_path / "first", load=tmp_path / "second")
+    first, again = said["save"], said["load"]
     assert list((tmp_path / "first").iterdir()) and list((tmp_path / "second").iterdir())
     assert first["cached"] == [False] and again["cached"] == [True]
     assert first["fired"] == again["fired"] == 1
@@ -74,6 +160,29 @@ def test_code_goes_from_one_process_to_another(tmp_path):
     assert first["bytes"] == again["bytes"] == path.stat().st_size
     assert (first["out"], first["grad"]) == (again["out"], again["grad"])
     assert list(tmp_path.glob("*.partial")) == []
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch puts no compiled code into files that goes beside graphs")
+@pytest.mark.end_to_end
+def test_code_compiled_ahead_runs_elsewhere(tmp_path):
+    """Whole graphs, from a file and from Dynamo's own cache, with what runs around them, in a process with an empty
+    folder: no frame is captured, nothing is compiled, gradients are eager's, and a call that does not fit is told."""
+    path = tmp_path / "model.code"
+    first, second, moved = (tmp_path / name for name in ("first", "second", "moved"))
+    said = processes(path, compile=first, ahead=second, precompile=first, precompiled=moved)
+    for action in ("ahead", "precompiled"):
+        found = said[action]
+        assert (found["built"], found["frames"], found["stats"]) == (0, 0, {}), found
+        assert found["dropped"] == "<logits, dropped by the option 'drop_outputs'>"
+    assert said["ahead"]["undone"]
+    for what, text in {
+        "inference": "its code is not for this call: grad mode has changed",
+        "shape": "its code is not for this call: x has size 3 in dimension 0, and had 4",
+        "dtype": "its code is not for this call: x is Double, and was Float",
+        "option": "option 'drop_outputs' was ('logits',) where it was made, and is the default",
+        "class": "the model was Block where it was made, and is Linear",
+    }.items():
+        assert said["ahead"]["errors"][what].startswith(f"CompileCacheError: {path}: {text}. "), said["ahead"]["errors"]
 
 
 @pytest.fixture
@@ -88,7 +197,7 @@ def file(tmp_path, monkeypatch):
     return tmp_path / "code"
 
 
-@pytest.mark.parametrize("what", ["device", "machine", "python", "torch", "megacpp_compile"])
+@pytest.mark.parametrize("what", ["device", "processor", "machine", "python", "torch", "triton", "megacpp_compile"])
 def test_a_file_of_something_else(what, file, caplog):
     magic, head, payload = file.read_bytes().split(b"\n", 2)
     found = json.loads(head)

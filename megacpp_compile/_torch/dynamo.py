@@ -7,17 +7,22 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from megacpp_compile._torch._registry import find
+from megacpp_compile._torch._registry import find, present
 from megacpp_compile._torch._theme import theme
+from megacpp_compile._torch.symbols import SYMBOLS
 
 if TYPE_CHECKING:
     from torch._dynamo import OptimizedModule, config, eval_frame, graph_break, mark_static_address
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as BundledCallable
+    from torch._dynamo.aot_compile_types import GraphModuleSerializableCallable as GraphCallable
+    from torch._dynamo.aot_compile_types import SerializableCallable
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.backends.torchxla import openxla_eval_boxed
     from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._dynamo.exc import InvalidBackend, RestartAnalysis, TensorifyScalarRestartAnalysis, Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.precompile_context import BackendCacheArtifact, PrecompileContext
     from torch._dynamo.source import AttrSource, TensorProperty, TensorPropertySource
     from torch._dynamo.symbolic_convert import TensorifyState
     from torch._dynamo.trace_rules import check as skips
@@ -62,6 +67,18 @@ def registers_again(backend: Any) -> None:
     reopened = _Reopened({**known, backend.__name__: backend})
     reopened.open_to = backend.__name__
     registry._COMPILER_FNS = reopened
+
+
+def aot_compiler(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """What compiles `fn` as one graph for inputs (args, kwargs), without running it. settings: of `torch.compile`.
+    Raises TorchInternalsError where torch has no such thing."""
+    import torch
+
+    if not present(switch := SYMBOLS["torch._dynamo.config.enable_aot_compile"].get()):
+        switch()
+    with find("torch._dynamo.config").patch(enable_aot_compile=True):
+        compiled: Any = torch.compile(fn, fullgraph=True, **settings)
+    return compiled.aot_compile  # type: ignore[no-any-return]
 
 
 def check_when_given(backends: Sequence[Any], check: Callable[..., Any]) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacpp_compile._torch._registry import find
@@ -113,3 +116,59 @@ def _calls(pattern: Any) -> frozenset[frozenset[Any]]:
     parts += [getattr(pattern, name, None) for name in ("pattern", "inner_pattern")]
     own = getattr(pattern, "fns_set", ()) if getattr(pattern, "op", "") == "call_function" else ()
     return frozenset([frozenset(own)] if own else []).union(*(_calls(p) for p in parts if hasattr(p, "pattern_eq")))
+
+
+def cpp_libraries() -> dict[str, bytes]:
+    """Names of files in Inductor's folder -> what is in them: the C++ kernels that this process has loaded, and what
+    Inductor told by which instructions this processor has."""
+    loaded = find("torch._inductor.codecache.CppPythonBindingsCodeCache.cache") or {}
+    if not loaded:
+        return {}
+    root = Path(find("torch._inductor.runtime.cache_dir_utils.cache_dir")())
+    kernels = [root / key[1:3] / f"{key}.main.so" for key in loaded]
+    probes = [path.with_suffix(".so") for path in root.glob("*/*.cpp") if path.with_suffix(".so").exists()]
+    probes = [so for so in probes if _PROBE in so.with_suffix(".cpp").read_text(errors="replace")]
+    return {str(p.relative_to(root)): p.read_bytes() for p in (*kernels, *probes) if p.exists()}
+
+
+_PROBE = "_chk_kernel"  # in the sources of probes alone
+
+
+def put_cpp_libraries(files: Mapping[str, bytes]) -> None:
+    """Put what `cpp_libraries` gave into Inductor's folder, each file whole, where it has none of that name."""
+    if not files:
+        return
+    root = Path(find("torch._inductor.runtime.cache_dir_utils.cache_dir")())
+    for name, content in files.items():
+        path = root / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+            partial.write_bytes(content)
+            partial.chmod(0o755)
+            partial.replace(path)
+
+
+@contextlib.contextmanager
+def without_compilers(patches: Mapping[str, Any]) -> Iterator[None]:
+    """Inductor loads code that is compiled already, with CUDA graphs as in `patches`, the settings it was compiled
+    with; the header of C++ kernels is not compiled for it."""
+    codecache = find("torch._inductor.codecache")
+    compile_header = getattr(codecache, "_precompile_header", None)
+    if compile_header is not None:
+        codecache._precompile_header = lambda *args, **kwargs: ""
+    try:
+        with find("torch._inductor.config").patch(
+            {name: value for name, value in patches.items() if name.startswith("triton.cudagraph")}
+        ):
+            yield
+    finally:
+        if compile_header is not None:
+            codecache._precompile_header = compile_header
+
+
+def triton_version() -> str:
+    """"3.6.0", or "" where there is no Triton."""
+    with contextlib.suppress(ImportError):
+        return str(importlib.import_module("triton").__version__)
+    return ""

@@ -12,6 +12,7 @@ backward, and whatever recomputes a cast in it, has the scales of its forward.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,8 +38,11 @@ class Past:
 
     def adapt(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, called with the frame's own inputs."""
-        columns = self.columns
-        return called_with(compiled, lambda inputs: maxima_of(columns, inputs).arguments()) if columns else compiled
+        return called_with(compiled, functools.partial(_arguments, self.columns)) if self.columns else compiled
+
+
+def _arguments(columns: tuple[Column, ...], inputs: Sequence[Any]) -> list[Tensor]:
+    return maxima_of(columns, inputs).arguments()
 
 
 def take_past(gm: GraphModule, captured: Captured | None) -> Past:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ def add_inputs(gm: GraphModule, name: str, fakes: Sequence[Tensor], static: bool
 
 def called_with(compiled: Callable[..., Any], more: Callable[[Sequence[Any]], Sequence[Tensor]]) -> Callable[..., Any]:
     """`compiled`, called with a frame's own inputs: `more` makes of these what it takes behind them."""
+    return functools.partial(_with_more, compiled, more)
 
-    def with_more(*inputs: Any) -> Any:
-        return compiled(*inputs, *more(inputs))
 
-    return with_more
+def _with_more(compiled: Callable[..., Any], more: Callable[[Sequence[Any]], Sequence[Tensor]], *inputs: Any) -> Any:
+    return compiled(*inputs, *more(inputs))

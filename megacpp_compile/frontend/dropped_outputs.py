@@ -6,8 +6,9 @@ that a loss in the same frame is computed from leaves the frame's graph, and a `
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,16 +67,11 @@ class Outputs:
 
     def adapt(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, with an object in the place of each output that it does not have."""
-        if not self.dropped:
-            return compiled
+        return functools.partial(_call_without, compiled, self.dropped) if self.dropped else compiled
 
-        def call(*args: Any) -> Any:
-            results = compiled(*args)
-            return tuple(
-                DroppedOutput(self.dropped[i]) if i in self.dropped else result for i, result in enumerate(results)
-            )
 
-        return call
+def _call_without(compiled: Callable[..., Any], dropped: Mapping[int, str], *args: Any) -> Any:
+    return tuple(DroppedOutput(dropped[i]) if i in dropped else result for i, result in enumerate(compiled(*args)))
 
 
 def without(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> Outputs:

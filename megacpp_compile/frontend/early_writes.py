@@ -10,6 +10,7 @@ computed in both where both read them.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Set
 from typing import Any
@@ -44,20 +45,20 @@ class EarlyWrites:
     def adapt(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, behind the writes. A call whose other arguments share the written memory, where the frame was
         compiled for one that has it to itself, runs in eager."""
-        if (writes := self.writes) is None:
+        if self.writes is None:
             return compiled
+        return functools.partial(_call_behind, compiled, self.writes, self.whole, self.written)
 
-        def call(*args: Any) -> Any:
-            written = {storage_id(args[i]) for i in self.written}
-            if any(
-                storage_id(a) in written for i, a in enumerate(args) if i not in self.written and torch.is_tensor(a)
-            ):
-                return self.whole(*args)
-            with torch.no_grad():
-                writes(*args)
-            return compiled(*args)
 
-        return call
+def _call_behind(
+    compiled: Callable[..., Any], writes: GraphModule, whole: GraphModule, places: list[int], *args: Any
+) -> Any:
+    written = {storage_id(args[i]) for i in places}
+    if any(storage_id(a) in written for i, a in enumerate(args) if i not in places and torch.is_tensor(a)):
+        return whole(*args)
+    with torch.no_grad():
+        writes(*args)
+    return compiled(*args)
 
 
 def ahead_of(gm: GraphModule) -> EarlyWrites:

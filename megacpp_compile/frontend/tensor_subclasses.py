@@ -11,7 +11,8 @@ What is wide stays wide: a bfloat16 weight that is no wrapper is never rounded h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,16 +49,14 @@ class Boundary:
 
     def adapt(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, called with the frame's own inputs."""
-        if not self.split:
-            return compiled
+        return functools.partial(_call_with_parts, compiled, self.split) if self.split else compiled
 
-        def call(*args: Any) -> Any:
-            given: list[Any] = []
-            for i, value in enumerate(args):
-                given += _parts(split(value, self.split[i])) if i in self.split else (value,)
-            return compiled(*given)
 
-        return call
+def _call_with_parts(compiled: Callable[..., Any], names: Mapping[int, str], *args: Any) -> Any:
+    given: list[Any] = []
+    for i, value in enumerate(args):
+        given += _parts(split(value, names[i])) if i in names else (value,)
+    return compiled(*given)
 
 
 def enter(gm: fx.GraphModule, example_inputs: Sequence[Any], strict: bool = False) -> Boundary:

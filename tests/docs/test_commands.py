@@ -98,6 +98,8 @@ RUNS = {
 # A test that runs it -> commands.
 ELSEWHERE = {
     "tests/evidence/test_evidence.py": ["megacpp evidence gate", "megacpp evidence run PROFILE --environment ID"],
+    "tests/test_compile_cache.py": [
+        "megacpp compile module:callable -o FILE", "megacpp compile module:callable -o model.code --option policy=selective"],
     "tests/test_cli.py": ["megacpp explain module:callable --html report.html"],
     "tests/memory/test_estimate.py": ["megacpp estimate module:callable", "megacpp estimate examples.explain_hf:build"],
     "tests/memory/test_fit.py": [

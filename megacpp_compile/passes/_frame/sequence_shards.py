@@ -12,6 +12,7 @@ one, shows how many tokens a rank has.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -149,16 +150,16 @@ def watching(
     sizes = [size for n in holders if isinstance(x := dynamo_value(n), torch.Tensor) for size in x.shape]
     if not reads or not context_parallel.several_ranks() or all(isinstance(size, int) for size in sizes):
         return compiled
+    return functools.partial(_call_watched, compiled, reads, config.strict)
 
-    def run(*args: Any) -> Any:
-        if why := context_parallel.in_force():
-            error = SequenceShardedError(reads, why)
-            if config.strict:
-                raise error
-            warn_once(str(error))
-        return compiled(*args)
 
-    return run
+def _call_watched(compiled: Callable[..., Any], reads: list[tuple[str, str]], strict: bool, *args: Any) -> Any:
+    if why := context_parallel.in_force():
+        error = SequenceShardedError(reads, why)
+        if strict:
+            raise error
+        warn_once(str(error))
+    return compiled(*args)
 
 
 def activations(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[Any]:
