@@ -69,6 +69,13 @@ def registers_again(backend: Any) -> None:
     registry._COMPILER_FNS = reopened
 
 
+def recompile_reason() -> str:
+    """The guard that failed, where the frame under way was compiled before, as Dynamo says it; else ""."""
+    context = find("torch._dynamo.utils.get_metrics_context")
+    noted = getattr(context() if context is not None else None, "_metrics", {})
+    return str(noted.get("recompile_reason") or "")
+
+
 def aot_compiler(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """What compiles `fn` as one graph for inputs (args, kwargs), without running it. settings: of `torch.compile`.
     Raises TorchInternalsError where torch has no such thing."""

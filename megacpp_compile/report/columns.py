@@ -25,6 +25,7 @@ COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
                                    FQN: ("fqn",)},
     "frames": {"index": ("index",), "name": ("name",), "outcome": ("outcome",), "passes": ("passes",),
                "nodes": ("nodes",), "target": ("target",), "mode": ("mode",), "seconds": ("seconds",)},
+    "compiled again": {"frame": (), "name": ("name",), "recompiled as": ("recompiled",)},
     "compile time": {"frame": (), "dynamo": ("dynamo",), "capture": ("capture",), "passes": (),
                      "analysis": ("analysis",), "plan": ("plan",), "lowering": ("lowering",), "code": ("code",),
                      "torch": ("torch",)},

@@ -177,6 +177,7 @@ class Frame:
             nothing is known yet.
         modules: name -> class of the modules that it has code of, "" being the one whose code is compiled, in the order
             of their first calls; empty where no report was open.
+        recompiled: what has changed since it was compiled before, of the guard that failed; "" at the first time.
     """
 
     index: int = 0
@@ -209,6 +210,7 @@ class Frame:
     backward: dict[str, list[str]] = field(default_factory=dict)
     verified: dict[str, Any] | None = None
     modules: dict[str, str] = field(default_factory=dict)
+    recompiled: str = ""
 
     @property
     def outcome(self) -> str:

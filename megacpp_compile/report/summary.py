@@ -25,6 +25,8 @@ def headline(report: Collected) -> str:
     captured = sum(frame.captured for frame in report.frames)
     text = f"{captured} of {plural(len(report.frames), 'frame')} captured, "
     text += f"{plural(len(report.sites), 'site')} fused, {plural(len(report.misses), 'near miss', 'near misses')}"
+    if again := sum(bool(frame.recompiled) for frame in report.frames):
+        text += f", {again} compiled again"
     before, after, known = saved_bytes(report)
     if known:
         text += f", saved for backward {bytes_text(before)} → {bytes_text(after)}"
@@ -50,6 +52,7 @@ def summary(report: Collected) -> str:
     plain = (f"{f.name}: {f.reason or 'no idiom found'}" for f in frames if f.captured and not _fired(f))
     lines += section("captured, and nothing to fuse", plain)
     lines += not_captured(Counter(map(line_of, (frame for frame in frames if not frame.captured))))
+    lines += section("compiled again", (f"{f.name}: {f.recompiled}" for f in frames if f.recompiled))
     cut = (f.graph_break for f in frames if f.graph_break and left_to(f) in ("", "pieces"))
     lines += section("graph breaks", cut)
     found = (f"{r['kind']}: {r['fqn'] or '(the frame itself)'}" for frame in frames for r in frame.recognised)

@@ -34,8 +34,8 @@ def tables(report: Collected, width: int | None = None) -> str:
 def sections(report: Collected) -> list[_Section]:
     """The sections that have rows: title, headers, and rows of text."""
     made = (_regions(report), _fused(report), _recognised(report), _precision(report), _attention(report),
-            _eager(report), _missed(report), _verified(report), _frames(report), _seconds(report), _auto(report),
-            _remat(report), _peaks(report), _measured(report), _sharded(report))  # fmt: skip
+            _eager(report), _missed(report), _verified(report), _frames(report), _again(report), _seconds(report),
+            _auto(report), _remat(report), _peaks(report), _measured(report), _sharded(report))  # fmt: skip
     return [section for section in made if section.rows]
 
 
@@ -156,6 +156,11 @@ def _frames(report: Collected) -> _Section:
             (str(frame.index), name, frame.outcome, fired or "-", str(frame.nodes), target, frame.mode, seconds)
         )
     return _section("frames", rows)
+
+
+def _again(report: Collected) -> _Section:
+    rows = [(str(frame.index), frame.name, frame.recompiled) for frame in report.frames if frame.recompiled]
+    return _section("compiled again", rows)
 
 
 def _seconds(report: Collected) -> _Section:
