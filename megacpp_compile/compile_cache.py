@@ -139,9 +139,7 @@ def save_compiled(
     return _written(Path(path), _CODE, {"artifacts": {"graph": 1}, "holds_for": holds_for}, payload)
 
 
-def load_compiled(
-    path: str | Path, model: Model, options: Mapping[str, Any] | Config | None = None
-) -> Model:
+def load_compiled(path: str | Path, model: Model, options: Mapping[str, Any] | Config | None = None) -> Model:
     """Have `model` run the code of a file of `save_compiled`, in place of its forward, and return it.
 
     The code is pickled Python objects and machine code: load only files of your own.

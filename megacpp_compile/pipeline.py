@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from megacpp_compile._torch.dynamo import RestartAnalysis, recompile_reason
+from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile.analysis import Analysis, analyse, retrace, retrace_needed
 from megacpp_compile.backends import stitched
 from megacpp_compile.backends._protocol import Backend, Settings, backend_for
@@ -47,7 +47,6 @@ from megacpp_compile.passes._frame.sequence_shards import watching
 from megacpp_compile.remat import conflicts
 from megacpp_compile.remat.tagging import noted_in
 from megacpp_compile.report import collector, log, stages
-from megacpp_compile.report.guards import in_words
 from megacpp_compile.sharding.frames import pin_for_frame
 from megacpp_compile.sharding.pinning import SiblingParams
 from megacpp_compile.targets import Target, resolve_target
@@ -122,7 +121,7 @@ def compile_frame(
         fixed_floats.trace_again(rewritten, analysis.captured.fake_mode.shape_env)
     analysis.frame.auto = conflicts.auto_for(gm, rewritten, example_inputs, given, patches)
     analysis.frame.graph_break = str(cut or "")
-    analysis.frame.recompiled = in_words(reason) if (reason := recompile_reason()) else ""
+    analysis.frame.recompiled = unbacked_shapes.what_changed()
     analysis.notes += cut_sites(gm, analysis.outcome.sites if analysis.outcome else [], config)
     count = FrameCount(gm, config, block.required)
     if retrace_needed(boundary.gm, analysis):

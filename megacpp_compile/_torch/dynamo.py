@@ -69,11 +69,15 @@ def registers_again(backend: Any) -> None:
     registry._COMPILER_FNS = reopened
 
 
-def recompile_reason() -> str:
-    """The guard that failed, where the frame under way was compiled before, as Dynamo says it; else ""."""
-    context = find("torch._dynamo.utils.get_metrics_context")
-    noted = getattr(context() if context is not None else None, "_metrics", {})
-    return str(noted.get("recompile_reason") or "")
+def failed_guard(entries: Sequence[Any], values: dict[str, Any]) -> str:
+    """The guard that fails for a frame with the local variables `values`, as Dynamo says it, of the code among
+    `entries`, what the frame was compiled to before, whose guards hold the longest; "" where there is none."""
+    reason = find("torch._dynamo.guards.get_guard_fail_reason")
+    known = [entry for entry in entries if hasattr(entry.guard_manager, "check_verbose")]
+    if reason is None or not known:
+        return ""
+    nearest = max(known, key=lambda entry: entry.guard_manager.check_verbose(values).num_guards_executed)
+    return str(reason(nearest.guard_manager, nearest.code, values, nearest.compile_id, None, True))
 
 
 def aot_compiler(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:

@@ -192,6 +192,8 @@ _ROWS = (
            "Dynamo wraps them in BackendCompilerFailed"),
     Symbol("", "torch._dynamo.config.suppress_errors", "telling errors that Dynamo hides",
            "frames that ran in eager for one are not in the report"),
+    Symbol("", "torch._dynamo.guards.get_guard_fail_reason", "telling why a frame is compiled again",
+           "the report does not say why"),
     Symbol("", "torch._dynamo.config.enable_aot_compile", "compiled code in a file", RAISES, seen="2.11-2.15"),
     Symbol("", "torch._dynamo.config.caching_precompile", "code in Dynamo's own cache", "it has none of this backend"),
     Symbol("", "torch._functorch.config.bypass_autograd_cache_key", "telling that code is for a file",

@@ -26,6 +26,7 @@ from megacpp_compile._torch import translator
 from megacpp_compile._torch.dynamo import (
     TensorifyScalarRestartAnalysis,
     counters,
+    failed_guard,
     frame_compiler,
     graph_break_reasons,
     set_frame_compiler,
@@ -35,6 +36,7 @@ from megacpp_compile.frontend import graph_breaks
 from megacpp_compile.frontend.expert_loops import Loops
 from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.report import collector, stages
+from megacpp_compile.report.guards import in_words
 from megacpp_compile.report.records import Frame, MissedFusion
 from megacpp_compile.report.user_code import place_of
 
@@ -45,6 +47,8 @@ _asked: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_dynamic_o
 _retraced: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_retraced", default=False)
 # Torch's own count of graph breaks, as it was before the frame being compiled.
 _counted: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar("megacpp_counted")
+# Tells the guard that failed, as Dynamo says it, where the frame being compiled was compiled before.
+_failed: contextvars.ContextVar[Callable[[], str] | None] = contextvars.ContextVar("megacpp_failed", default=None)
 _loops: contextvars.ContextVar[Loops | None] = contextvars.ContextVar("megacpp_expert_loops", default=None)
 _MARK = "_megacpp_compile"
 _OURS = "_megacpp_traces_sizes"
@@ -77,6 +81,8 @@ def install() -> None:
         traced = functools.partial(_traced_whole, original, args, kwargs)
         loops = Loops(_restart) if watches and graph_breaks.option(given["compiler_fn"], "expert_loops") else None
         loops_token = _loops.set(loops)
+        entries = given.get("cache_entries_for_reasons") or given.get("cache_entries") or ()
+        failed_token = _failed.set(functools.partial(failed_guard, entries, given.get("locals") or {}))
         try:
             with translator.watching(loops), stages.frame_begins():
                 return graph_breaks.watched(
@@ -84,6 +90,7 @@ def install() -> None:
                 )
         finally:
             _loops.reset(loops_token)
+            _failed.reset(failed_token)
             for why, at in loops.refused if loops is not None else ():
                 _report_refused(why, at)
             for found in graph_break_reasons[seen:]:
@@ -93,6 +100,16 @@ def install() -> None:
 
     setattr(compile_frame, _MARK, True)
     set_frame_compiler(compile_frame)
+
+
+def what_changed() -> str:
+    """Why the frame under way is compiled again, in words; "" at the first time, and where Dynamo does not say."""
+    failed = _failed.get()
+    try:
+        said = failed() if failed is not None else ""
+    except Exception as error:  # guards evaluate what the user's classes define
+        return f"its guards cannot be asked: {type(error).__name__}"
+    return in_words(said) if said else ""
 
 
 def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

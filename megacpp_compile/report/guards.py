@@ -7,6 +7,8 @@ import re
 _TENSOR = re.compile(
     r"tensor '(.*?)' (\w+) mismatch(?: at index (\d+))?\. expected (?:\w+=)?(\S+?)(?:, actual (\S+?))?(?:\.|$|\s)"
 )
+_NO_TENSOR = re.compile(r"expected type of '(.*?)' to be a tensor type, ' but found <class '(\w+)'>")
+_NONE = re.compile(r"(.*?) is None\s*(?:#|$)")
 _STATE = re.compile(r"GLOBAL_STATE changed:\s*(.*)", re.DOTALL)
 # What of a tensor has changed -> how that reads, of what it is and what it was.
 _OF_TENSOR = {
@@ -21,6 +23,10 @@ def in_words(reason: str) -> str:
     """What Dynamo says of a guard that failed, as a clause. What it is not known how to read is left as it is said, in
     backticks and without the line of code beside it."""
     said = re.sub(r"^\d+/\d+: ", "", reason.strip())
+    if found := _NO_TENSOR.match(said):
+        return f"{_name(found[1])} is {found[2]}, and was a tensor"
+    if found := _NONE.match(said):
+        return f"{_name(found[1])} is no longer None"
     if found := _TENSOR.match(said):
         return _of_tensor(*found.groups())
     if found := _STATE.match(said):

@@ -21,6 +21,8 @@ from megacpp_compile.report.guards import in_words
     ("0/2: GLOBAL_STATE changed: grad_mode autocast(cpu)_enabled ", "grad mode, autocast(cpu) enabled has changed"),
     ("0/4: s.adapter == True           # if s.adapter:  # a.py:9 in forward", "`s.adapter == True` no longer holds"),
     ("L['self']._modules['up'].training == True", "`self.up.training == True` no longer holds"),
+    ("0/0: mask is None     # if mask is not None: y=y*mask  # a.py:11 in forward", "mask is no longer None"),
+    ("expected type of 'L['mask']' to be a tensor type, ' but found <class 'NoneType'>", "mask is NoneType, and was a tensor"),
     ("", "Dynamo does not say why"),
 ])  # fmt: skip
 def test_in_words(said, words):
