@@ -1,8 +1,9 @@
 """Inductor's on-disk caches: a second process compiles nothing, and whatever can change the code misses.
 
 What has to hit is the first step of a process of its own, as caches in memory would hide what lies on disk; a miss may
-follow in the same one. The processes share one cache directory. All but the first are forks of one that has torch
-loaded, and neither the package nor anything compiled: their hash seed is not that of the first."""
+follow in the same one. The processes share one cache directory, which has moved to another place when the first is
+done. All but the first are forks of one that has torch loaded, and neither the package nor anything compiled: their
+hash seed is not that of the first."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ print(json.dumps([forked(root, steps) for root, steps in json.loads(sys.argv[1])
 
 class Runner:
     def __init__(self, home: Path) -> None:
-        self.home = home
+        self.home, self.cache = home, home / "cache"
         (home / "step.py").write_text(SCRIPT)
 
     def __call__(self, *jobs: tuple[Path, list[dict[str, Any]]]):
@@ -89,7 +90,7 @@ class Runner:
         its own, with the package of that folder."""
         environ = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("MEGACPP_", "TORCHINDUCTOR_"))},
-            "TORCHINDUCTOR_CACHE_DIR": str(self.home / "cache"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.cache),
             "PYTHONPATH": "",
             "OMP_NUM_THREADS": "1",
             # A pool of compilers costs a process that compiles two kernels more than it saves.
@@ -129,6 +130,7 @@ def run(tmp_path_factory):
         file.write("# another version\n")  # which edits matter is nobody's to guess
     root = SOURCE.parent
     ((runner.first,),) = runner((root, [{}]))
+    runner.cache = runner.cache.rename(runner.home / "elsewhere")  # what lies in it is to serve wherever it lies
     jobs = (root, [{}, {"disable": "mla_rope_q"}]), (copied, [{"explain": True}]), (changed, [{}])
     (runner.again, runner.with_an_option), (runner.moved,), (runner.changed,) = runner(*jobs)
     return runner
