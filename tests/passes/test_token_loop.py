@@ -194,6 +194,27 @@ def test_tokens_of_chunks_and_outputs_that_are_concatenated(take, join):
     assert_fires(NAME, *block(form, 4))
 
 
+def written_with_room(out, like):
+    """Tokens in front of a row that stays what it was."""
+    room = torch.ones_like(torch.cat([like, like[:, :1]], 1))
+    for i, o in enumerate(out):
+        room[:, i] = o
+    return room
+
+
+def test_refuses_outputs_beside_rows_that_no_token_writes():
+    def form(q, k, v, g, beta, state, size, scale, norm):
+        q, k = repeated(norm(q), v.shape[2]) * scale, repeated(norm(k), v.shape[2])
+        state, out = zeros_for(k.transpose(1, 2), v.transpose(1, 2)), []
+        for each in zip(*map(all_tokens, (q, k, v, g.exp(), beta)), strict=True):
+            o, state = update(state, *each)
+            out.append(o)
+        return written_with_room(out, v).sum(1, keepdim=True) + v, state
+
+    module, args = block(form, 4)
+    assert not check_graph(module, args).fired.get(NAME)
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_a_decay_by_sigmoid_has_a_logarithm(given):
     assert_fires(NAME, *block(by_token(update, torch.sigmoid), given=given, state=given))

@@ -204,6 +204,8 @@ def _writes(last: Node, count: int) -> list[Collected]:
     dims = {(dim, kept) for dim, _, kept in places}
     if len(dims) > 1 or [at for _, at, _ in places] != list(range(count)):
         return []
+    if positions(value(last).shape[next(iter(dims))[0]]) != count:
+        return []  # what is not written stays what it was
     (dim, kept), parts = dims.pop(), [n.args[1] for n, _ in reversed(chain)]
     if any(u is not last and u not in between for n in between - {last} for u in n.users):
         return []
