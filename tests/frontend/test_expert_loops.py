@@ -180,6 +180,12 @@ class ThreeLayers(torch.nn.Module):
 
 
 @pytest.mark.end_to_end
+def test_an_input_that_is_indexed_before_anything_looks_at_it(caplog):
+    with caplog.at_level("INFO", logger="megacpp_compile"):
+        torch.compile(lambda x: x[:, 1] + 1, backend="megacpp")(torch.rand(2, 3))
+    assert "left as they are" not in caplog.text
+
+
 def test_a_loop_that_is_refused_leaves_those_before_it_alone():
     """The graph breaks at its layer, and the layers before are one frame as they would be without it."""
     report = compiled(ThreeLayers(), tokens())

@@ -62,10 +62,10 @@ def _list_array(translator: Any, array: Any, at: int, short: ShortCounts) -> Non
 
 def subscript(translator: Any) -> None:
     """Index tensors and lists by experts' numbers: indexing by a tensor asks for its value."""
-    holder, key = (variables.seen(v) for v in translator.stack[-2:])
+    key = variables.seen(translator.stack[-1])
     if variables.known(key) is None and variables.parts(key) is None:
         return
-    holder = variables.realized(holder)
+    holder = variables.realized(translator.stack[-2])  # Dynamo is about to look at it
     if variables.tensor(holder) is not None:
         translator.stack[-1] = _numbers(key)
     elif (known := variables.known(key)) is not None and known.dtype == torch.int64:
