@@ -27,7 +27,7 @@ from megacpp_compile.frontend import fallbacks, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.frontend.same_frames import key_of
-from megacpp_compile.fx import assumptions
+from megacpp_compile.fx import assumptions, short_loops
 from megacpp_compile.fx.provenance import is_backward, modules_called, outermost_frame
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.lowerings._traits import traits_of
@@ -37,6 +37,7 @@ from megacpp_compile.nn.attention.switch import require_fa4
 from megacpp_compile.passes._driver import Outcome, enabled_passes, recognised, run_passes
 from megacpp_compile.passes._frame import assumed, head_widths
 from megacpp_compile.passes._frame.attention_sites import as_written, attention_sites, unseen_sites, wanted_by
+from megacpp_compile.passes._frame.long_loops import lengthen
 from megacpp_compile.passes._frame.precision_rows import answered, asked, mixers_by_rule, unseen
 from megacpp_compile.passes._frame.sequence_shards import SequenceShards, sequence_shards
 from megacpp_compile.passes._frame.sites import add_called_ops, choose_lowerings
@@ -215,7 +216,10 @@ def _rewrite(
         effects.warn_of_untested(config, TARGETS[frame.target], row.requested, row.rule)
     count_saved = frame.grad and (collector.active() or config.explain)
     reviewer = Reviewer(captured, example_inputs, config, count_saved, collector.active())
+    given = frozenset(captured.gm.graph.nodes)
     outcome = run_passes(captured, config, reviewer if shards is None else shards.refusing(reviewer), log.graph)
+    if short_loops.marks(captured.gm.graph):
+        lengthen(captured, given)
     outcome.misses += captured.given_up
     if outcome.sites:
         outcome.misses += reviewer.unverified()

@@ -19,6 +19,7 @@ ALONE = "the frame is compiled by Inductor alone"
 # There is nothing to fall back on: whoever asked for it meets TorchInternalsError.
 RAISES = "nothing serves in its place"
 _TWICE = "a frame is run twice to be traced"
+_STEPS = "loops over tokens and chunks are traced with all steps"
 _BREAKS = "loops over the experts that have tokens break the graph"
 
 
@@ -186,6 +187,13 @@ _ROWS = (
     Symbol("", "torch._dynamo.variables.ConstantVariable", "numbers of experts in a translation", _BREAKS),
     Symbol("", "torch._dynamo.variables.TupleVariable", "lists of experts in a translation", _BREAKS),
     Symbol("", "torch._dynamo.variables.builder.wrap_fx_proxy", "entries of lists of experts", _BREAKS),
+    Symbol("", "torch._dynamo.variables.lists.RangeIteratorVariable", "telling loops over numbers", _STEPS),
+    Symbol("", "torch._dynamo.variables.lists.SliceVariable", "telling what a step of a loop reads", _STEPS),
+    Symbol("", "torch._dynamo.variables.torch.TorchInGraphFunctionVariable", "what a loop's results are joined by",
+           _STEPS),
+    Symbol("", "torch._dynamo.source.ConstantSource", "a symbol for a loop's position", _STEPS),
+    Symbol("", "torch.fx.experimental.symbolic_shapes.DimDynamic", "a symbol for a loop's position", _STEPS),
+    Symbol("", "torch.utils._sympy.value_ranges.ValueRanges", "a symbol for a loop's position", _STEPS),
     Symbol("", "torch._dynamo.exc.TorchDynamoException", "telling a translation's failures from its ways", _BREAKS),
     Symbol("", "torch._dynamo.exc.TorchRuntimeError", "telling a translation's failures from its ways", _BREAKS),
     Symbol("", "torch._dynamo.exc.ShortenTraceback", "errors of this package by their own class",

@@ -23,6 +23,8 @@ _PATHS = {
 _METHODS = ("Translator.__init__", "Translator.step", "SideEffects.check_allowed_side_effect",
             "MutationType.__init__", "TensorVariable.call_method")  # fmt: skip
 _LISTS = "torch._dynamo.variables.lists.CommonListMethodsVariable"
+_FUNCTIONS = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
+_JOINS = ("stack", "cat", "concat", "concatenate")
 _READS = ("item", "tolist")
 _MANY = 8
 _BORN = "_megacpp_born"
@@ -43,6 +45,43 @@ class Watcher(Protocol):
 
     def changes(self, born: int) -> None:
         """A value of Python's is changed that was made at the time `born` (`now`), or before the frame (-1)."""
+
+    def join(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
+        """In the place of calling one of torch's own functions."""
+
+
+class Together:
+    """Several watchers, the first around the others."""
+
+    def __init__(self, *watchers: Watcher) -> None:
+        self._watchers = watchers
+
+    def step(self, translator: Any, proceed: Callable[[], bool]) -> bool:
+        return bool(self._around(lambda w, go_on: w.step(translator, go_on), proceed))
+
+    def read(self, translator: Any, variable: Any, proceed: Callable[[], Any]) -> Any:
+        return self._around(lambda w, go_on: w.read(translator, variable, go_on), proceed)
+
+    def append(self, variable: Any, added: Any, proceed: Callable[[], Any]) -> Any:
+        return self._around(lambda w, go_on: w.append(variable, added, go_on), proceed)
+
+    def join(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
+        return self._around(lambda w, go_on: w.join(translator, function, args, kwargs, go_on), proceed)
+
+    def changes(self, born: int) -> None:
+        for watcher in self._watchers:
+            watcher.changes(born)
+
+    def _around(self, part: Callable[[Watcher, Callable[[], Any]], Any], proceed: Callable[[], Any]) -> Any:
+        for watcher in reversed(self._watchers):
+            proceed = functools.partial(part, watcher, proceed)
+        return proceed()
+
+
+def together(*watchers: Watcher | None) -> Watcher | None:
+    """One watcher for those of `watchers` that there are."""
+    given = [w for w in watchers if w is not None]
+    return Together(*given) if len(given) > 1 else given[0] if given else None
 
 
 _watcher: contextvars.ContextVar[Watcher | None] = contextvars.ContextVar("megacpp_translation", default=None)
@@ -105,6 +144,8 @@ def install() -> bool:
 
     if (lists := find(_LISTS)) is not None and "call_method" in vars(lists):
         lists.call_method = _watched_appends(lists.call_method)
+    if (functions := find(_FUNCTIONS)) is not None and "call_function" in vars(functions):
+        functions.call_function = _watched_joins(functions.call_function)
     translator.step, effects.check_allowed_side_effect = watched_step, watched_check
     mutation.__init__, translator.__init__, tensors.call_method = stamped_init, stamped_begin, watched_call
     return True
@@ -127,6 +168,19 @@ def _watched_appends(call: Callable[..., Any]) -> Callable[..., Any]:
         if watcher is None or name != "append" or len(args) != 1 or kwargs:
             return call(self, tx, name, args, kwargs)
         return watcher.append(self, args[0], lambda: call(self, tx, name, args, kwargs))
+
+    return watched
+
+
+def _watched_joins(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a method of Dynamo's that calls torch's own functions, with those that join lists left to the watcher."""
+
+    @functools.wraps(call)
+    def watched(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        watcher = _watcher.get()
+        if watcher is None or getattr(self.value, "__name__", "") not in _JOINS:
+            return call(self, tx, args, kwargs)
+        return watcher.join(tx, self.value, args, kwargs, lambda: call(self, tx, args, kwargs))
 
     return watched
 

@@ -78,6 +78,8 @@ class Config(_Asked):
             shown to add nothing and to do nothing else; False leaves them to break the graph. In training, an expert
             with weights of its own has no gradient where the loop skips it, and one of zeros in a graph, which
             optimizers with momentum or weight decay tell apart: "auto" leaves such loops alone, True takes them.
+        rolled_loops: trace a few steps of a loop over tokens or chunks in the place of all, where all are shown to be
+            one step at consecutive positions and an op serves for the loop; False traces all steps.
         drop_outputs: names of outputs that nobody reads in training, by the variables that hold them: `("logits",)` for
             models that return logits beside the loss. Where a loss of the frame is computed from it, such an output is
             not made, and what stands in its place raises DroppedOutputError when it is used.
@@ -123,6 +125,7 @@ class Config(_Asked):
     overlap_collectives: bool = True
     autotune: bool = False
     expert_loops: bool | Literal["auto"] = "auto"
+    rolled_loops: bool = False
     drop_outputs: tuple[str, ...] = ()
     fa4: bool = False
     attention: Attention = "default"
@@ -151,6 +154,7 @@ class Config(_Asked):
             "overlap_collectives": checks.boolean("overlap_collectives", self.overlap_collectives),
             "autotune": checks.boolean("autotune", self.autotune),
             "expert_loops": checks.boolean_or_auto("expert_loops", self.expert_loops),
+            "rolled_loops": checks.boolean("rolled_loops", self.rolled_loops),
             "drop_outputs": tuple(sorted(set(checks.names("drop_outputs", self.drop_outputs, "names of outputs")))),
             "fa4": checks.boolean("fa4", self.fa4),
             "attention": checks.choice("attention", self.attention, get_args(Attention)),

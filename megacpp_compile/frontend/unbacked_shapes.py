@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from megacpp_compile._torch import translator
+from megacpp_compile._torch import positions, translator
 from megacpp_compile._torch.dynamo import (
     TensorifyScalarRestartAnalysis,
     counters,
@@ -34,6 +34,7 @@ from megacpp_compile._torch.dynamo import (
 from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.frontend import graph_breaks
 from megacpp_compile.frontend.expert_loops import Loops
+from megacpp_compile.frontend.rolled_loops import RolledLoops
 from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.report import collector, stages
 from megacpp_compile.report.guards import in_words
@@ -50,6 +51,7 @@ _counted: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar("me
 # Tells the guard that failed, as Dynamo says it, where the frame being compiled was compiled before.
 _failed: contextvars.ContextVar[Callable[[], str] | None] = contextvars.ContextVar("megacpp_failed", default=None)
 _loops: contextvars.ContextVar[Loops | None] = contextvars.ContextVar("megacpp_expert_loops", default=None)
+_rolled: contextvars.ContextVar[RolledLoops | None] = contextvars.ContextVar("megacpp_rolled_loops", default=None)
 _MARK = "_megacpp_compile"
 _OURS = "_megacpp_traces_sizes"
 
@@ -80,17 +82,22 @@ def install() -> None:
         seen, token = len(graph_break_reasons), _retraced.set(False)
         traced = functools.partial(_traced_whole, original, args, kwargs)
         loops = Loops(_restart) if watches and graph_breaks.option(given["compiler_fn"], "expert_loops") else None
-        loops_token = _loops.set(loops)
         entries = given.get("cache_entries_for_reasons") or given.get("cache_entries") or ()
         failed_token = _failed.set(functools.partial(failed_guard, entries, given.get("locals") or {}))
+        option = functools.partial(graph_breaks.option, given["compiler_fn"])
+        # A site of a few steps cannot be run for what verifies it.
+        rolls = watches and positions.installable() and option("rolled_loops") and option("verify") == "off"
+        rolled = RolledLoops(_restart) if rolls else None
+        loops_token, rolled_token = _loops.set(loops), _rolled.set(rolled)
         try:
-            with translator.watching(loops), stages.frame_begins():
+            with translator.watching(translator.together(loops, rolled)), stages.frame_begins():
                 return graph_breaks.watched(
                     traced, given["compiler_fn"], bool(given.get("one_graph")), given.get("code")
                 )
         finally:
             _loops.reset(loops_token)
             _failed.reset(failed_token)
+            _rolled.reset(rolled_token)
             for why, at in loops.refused if loops is not None else ():
                 _report_refused(why, at)
             for found in graph_break_reasons[seen:]:
@@ -194,6 +201,20 @@ def retrace_without_loops(told: bool) -> None:
     if (loops := _loops.get()) is not None and loops.assumed:
         _retraced.set(told)
         loops.give_up()
+
+
+def step_by_step() -> list[MissedFusion]:
+    """A row for each loop of the frame whose steps are not shown to be one."""
+    loops = _rolled.get()
+    refused = loops.refused if loops is not None else []
+    return [MissedFusion("token_loop", "", place_of(at), "", "step-by-step", why) for why, at in refused]
+
+
+def retrace_all_steps(why: str) -> NoReturn:
+    """Leave the backend and have Dynamo trace the frame with all steps of its loops."""
+    loops = _rolled.get()
+    assert loops is not None
+    loops.give_up(why)
 
 
 # How a sum over rows that were picked is written, with which a loop over experts ends.

@@ -97,7 +97,7 @@ def _gated(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node
     """The op with a gate of each token, or of none: with the correction or without."""
     f, megacpp = operands.found, torch.ops.megacpp
     b, t, h, k, v = operands.b, operands.t, operands.h, operands.k, operands.v
-    groups, chunk = operands.groups(), gated_chunk_size(f.loop.count)
+    groups, chunk = operands.groups(), gated_chunk_size(f.loop.tokens)
     queries, keys = (operands.arranged(build, role, (b, t, groups, k)) for role in ("q", "k"))
     values = _values(build, operands)
     gates = operands.spread(build, "g", (b, t, h, k) if operands.by_channel() else (b, t, h), values)
@@ -131,7 +131,7 @@ def _steps(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node
         operands.arranged(build, "dt", (b, t, h)), operands.arranged(build, "A", (h,)),
         operands.arranged(build, "B", (b, t, groups, n)), operands.arranged(build, "C", (b, t, groups, n)),
         operands.arranged(build, "D", (h,)) if "D" in operands.found.operands else None,
-        operands.initial(build, (b, h, p, n)), chunk_size(operands.found.loop.count), dtype,
+        operands.initial(build, (b, h, p, n)), chunk_size(operands.found.loop.tokens), dtype,
     )  # fmt: skip
     return node, Leaf(build.item(node, 0), (b, t, h, p)), Leaf(build.item(node, 1), (b, h, p, n))
 
@@ -165,6 +165,6 @@ def _scan(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node,
         torch.ops.megacpp.ssd_scan.default, values, steps, rate,
         operands.arranged(build, "k", (b, t, groups, k)),
         queries if f.scale == 1 else build(aten.mul.Tensor, queries, f.scale),
-        None, operands.initial(build, (b, h, v, k)), chunk_size(f.loop.count), dtype,
+        None, operands.initial(build, (b, h, v, k)), chunk_size(f.loop.tokens), dtype,
     )  # fmt: skip
     return node, Leaf(build.item(node, 0), (b, t, h, v)), Leaf(build.item(node, 1), (b, h, v, k))

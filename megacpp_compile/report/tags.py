@@ -204,6 +204,8 @@ TAGS: dict[str, tuple[str, str]] = {
     "spmd": ("The Pallas kernel would run on one device's shapes.", "Nothing: another backend serves."),
     "state": ("The first state has another shape than the others.", "Begin with zeros of the state's shape."),
     "static": ("The matrix that mixes streams is the same for all tokens.", "Nothing: Inductor serves it."),
+    "step-by-step": ("A loop of many steps is traced with all of them, as they are not shown to be one step.",
+                     "Index tensors by the position alone, without branches on it; one state, one tensor of results."),
     "steps": ("The steps of a loop over tokens are not the same graph.",
               "One step for all tokens, without special cases."),
     "stride": ("The convolution has a stride.", _PLAIN),

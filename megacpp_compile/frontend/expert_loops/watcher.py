@@ -171,6 +171,9 @@ class Loops:
         with translation.reading(translator):
             return proceed()
 
+    def join(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
+        return proceed()
+
     def _slicing(self, translator: Any, inst: Any) -> AbstractContextManager[None]:
         """Let an instruction read the places among slots that a slice is made of."""
         if inst.opname not in _SLICES:

@@ -46,6 +46,7 @@ class Axes:
     def __init__(self, largest_pinned: int = LARGEST_PINNED, small: Sequence[int] = SMALL) -> None:
         self.largest_pinned, self.small = largest_pinned, small
         self.lengths: list[Longer] = []
+        self.shortened: list[Longer] = []  # what loops take apart step by step, and the part that stands for it
         self.picked: list[tuple[Dim, Piece]] = []
         self.kept_apart = False  # whether dimensions that are taken apart alike are two
         self.sizes: dict[Atom, int] = {}
@@ -138,6 +139,10 @@ class Axes:
         self.lengths.append(Longer(whole, [part] * len(nodes), 0))
         return whole
 
+    def stands_for(self, short: Dim, whole: Dim) -> None:
+        """`short` is what a few steps of a loop take of `whole`, or leave of it: as long, whatever that is."""
+        self.shortened.append(Longer(whole, [short], 0))
+
     def shorter(self, dim: Dim, size: Any) -> Dim:
         """A dimension of `size`, what a slice leaves of `dim`: what it was before padding, where that is its length."""
         for eq in self.lengths:
@@ -164,6 +169,7 @@ class Axes:
         """Find dimensions that are one although no op makes them meet. nodes: those of the subgraph, to tell apart what
         loops take apart one after another; without them, all that is taken apart alike is one dimension."""
         self._join_picked(nodes)
+        self._join_shortened()
         self._join_padded()
         self._pin_cut()
 
@@ -205,6 +211,12 @@ class Axes:
                 pin([first, list(atoms)])
                 self.same(first, list(atoms))
 
+    def _join_shortened(self) -> None:
+        """What one dimension stands for is one."""
+        for one, other in itertools.combinations(self.shortened, 2):
+            if flat(one.parts[0]) == flat(other.parts[0]) and flat(one.whole) != flat(other.whole):
+                self.same(one.whole, other.whole)
+
     def _join_padded(self) -> None:
         """What becomes one dimension by padding was one before: lengths are equal, whatever they are."""
         changed = True
@@ -233,7 +245,8 @@ class Axes:
         self.sizes, self.turn = {}, turn
         atoms: dict[Atom, None] = {}
         inner: dict[Atom, None] = {}  # parts of a product: chosen first, as a sum can't be factored
-        for dim in [*dims, *(d for eq in self.lengths for d in (eq.whole, *eq.parts))]:
+        equations = [*self.lengths, *self.shortened]
+        for dim in [*dims, *(d for eq in equations for d in (eq.whole, *eq.parts))]:
             members = flat(dim)
             atoms.update(dict.fromkeys(members))
             if len(members) > 1:
@@ -253,7 +266,7 @@ class Axes:
                 self.sizes[atom] = self.small[(turn + len(self.sizes)) % len(self.small)]
         while self._propagate():
             pass
-        for eq in self.lengths:
+        for eq in equations:
             if self.size(eq.whole) != sum(map(self.size, eq.parts)) + self._extra(eq):
                 raise NoAxes("lengths of padded or cut dimensions contradict each other")
 
@@ -262,7 +275,7 @@ class Axes:
 
     def _propagate(self) -> bool:
         """Solve one equation that has a single unknown."""
-        for eq in self.lengths:
+        for eq in (*self.lengths, *self.shortened):
             sides = [eq.whole, *eq.parts]
             unknown = [(i, a) for i, d in enumerate(sides) for a in flat(d) if a not in self.sizes]
             if len(unknown) != 1:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import (
     CASTS,
@@ -57,8 +58,8 @@ CONDITION = {
 }  # fmt: skip
 SAME = IDENTITIES | CASTS
 VIEWS = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS - {aten.numpy_T.default}
-# Each element of the result is an element of the operand, or zero.
-REPEATS = EXPANSIONS | REPETITIONS | PADS
+# Each element of the result is an element of the operand, or zero; of the steps that stand for a loop's, all are.
+REPEATS = EXPANSIONS | REPETITIONS | PADS | set(short_loops.MARKS)
 CONTRACTIONS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
 EXPONENTIALS = {aten.exp.default, aten.exp2.default}
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
@@ -18,7 +19,7 @@ from megacpp_compile.matchers.token_loops.loops import Loop
 
 aten = torch.ops.aten
 # What works on each token alone where tokens are a dimension of its own before and behind.
-_BY_TOKEN = ELEMENTWISE | SAME | VIEWS | CONTRACTIONS | EXPANSIONS | REPETITIONS
+_BY_TOKEN = ELEMENTWISE | SAME | VIEWS | CONTRACTIONS | EXPANSIONS | REPETITIONS | {short_loops.shortened}
 
 
 def tokens_of(r: Resized, loop: Loop) -> set[Atom] | None:
@@ -29,6 +30,9 @@ def tokens_of(r: Resized, loop: Loop) -> set[Atom] | None:
     if any(len(d) != 1 for d in dims) or any(read.at != read.count - 1 for read in reads.values()):
         return None
     t = {d[0] for d in dims}
+    for n in r.nodes:  # of more tokens, of which those of a few steps are taken
+        if n.target is short_loops.shortened and _count(r, n, t):
+            t |= {a for a in flat(r.dims[n.args[0]][n.args[1]]) if len(flat(r.dims[n.args[0]][n.args[1]])) == 1}  # type: ignore[index]
     for n in r.nodes:
         mine, before = _count(r, n, t), max((_count(r, a, t) for a in n.all_input_nodes), default=0)
         if n in reads or n.target is aten.unbind.int or not before and not mine:

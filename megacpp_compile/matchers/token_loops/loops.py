@@ -6,6 +6,7 @@ import dataclasses
 
 from torch.fx import Node
 
+from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.token_loops.tokens import Collected, Read
 
@@ -49,6 +50,12 @@ class Loop:
     @property
     def output(self) -> Node:
         return self.read or self.outputs.parts[-1]
+
+    @property
+    def tokens(self) -> int:
+        """How many steps the loop has: `count`, unless these stand for more."""
+        taken = (read.source for read in self.reads.values())
+        return next((n.args[3] for n in taken if n.target is short_loops.shortened), self.count)  # type: ignore[return-value]
 
     def fix(self) -> None:
         """Have the frame compiled again for another number of tokens, of any tensor that the steps take apart."""

@@ -109,19 +109,33 @@ def watching(
     that of the call of torch's."""
     if found is None:
         return compiled
-    ledger, told, count = _ledger(model), found.told, 0
+    return _Watched(compiled, found, frame, config, _ledger(model))
 
-    def run(*args: Any) -> Any:
-        nonlocal count
+
+class _Watched:
+    def __init__(
+        self, compiled: Callable[..., Any], found: Mixed, frame: Frame, config: Config, ledger: Any
+    ) -> None:
+        self.compiled, self.found, self.frame, self.config, self.ledger = compiled, found, frame, config, ledger
+        self.count = 0
+
+    def __call__(self, *args: Any) -> Any:
+        told, ledger = self.found.told, self.ledger
         if told is not None and not ledger.keeper:
-            count += 1
-            looks = count & (count - 1) == 0 and not _is_traced(args)
-            if looks and several_documents(told(*args), found.forms):
-                ledger.keeper = found.keeper
-        ledger.tell(found.across, frame, config)
-        return compiled(*args)
+            self.count += 1
+            looks = self.count & (self.count - 1) == 0 and not _is_traced(args)
+            if looks and several_documents(told(*args), self.found.forms):
+                ledger.keeper = self.found.keeper
+        ledger.tell(self.found.across, self.frame, self.config)
+        return self.compiled(*args)
 
-    return run
+    def __reduce__(self) -> Any:
+        """Code in a file is run by processes that have no report to tell."""
+        return _itself, (self.compiled,)
+
+
+def _itself(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled
 
 
 def if_several(found: Mixed | None) -> list[MissedFusion]:

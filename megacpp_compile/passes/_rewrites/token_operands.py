@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.filled import is_filled, padded_with
 from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, PARTS, SPLITS
@@ -146,7 +147,8 @@ class Operands:
         nodes = [_logarithm(build, n) if logarithms else n for n in self._whole_nodes(leaf)]
         nodes = [_bounded(build, n) for n in nodes] if role == "g" else nodes
         if self._has_tokens(leaf):
-            return Leaf(nodes[0], tuple(self.t if set(d) & self.found.tokens else d for d in leaf.dims))
+            node = self._of_steps(build, nodes[0], leaf)
+            return Leaf(node, tuple(self.t if set(d) & self.found.tokens else d for d in leaf.dims))
         if self._is_read(leaf):
             read = self.loop.reads[leaf.node]
             return Leaf(nodes[0], self._with_tokens(leaf.dims, read.dim, read.kept))
@@ -155,6 +157,14 @@ class Operands:
         if self.loop.initial is None and self.loop.lacks_first(leaf.node):
             nodes.insert(0, build(aten.zeros_like.default, nodes[0]))  # no state decays in the first step
         return Leaf(build(aten.stack.default, nodes, 0), (self.t, *leaf.dims))
+
+    def _of_steps(self, build: Builder, node: Node, leaf: Leaf) -> Node:
+        """`node`, of all tokens, or the part of it that the loop's few steps take."""
+        at = next(i for i, d in enumerate(leaf.dims) if set(d) & self.found.tokens)
+        size = value(node).shape[at]
+        if self.loop.tokens == self.loop.count or same_size(size, self.loop.count):
+            return node
+        return build(short_loops.shortened, node, at, self.loop.count, size)
 
 
 def _seen_through(node: Node) -> list[Node]:

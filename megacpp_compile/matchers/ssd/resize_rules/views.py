@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import (
     COMPOSITE_PERMUTATIONS,
@@ -87,3 +88,18 @@ def _repeat(r: ResizeContext, n: Node) -> list[Dim]:
         times = fresh(s // have)
         out.append([*times, *d] if n.target is aten.repeat.default else [*d, *times])
     return out
+
+
+def _as_it_is(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
+    return args[0]  # type: ignore[no-any-return]
+
+
+@rule(*short_loops.MARKS, run=_as_it_is)
+def _part_of_loop(r: ResizeContext, n: Node) -> list[Dim]:
+    dims, dim = list(r.dims[n.args[0]]), n.args[1]
+    if dim >= 0 and flat(dims[dim]):  # type: ignore[operator]
+        other = fresh(value(n).shape[dim])
+        one = (other, dims[dim]) if n.target is short_loops.shortened else (dims[dim], other)  # type: ignore[index]
+        r.axes.stands_for(*one)
+        dims[dim] = other  # type: ignore[index]
+    return dims

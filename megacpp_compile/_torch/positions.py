@@ -1,0 +1,95 @@
+"""Positions of a loop as symbols of Dynamo's, which nothing may come to know."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+
+from megacpp_compile._torch._registry import find
+
+PATHS = {
+    "RangeIterator": "torch._dynamo.variables.lists.RangeIteratorVariable",
+    "SliceVariable": "torch._dynamo.variables.lists.SliceVariable",
+    "SymNodeVariable": "torch._dynamo.variables.SymNodeVariable",
+    "ConstantSource": "torch._dynamo.source.ConstantSource",
+    "DimDynamic": "torch.fx.experimental.symbolic_shapes.DimDynamic",
+    "ValueRanges": "torch.utils._sympy.value_ranges.ValueRanges",
+}
+_HINT = 7
+
+
+def installable() -> bool:
+    """Whether Dynamo is built as this needs."""
+    return all(find(path) is not None for path in PATHS.values())
+
+
+@dataclasses.dataclass
+class Position:
+    """A symbol, and between which numbers it is."""
+
+    symbol: Any
+    bounds: Any
+
+
+def range_of(variable: Any) -> tuple[int, int, int] | None:
+    """(first, stride, how many) of what is left of an iterator over a `range`; None for anything else."""
+    held = variable.realize() if hasattr(variable, "realize") else variable
+    if not isinstance(held, find(PATHS["RangeIterator"])):
+        return None
+    found = held.start, held.step, held.len
+    return found if all(type(v) is int for v in found) else None
+
+
+def exhaust(variable: Any) -> None:
+    """Have the iterator given all its numbers."""
+    held = variable.realize()
+    held.start, held.len = held.start + held.step * held.len, 0
+
+
+def position(translator: Any, op: Any, loop: int, start: int, stride: int, count: int) -> tuple[Position, Any]:
+    """A symbol from 0 to `count`, and what Dynamo holds for the number that a range has there. op: is called for it in
+    the graph, with `loop` and `count`."""
+    output = translator.output
+    env, tracer = output.shape_env, output.current_tracer
+    source, hint = find(PATHS["ConstantSource"])(f"megacpp_loop_{loop}"), min(_HINT, count - 1)
+    symbol = env.create_unspecified_symbol(hint, source, find(PATHS["DimDynamic"]).DYNAMIC)
+    env.var_to_range[symbol] = bounds = find(PATHS["ValueRanges"])(0, count - 1)
+    number = env.create_symintnode(symbol, hint=hint, source=source)
+    proxy = output.create_proxy("call_function", op, (loop, count), {})
+    tracer.bound_symbols[symbol] = proxy  # else it would become an input
+    cls = find(PATHS["SymNodeVariable"])
+    made = cls.create(translator, proxy, number)
+    for function, operand, neutral in ((operator.mul, stride, 1), (operator.add, start, 0)):
+        if operand != neutral:
+            number = function(number, operand)
+            proxy = output.create_proxy("call_function", function, (proxy, operand), {})
+            made = cls.create(translator, proxy, number)
+    return Position(symbol, bounds), made
+
+
+def unknown(translator: Any, at: Position) -> bool:
+    """Whether nothing has come to know, or to depend on, where the position is."""
+    env = translator.output.shape_env
+    guarded = any(at.symbol in guard.expr.free_symbols for guard in env.guards)
+    deferred = getattr(env, "deferred_runtime_asserts", {})
+    asserted = any(at.symbol in each.expr.free_symbols for found in deferred.values() for each in found)
+    known = guarded or asserted or at.symbol in env.replacements
+    return not known and bool(env.var_to_range.get(at.symbol) == at.bounds)
+
+
+def is_symbol(variable: Any) -> bool:
+    """Whether Dynamo holds a number that is made of symbols."""
+    if not isinstance(variable, find(PATHS["SymNodeVariable"])):
+        return False
+    number = variable.sym_num
+    return isinstance(number, torch.SymInt) and bool(number.node.expr.free_symbols)
+
+
+def is_slice(variable: Any, whole: bool = False) -> bool:
+    """Whether `variable` is a slice; with `whole`, one of everything."""
+    if not isinstance(variable, find(PATHS["SliceVariable"])):
+        return False
+    return not whole or variable.is_python_constant() and variable.as_python_constant() == slice(None)
