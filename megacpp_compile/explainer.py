@@ -21,7 +21,7 @@ from megacpp_compile.backend import check_torch, raises_own_errors
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import ForwardError, GraphBreakError, NotAModuleError, wrapped_in
-from megacpp_compile.frontend import dropped_outputs, graph_breaks, unbacked_shapes
+from megacpp_compile.frontend import dropped_outputs, graph_breaks, rolled_loops, unbacked_shapes
 from megacpp_compile.frontend.early_writes import ahead_of
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
@@ -56,10 +56,14 @@ def explain(
     @unbacked_shapes.traces_unbacked_shapes
     @raises_own_errors
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if rolled_loops.rolled(gm):
+            return unbacked_shapes.with_few_steps(gm, lambda few: backend(few, example_inputs))
         if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
             raise GraphBreakError(cut.place, cut.reason)
         seen = ahead_of(dropped_outputs.without(gm, example_inputs, config).gm).gm
         result = analyse(seen, example_inputs, config, resolve_target(config.target, example_inputs))
+        rolled_loops.check(seen, result.rewritten_gm())
+        result.notes += unbacked_shapes.step_by_step()
         result.frame.graph_break = str(cut or "")
         result.notes += if_several(mixed(result.captured, result.near_misses(), True, config))
         outcome = result.outcome

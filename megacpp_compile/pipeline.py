@@ -92,7 +92,9 @@ def compile_frame(
     if is_backward(gm):  # what is asked of a model was held against its forward
         config = dataclasses.replace(config, **{name: getattr(Config(), name) for name in _OF_FORWARD})
     if rolled_loops.rolled(gm):
-        return _with_few_steps(gm, example_inputs, config, patches, block, inner_compile)
+        return unbacked_shapes.with_few_steps(
+            gm, lambda few: compile_frame(few, example_inputs, config, patches, block, inner_compile)
+        )
     before = stages.since_frame_began()
     target = resolve_target(config.target, example_inputs)
     given, config = config, config.without_auto()
@@ -153,19 +155,6 @@ def compile_frame(
     report() if block.publish is None else block.publish(report)
     compiled = outputs.adapt(early.adapt(boundary.adapt(compiled)))
     return compiled if block.publish is not None else serializable(compiled, whole, given, patches)
-
-
-def _with_few_steps(
-    gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any], block: Block,
-    inner_compile: Any,
-) -> Callable[..., Any]:  # fmt: skip
-    """Code for a frame with loops of which Dynamo translated one step; it translates all where that does not do."""
-    try:
-        return compile_frame(rolled_loops.repeated(gm), example_inputs, config, patches, block, inner_compile)
-    except RestartAnalysis:
-        raise
-    except Exception as error:
-        unbacked_shapes.retrace_all_steps(f"{type(error).__name__}: {error}"[:300])
 
 
 def _in_pieces(

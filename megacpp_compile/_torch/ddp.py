@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch._registry import find
 from megacpp_compile._torch._theme import theme
 
 if TYPE_CHECKING:
@@ -32,6 +33,12 @@ class Split:
     buckets: Sequence[Sequence[Node]]
     params: Sequence[Sequence[str]]
     index: int
+
+
+def is_running() -> bool:
+    """Whether a module that DDP reduces the gradients of is running, whose graphs Dynamo may cut."""
+    active = find("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
+    return active is not None and active() is not None
 
 
 def split_of(piece: GraphModule) -> Split | None:

@@ -221,6 +221,8 @@ _ROWS = (
            "torch.distributed.tensor.experimental._context_parallel._attention._dispatch_mode",
            "telling sequences that were sharded for context parallelism", "it is told by its attention alone",
            seen="2.11-2.15", instead=lambda: None),
+    Symbol("", "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", "telling that DDP cuts graphs",
+           "a loop that it cuts is traced with all steps"),
     Symbol("ddp.DDPOptimizer", "torch._dynamo.backends.distributed.DDPOptimizer", "telling where DDP cuts a graph",
            "the report does not say which sites are cut", instead=lambda: None),
     Symbol("dynamo.CatchErrorsWrapper", "torch._dynamo.convert_frame.CatchErrorsWrapper",

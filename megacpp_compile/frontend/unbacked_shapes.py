@@ -22,8 +22,9 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from megacpp_compile._torch import positions, translator
+from megacpp_compile._torch import ddp, positions, translator
 from megacpp_compile._torch.dynamo import (
+    RestartAnalysis,
     TensorifyScalarRestartAnalysis,
     counters,
     failed_guard,
@@ -34,7 +35,7 @@ from megacpp_compile._torch.dynamo import (
 from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.frontend import graph_breaks
 from megacpp_compile.frontend.expert_loops import Loops
-from megacpp_compile.frontend.rolled_loops import RolledLoops
+from megacpp_compile.frontend.rolled_loops import RolledLoops, repeated
 from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.report import collector, stages
 from megacpp_compile.report.guards import in_words
@@ -42,6 +43,7 @@ from megacpp_compile.report.records import Frame, MissedFusion
 from megacpp_compile.report.user_code import place_of
 
 Backend = TypeVar("Backend")
+Compiled = TypeVar("Compiled")
 SETTING = "capture_dynamic_output_shape_ops"
 _asked: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_dynamic_outputs", default=False)
 # Whether the frame being compiled was traced whole and then left to break: whatever the passes said of it stands.
@@ -85,8 +87,9 @@ def install() -> None:
         entries = given.get("cache_entries_for_reasons") or given.get("cache_entries") or ()
         failed_token = _failed.set(functools.partial(failed_guard, entries, given.get("locals") or {}))
         option = functools.partial(graph_breaks.option, given["compiler_fn"])
-        # A site of a few steps cannot be run for what verifies it.
-        rolls = watches and positions.installable() and option("rolled_loops") and option("verify") == "off"
+        # A site of a few steps cannot be run for what verifies it, and DDP's cuts would part a loop from its step.
+        rolls = option("rolled_loops") and option("verify") == "off" and not ddp.is_running()
+        rolls = rolls and watches and positions.installable()
         rolled = RolledLoops(_restart) if rolls else None
         loops_token, rolled_token = _loops.set(loops), _rolled.set(rolled)
         try:
@@ -210,11 +213,17 @@ def step_by_step() -> list[MissedFusion]:
     return [MissedFusion("token_loop", "", place_of(at), "", "step-by-step", why) for why, at in refused]
 
 
-def retrace_all_steps(why: str) -> NoReturn:
-    """Leave the backend and have Dynamo trace the frame with all steps of its loops."""
-    loops = _rolled.get()
-    assert loops is not None
-    loops.give_up(why)
+def with_few_steps(gm: GraphModule, compile_graph: Callable[[GraphModule], Compiled]) -> Compiled:
+    """What `compile_graph` makes of `gm` with a few steps of each loop of which Dynamo translated one. Where that fails
+    it leaves the backend, and has Dynamo trace the frame with all steps."""
+    try:
+        return compile_graph(repeated(gm))
+    except RestartAnalysis:
+        raise
+    except Exception as error:
+        loops = _rolled.get()
+        assert loops is not None
+        loops.give_up(f"{type(error).__name__}: {error}"[:300])
 
 
 # How a sum over rows that were picked is written, with which a loop over experts ends.

@@ -57,6 +57,14 @@ def test_is_traced_step_by_step(name):
     assert not short
 
 
+def test_explain_looks_at_a_few_steps():
+    options = {"rolled_loops": True}
+    report = megacpp_compile.explain(SAME["appends_and_stacks"], *drawn(), options=options)
+    assert [site.pass_name for site in report.sites] == ["token_loop"]
+    report = megacpp_compile.explain(DIFFERENT["goes_by_parity"], *drawn(), options=options)
+    assert not report.sites and "step-by-step" in {miss.tag for miss in report.misses}
+
+
 def test_says_which_loop_is_traced_step_by_step():
     report, _ = compiled(DIFFERENT["goes_by_parity"])
     (miss,) = [m for m in report.misses if m.tag == "step-by-step"]
