@@ -125,7 +125,7 @@ class Config(_Asked):
     overlap_collectives: bool = True
     autotune: bool = False
     expert_loops: bool | Literal["auto"] = "auto"
-    rolled_loops: bool = False
+    rolled_loops: bool = True
     drop_outputs: tuple[str, ...] = ()
     fa4: bool = False
     attention: Attention = "default"

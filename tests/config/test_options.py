@@ -44,7 +44,7 @@ def test_every_field_is_read():
         "disable": ["mla_rope_q"], "passes": {"down_norm_up": True, "mla_rope_kv": False},
         "require": {"down_norm_up": 27}, "strict": True, "verify": "each", "target": "cuda", "explain": True,
         "summary": False, "keep_latents": True, "fuse_shared_input_gemms": True, "autotune_gemms": False,
-        "overlap_collectives": False, "autotune": True, "expert_loops": False, "rolled_loops": True,
+        "overlap_collectives": False, "autotune": True, "expert_loops": False, "rolled_loops": False,
         "drop_outputs": ("logits",), "fa4": True,
         "attention": "default", "policy": CheckpointingPolicy("full").to_dict(),
         "block_kinds": {"layers.*.mixer": "mblock"}, "precision": PrecisionPlan({"*.mlp.*": "fp8_block"}).to_dict(),
