@@ -31,6 +31,7 @@ PYTHONS_OWN = {
     "cli.py": {"ValueError"},  # printed
     "fx/size_nodes.py": {"LookupError"},  # the site stays plain
     "fx/inductor_pass.py": {"NotImplementedError"},  # of an abstract method
+    "fx/short_loops.py": {"RuntimeError"},  # a mark that a pass of this package left in a graph
     "lowerings/_gemm/cublaslt.py": {"OSError", "RuntimeError"},  # the candidate is left out
     "precision/native.py": {"TypeError", "ValueError"},
 }
