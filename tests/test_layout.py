@@ -114,6 +114,7 @@ ALLOWED = {
     "_codegen": "of an fx.Graph: how Dynamo has its inputs named",
     "_dynamo_source": "Dynamo's note on a placeholder, copied from node to node and read where it is there",
     "_param_name_to_source": "Dynamo's note on its graph, by which AOTAutograd knows it for one; set where it is there",
+    "_backend_id": "Dynamo's name of a graph in its own cache, which has no frame without it",
     "_sequence_nr": "of autograd's node",
     "_torchdynamo_orig_backend": "of a backend: the one it wraps, where it wraps one",
     "_getframe": "of Python's sys",
