@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from megacpp_compile.report.report import Report
     from megacpp_compile.resume import check_resume
 
-__version__ = "0.1.0"
+__version__ = "0.6.0"
 __all__ = [
     "CheckpointingPolicy", "CompileCache", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache", "NativeLayerSpec",
     "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints", "attention",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import megacpp_compile
 from benchmarks import performance_page, recall_table
 from benchmarks.architectures import ratio
 from benchmarks.figures import remat
@@ -72,6 +73,7 @@ def test_releases_have_a_date_and_fit_a_screen():
     dated = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \((\d{4}-\d\d-\d\d)\)", title) for title in titles]
     assert all(dated) and (order := [(*map(int, m.groups()[:3]), m[4]) for m in dated]) == sorted(order, reverse=True)
     assert all(len(release.splitlines()) <= 40 for release in releases)
+    assert titles[0].startswith(f"{megacpp_compile.__version__} ("), "the version is the newest release's"
 
 
 # Pages in the navigation's last part, for whoever changes the code; all others are users'.
