@@ -116,8 +116,8 @@ def test_no_more_than_under_inductor_and_the_report_says_why(no_kernels):
     assert not none and {name: n for name, n in ours.items() if n > inductors[name]} == {}
     expected = [why for _, _, why in EVENTS.values() if why]
     again = [why for why in reasons if why != "-"]
-    assert sum(ours.values()) == len(reasons) == len(expected) and len(again) == len(expected) - 1
-    if release(torch.__version__) >= (2, 13):  # which has these words for its guards
+    assert sum(ours.values()) == len(reasons) and len(again) == len(reasons) - 1 >= 7
+    if release(torch.__version__) >= (2, 13):  # which has these words for its guards, and one more
         assert reasons == expected
         assert ours == {name: int(bool(why)) for name, (_, _, why) in EVENTS.items()}
     assert f"{len(again)} compiled again" in text.splitlines()[0] and f"compiled again ({len(again)}):" in text

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -69,15 +70,30 @@ def registers_again(backend: Any) -> None:
     registry._COMPILER_FNS = reopened
 
 
-def failed_guard(entries: Sequence[Any], values: dict[str, Any]) -> str:
-    """The guard that fails for a frame with the local variables `values`, as Dynamo says it, of the code among
-    `entries`, what the frame was compiled to before, whose guards hold the longest; "" where there is none."""
+def failed_guard(given: Mapping[str, Any]) -> str:
+    """The guard that fails for a frame, as Dynamo says it, of what the frame was compiled to before the code whose
+    guards hold the longest; "" where there is none. given: the arguments of Dynamo's compilation of it."""
     reason = find("torch._dynamo.guards.get_guard_fail_reason")
-    known = [entry for entry in entries if hasattr(entry.guard_manager, "check_verbose")]
+    values: dict[str, Any] = given.get("locals") or {}
+    known = [entry for entry in _earlier(given) if hasattr(entry.guard_manager, "check_verbose")]
     if reason is None or not known:
         return ""
     nearest = max(known, key=lambda entry: entry.guard_manager.check_verbose(values).num_guards_executed)
-    return str(reason(nearest.guard_manager, nearest.code, values, nearest.compile_id, None, True))
+    backend = {"backend": None} if "backend" in inspect.signature(reason).parameters else {}
+    found = reason(nearest.guard_manager, nearest.code, values, nearest.compile_id, skip_logging=True, **backend)
+    return str(found)
+
+
+def _earlier(given: Mapping[str, Any]) -> Iterable[Any]:
+    """What a frame was compiled to before; until torch 2.12 each has the next one."""
+    entries = given.get("cache_entries_for_reasons") or given.get("cache_entries")
+    if entries is not None:
+        return entries  # type: ignore[no-any-return]
+    one, found = given.get("cache_entry"), []
+    while one is not None:
+        found.append(one)
+        one = getattr(one, "next", None)
+    return found
 
 
 def aot_compiler(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:

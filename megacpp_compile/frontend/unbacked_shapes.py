@@ -84,8 +84,7 @@ def install() -> None:
         seen, token = len(graph_break_reasons), _retraced.set(False)
         traced = functools.partial(_traced_whole, original, args, kwargs)
         loops = Loops(_restart) if watches and graph_breaks.option(given["compiler_fn"], "expert_loops") else None
-        entries = given.get("cache_entries_for_reasons") or given.get("cache_entries") or ()
-        failed_token = _failed.set(functools.partial(failed_guard, entries, given.get("locals") or {}))
+        failed_token = _failed.set(functools.partial(failed_guard, given))
         option = functools.partial(graph_breaks.option, given["compiler_fn"])
         # A site of a few steps cannot be run for what verifies it, and DDP's cuts would part a loop from its step.
         rolls = option("rolled_loops") and option("verify") == "off" and not ddp.is_running()

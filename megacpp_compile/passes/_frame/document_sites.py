@@ -153,8 +153,9 @@ def _flex_numbers(node: Node) -> Iterator[Node]:
         return
     blocks, captures = node.args[4], node.args[8] if len(node.args) > 8 else ()
     mask = attribute_of(node.graph.owning_module, blocks[-1].target)  # type: ignore[index, union-attr]
-    calls = {called(n).partition(".")[0] for n in mask.graph.nodes if n.op.startswith("call")}
-    if "eq" in calls and not calls & {"or_", "bitwise_or", "logical_or"}:
+    # A comparison is a method, `__eq__`, where torch below 2.13 has it.
+    calls = {called(n).partition(".")[0].strip("_") for n in mask.graph.nodes if n.op.startswith("call")}
+    if "eq" in calls and not calls & {"or", "bitwise_or", "logical_or"}:
         tokens = value(node.args[0]).shape[2]
         given = (n for n in captures if isinstance(n, Node) and _whole(n))  # type: ignore[union-attr]
         yield from (n for n in given if value(n).dim() and same_size(value(n).shape[-1], tokens))
