@@ -113,11 +113,12 @@ def save_compiled(
     one. dynamic: as in `torch.compile`; without it the code is for these shapes alone. Under `torch.no_grad()` it has
     no backward. Forward must be one graph.
 
-    Returns what was written. Raises CompileCacheError where code or guards cannot be put into a file, the errors of bad
-    options, and Dynamo's own for a forward that is not one graph.
+    Returns what was written. Raises CompileCacheError where there is no place for a file, and where code or guards
+    cannot be put into one, the errors of bad options, and Dynamo's own for a forward that is not one graph.
     """
     if not isinstance(model, nn.Module):
         raise NotAModuleError(model)
+    _check_place(Path(path))
     config = Config.from_options(options, pass_names())
     given = given_options(options)
     code = aot_compiler(model.forward, backend="megacpp", options=given, dynamic=dynamic)((args, kwargs))
@@ -127,7 +128,7 @@ def save_compiled(
         raise CompileCacheError(str(path), error.reason, error.remedy) from error
     except Exception as error:
         raise CompileCacheError(
-            str(path), f"torch cannot serialise it: {type(error).__name__}: {error}"[:400],
+            str(path), " ".join(f"torch cannot serialise it: {type(error).__name__}: {error}".split())[:400],
             "Compile it in each process, with `save_cache` and `load_cache`",
         ) from error  # fmt: skip
     holds_for = {
@@ -137,6 +138,14 @@ def save_compiled(
         "gradients": torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()),
     }
     return _written(Path(path), _CODE, {"artifacts": {"graph": 1}, "holds_for": holds_for}, payload)
+
+
+def _check_place(path: Path) -> None:
+    """Before anything is compiled for it."""
+    if path.is_dir():
+        raise CompileCacheError(str(path), "it is a folder", "Name a file in it")
+    if not path.parent.is_dir():
+        raise CompileCacheError(str(path), f"there is no folder {path.parent}", "Make it, or write elsewhere")
 
 
 def load_compiled(path: str | Path, model: Model, options: Mapping[str, Any] | Config | None = None) -> Model:

@@ -286,6 +286,7 @@ def with_quick_memories(patch: pytest.MonkeyPatch) -> None:
         else:
             remember(self, obj, value)
 
+    _as_of(fake_tensor, memorise)
     if set(vars(fake_tensor.SymNumberMemoDescriptor())) == {"_is_nested_int"}:
         patch.setattr(fake_tensor.SymNumberMemoDescriptor, "__set__", memorise)
 

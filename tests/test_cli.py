@@ -102,6 +102,7 @@ MEANINGLESS = [
       for device in ("gpu", "h100", "RTX", "cuda:x", "cuda:-1", "", "5", "mps", "tpu", "xla", "cuda:99999", "no such device")),
     *(("estimate", "built:stack", "--optimizer", name) for name in ("adam", "", "inf", "nan", "-3", "1e400")),
     ("plan", "built:stack", "--plot", "plan.png", "--device", "gpu"),
+    *(("compile", "built:stack", "--output", file) for file in ("no_such_folder/code", ".", "")),
     *(("explain", "built:stack", "--html", file) for file in ("no_such_folder/page.html", ".")),
     *(("evidence", action, "--records", records) for action in ("status", "gate")
       for records in ("no_such_folder", "file", "latin", "deep", "list", "folder")),

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +110,7 @@ def _may_match(pattern: Any, present: AbstractSet[Any]) -> bool:
 
 
 @functools.cache
-def _calls(pattern: Any) -> frozenset[frozenset[Any]]:
+def _calls(pattern: Hashable) -> frozenset[frozenset[Any]]:
     """For each call that a match of `pattern` has, the functions of which it may be a call."""
     parts = [*getattr(pattern, "outputs", ()), *getattr(pattern, "flat_args_kwargs", ((),))[0]]
     parts += [getattr(pattern, name, None) for name in ("pattern", "inner_pattern")]

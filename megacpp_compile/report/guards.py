@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+from megacpp_compile.fx.module_names import canonical
+
 _TENSOR = re.compile(
     r"tensor '(.*?)' (\w+) mismatch(?: at index (\d+))?\. expected (?:\w+=)?(\S+?)(?:, actual (\S+?))?(?:\.|$|\s)"
 )
 _NO_TENSOR = re.compile(r"expected type of '(.*?)' to be a tensor type, ' but found <class '(\w+)'>")
+_TYPE = re.compile(r"___check_type_id\((.*?), \d+\), type=<class '(?:.*\.)?(\w+)'>")
 _NONE = re.compile(r"(.*?) is None\s*(?:#|$)")
 _STATE = re.compile(r"GLOBAL_STATE changed:\s*(.*)", re.DOTALL)
 # What of a tensor has changed -> how that reads, of what it is and what it was.
@@ -22,9 +25,11 @@ _OF_TENSOR = {
 def in_words(reason: str) -> str:
     """What Dynamo says of a guard that failed, as a clause. What it is not known how to read is left as it is said, in
     backticks and without the line of code beside it."""
-    said = re.sub(r"^\d+/\d+: ", "", reason.strip())
+    said = re.sub(r"^(!\d+/)?\d+/\d+: ", "", reason.strip())
     if found := _NO_TENSOR.match(said):
         return f"{_name(found[1])} is {found[2]}, and was a tensor"
+    if found := _TYPE.match(said):
+        return f"{_name(found[1])} is no longer of the class {found[2]}"
     if found := _NONE.match(said):
         return f"{_name(found[1])} is no longer None"
     if found := _TENSOR.match(said):
@@ -46,6 +51,7 @@ def _of_tensor(source: str, what: str, at: str, was: str, now: str | None) -> st
 
 
 def _name(source: str) -> str:
-    """As the user's code has it: L['self']._modules['up']._parameters['weight'] is self.up.weight."""
+    """As the user's code has it, without what wrappers add: self.up.weight for
+    L['self']._modules['up']._parameters['weight']."""
     source = re.sub(r"\bL\['(\w+)'\]", r"\1", source)
-    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
+    return canonical(re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source))

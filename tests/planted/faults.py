@@ -166,8 +166,8 @@ FAULTS = (
     ),
     Fault(
         "early-write-to-shared-memory", "matcher", "megacpp_compile/frontend/early_writes.py",
-        "written = {storage_id(args[i]) for i in self.written}",
-        "written = {id(args[i]) for i in self.written}",
+        "written = {storage_id(args[i]) for i in places}",
+        "written = {id(args[i]) for i in places}",
         "A frame whose arguments share the memory that it writes to ahead of its reads runs as if they did not.",
         ("tests/frontend/test_hidden_writes.py",),
     ),
