@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
+
 from megacpp_compile._torch import variables
 from megacpp_compile._torch._registry import find
 
@@ -26,6 +28,8 @@ _LISTS = "torch._dynamo.variables.lists.CommonListMethodsVariable"
 _FUNCTIONS = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
 _JOINS = ("stack", "cat", "concat", "concatenate")
 _READS = ("item", "tolist")
+# What of a frame's grows with effects that are replayed behind its graph.
+_GROWING = ("random_calls", "debug_locals", "tensor_hooks", "save_for_backward")
 _MANY = 8
 _BORN = "_megacpp_born"
 _clock = itertools.count()
@@ -292,3 +296,11 @@ def reading(translator: Any) -> AbstractContextManager[None]:
     translator.output.fake_mode.allow_scalar_outputs = True
     patch: AbstractContextManager[None] = find("torch._dynamo.config").patch(capture_scalar_outputs=True)
     return patch
+
+
+def effects(translator: Any) -> tuple[Any, ...]:
+    """What a piece of code has changed of the frame's state, but for values, where this is not as it was before."""
+    holders = (translator, translator.output, translator.output.side_effects)
+    grown = [len(getattr(holder, name, ())) for name in _GROWING for holder in holders]
+    kinds = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return (len(translator.block_stack), torch.is_grad_enabled(), *kinds, *grown)

@@ -24,8 +24,6 @@ from megacpp_compile.fx.edit import called
 from megacpp_compile.fx.walks import reached
 
 _LEFT = "what it leaves behind is not what it found"
-# What of the frame's grows with effects that are replayed behind its graph.
-_GROWING = ("random_calls", "debug_locals", "tensor_hooks", "save_for_backward")
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
              "irshift", "imatmul", "setitem")  # fmt: skip
 _LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "SEND", "RETURN_GENERATOR")
@@ -193,10 +191,7 @@ def _identities(held: list[Any]) -> list[int]:
 
 
 def _state(translator: Any) -> tuple[Any, ...]:
-    holders = (translator, translator.output, translator.output.side_effects)
-    grown = [len(getattr(holder, name, ())) for name in _GROWING for holder in holders]
-    kinds = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
-    return (len(translator.block_stack), torch.is_grad_enabled(), *kinds, *grown, *_cursors(translator))
+    return (*translation.effects(translator), *_cursors(translator))
 
 
 def _cursors(translator: Any) -> Iterator[Any]:

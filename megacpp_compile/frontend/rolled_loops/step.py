@@ -14,8 +14,6 @@ from megacpp_compile.frontend.expert_loops.control_flow import live_names
 _LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "SEND", "RETURN_GENERATOR")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR")
 _ADDS = ("LIST_APPEND", "SET_ADD", "MAP_ADD")
-# What of the frame's grows with effects that are replayed behind its graph.
-_GROWING = ("random_calls", "debug_locals", "tensor_hooks", "save_for_backward")
 
 
 class Refused(Exception):
@@ -120,10 +118,7 @@ def _identities(held: list[Any]) -> list[int]:
 
 
 def _state(translator: Any) -> tuple[Any, ...]:
-    holders = (translator, translator.output, translator.output.side_effects)
-    grown = [len(getattr(holder, name, ())) for name in _GROWING for holder in holders]
-    kinds = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
-    return (len(translator.block_stack), torch.is_grad_enabled(), *kinds, *grown, *_cursors(translator))
+    return (*translation.effects(translator), *_cursors(translator))
 
 
 def _cursors(translator: Any) -> Iterator[Any]:

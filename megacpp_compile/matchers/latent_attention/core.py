@@ -20,7 +20,7 @@ aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
 _SOFTMAXES = (aten.softmax.int, aten._softmax.default)
 _FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-_WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _scores(node: Any) -> _Scores | None:
         elif node.target in _FILLS and is_low(node.args[2]):
             found.masks.append(Mask(node.args[1], "hidden"))  # type: ignore[arg-type]
             node = node.args[0]
-        elif node.target in _WHERES and (chosen := _masked(node)) is not None:
+        elif node.target in WHERES and (chosen := _masked(node)) is not None:
             mask, node = chosen
             found.masks.append(mask)
         elif node.target is aten.add.Tensor and not node.kwargs:

@@ -127,7 +127,7 @@ def _is_read(node: Node, hidden: bool) -> bool:
 def _truth(node: Node) -> tuple[Node, bool] | None:
     """(of 0s and 1s, whether `node` holds where they are 0 and not where they are 1); None where it is none of such."""
     target, args = node.target, node.args
-    if target in (aten.logical_not.default, aten.bitwise_not.default) and _is_flags(args[0]):
+    if target in NOT and _is_flags(args[0]):
         return (args[0], True) if target is aten.logical_not.default or _is_bool(args[0]) else None  # type: ignore[arg-type,return-value]
     if target in BY_NUMBER and _is_flags(args[0]) and (number := constant(args[1])) is not None:
         at = [BY_NUMBER[target](n, number) for n in (0, 1)]  # type: ignore[index]
@@ -240,6 +240,7 @@ def limits_of(node: Any, hidden: bool) -> list[Sum]:
     raise NotRows("it is data")
 
 
+NOT = (aten.logical_not.default, aten.bitwise_not.default)
 AND = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.mul.Tensor)
 OR = (aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor)
 # Comparison -> (a - b or b - a, the number added) that is at most 0 where it holds.

@@ -15,10 +15,11 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.latent_attention.core import Core, constant, is_low
+from megacpp_compile.matchers.latent_attention.core import WHERES, Core, constant, is_low
 from megacpp_compile.matchers.latent_attention.lists import Axes, Named, axes_of, behind, named_rows
 from megacpp_compile.matchers.latent_attention.masks import (
     AND,
+    NOT,
     OR,
     NotRows,
     Seen,
@@ -29,8 +30,6 @@ from megacpp_compile.matchers.latent_attention.masks import (
 )
 
 aten = torch.ops.aten
-_NOT = (aten.logical_not.default, aten.bitwise_not.default)
-_WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 _FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
 
@@ -114,8 +113,8 @@ class _Reader:
             return
         if not isinstance(node, Node):
             raise NotRows("it is data")
-        if node.target in _WHERES or node.target in _FILLS:
-            condition, a, b = node.args if node.target in _WHERES else (node.args[1], node.args[2], node.args[0])
+        if node.target in WHERES or node.target in _FILLS:
+            condition, a, b = node.args if node.target in WHERES else (node.args[1], node.args[2], node.args[0])
             for shown, filled, kind in ((a, b, "seen"), (b, a, "hidden")):
                 if is_low(filled):
                     self.read(condition, axes_of(condition, axes), kind)  # type: ignore[arg-type]
@@ -134,7 +133,7 @@ class _Reader:
     def _condition(self, node: Node, axes: Axes, hidden: bool) -> None:
         if constant(node) == (0 if hidden else 1):
             return
-        if node.target in _NOT and value(node).dtype == torch.bool:
+        if node.target in NOT and value(node).dtype == torch.bool:
             self.read(node.args[0], axes, "seen" if hidden else "hidden")
         elif node.target is aten.tril.default and not hidden and constant(node.args[0]) is None:
             self._limits(axes, [beside_diagonal(node)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from megacpp_compile.matchers.ssd.packed import alike
 from megacpp_compile.reader.dims import permutation
 
 aten = torch.ops.aten
-_NOT = (aten.logical_not.default, aten.bitwise_not.default)
 # Of a place or a number what it is for itself, such as the chunk it is in.
 _OF_EACH = {
     aten.floor_divide.default, aten.div.Tensor_mode, aten.remainder.Scalar, aten.add.Tensor, aten.sub.Tensor,
@@ -83,7 +81,7 @@ def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
         if not conditions or any(part is None for part in one):
             return None
         return [part for part in one if part is not None]
-    term, parts = _peeled(term, masks.AND, masks.OR), list[Hidden]()
+    parts = list[Hidden]()
     for condition in masks.conditions(term.node, term.kind == "hidden"):
         assert not isinstance(condition, list)
         node, kind = condition[0], "hidden" if condition[1] else "seen"
@@ -92,11 +90,7 @@ def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
             continue
         part = _by_distance(found, term, node, kind, term.fill, condition)
         part = part or _by_prefix(found, term, node, kind, term.fill, condition)
-        if part is None:
-            own = _peeled(dataclasses.replace(term, node=node, kind=kind), (aten.eq.Tensor,), (aten.ne.Tensor,))
-            documents = _documents(found, own, own.node, own.kind)
-            part = Hidden(own, own.node, own.kind, term.fill, documents=documents)
-        parts.append(part)
+        parts.append(part or Hidden(term, node, kind, term.fill, documents=_documents(found, term, node, kind)))
     return parts
 
 
@@ -110,21 +104,6 @@ def _before_unit_dims(term: Term) -> Term:
     return term
 
 
-def _peeled(term: Term, seen: Sequence[Any], hidden: Sequence[Any]) -> Term:
-    """A mask that is one more view of a result of `seen`, or of `hidden` where it says what is hidden, as that, with
-    its dimensions; `term` where it is another."""
-    node, kind, dims = term.node, term.kind, term.dims[len(term.dims) - value(term.node).dim() :]
-    while node.target is UNSQUEEZE or node.target in _NOT:
-        if node.target is UNSQUEEZE:
-            at = node.args[1] % len(dims)  # type: ignore[operator]
-            dims = (*dims[:at], *dims[at + 1 :])
-        else:
-            kind = "seen" if kind == "hidden" else "hidden"
-        node = node.args[0]  # type: ignore[assignment]
-    found = node.target in (hidden if kind == "hidden" else seen) and node is not term.node
-    return dataclasses.replace(term, node=node, kind=kind, dims=dims) if found else term
-
-
 def _by_number(found: Attention, term: Term, fill: float, part: Any) -> Hidden | None:
     """A condition of an added mask that compares numbers of documents."""
     if isinstance(part, list):
@@ -135,7 +114,7 @@ def _by_number(found: Attention, term: Term, fill: float, part: Any) -> Hidden |
 
 def _documents(found: Attention, term: Term, node: Node, kind: str) -> Node | None:
     """The numbers of the queries' documents where a mask compares them with those of the keys, the same numbers."""
-    while kind == "hidden" and node.target in _NOT:
+    while kind == "hidden" and node.target in masks.NOT:
         node, kind = node.args[0], "seen"  # type: ignore[assignment]
     if node.target is not (aten.eq.Tensor if kind == "seen" else aten.ne.Tensor):
         return None

@@ -12,11 +12,12 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
-from megacpp_compile.matchers.latent_attention.core import constant, is_low
+from megacpp_compile.fx.walks import reached
+from megacpp_compile.matchers.latent_attention.core import WHERES, constant, is_low
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.logarithms import POWERS, SUMS, less_its_logarithm
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, NotAttention, Scores
-from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, FILLS, WHERES, ScoresReader, reduced
+from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, FILLS, ScoresReader, reduced
 from megacpp_compile.matchers.ssd.atoms import Dim, flat
 from megacpp_compile.matchers.ssd.packed import alike
 from megacpp_compile.reader.links import chain, through
@@ -160,7 +161,7 @@ def weighted(
         elif user.target is aten.dropout.default:
             p = number_of(user.args[1]) if user.args[2] is True else None
             node, reader.dropout = user, _dropout(user, p, reader.dropout)
-        elif user.target in FILLS | WHERES and _hides_again(reader, user, node, scores, dims):
+        elif user.target in (*FILLS, *WHERES) and _hides_again(reader, user, node, scores, dims):
             node, reader.zeros = user, True
         elif user.target is aten.slice.Tensor and not cut and _without_sink(user, scores.sinks_first, dim):
             node, cut = user, True
@@ -206,15 +207,15 @@ def _hides_again(reader: ScoresReader, node: Node, weights: Node, scores: Scores
 
 def _hides_nothing(reader: ScoresReader, bias: Node) -> bool:
     """Whether what is added to scores is made of weights, products and numbers that are not low."""
-    pending, seen = [bias], {bias}
-    while pending:
-        node = pending.pop()
+
+    def made_of(node: Node) -> list[Node]:
+        tensors = [n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor)]
+        return tensors if product_of(node) is None else []
+
+    for node in reached([bias], made_of):
         given = node.op != "call_function" and node not in reader.weights
         if given or any(is_low(a) for a in (node, *node.args) if not isinstance(a, (list, tuple))):
             return False
-        if product_of(node) is None:
-            pending += [n for n in node.all_input_nodes if n not in seen and isinstance(value(n), torch.Tensor)]
-            seen.update(pending)
     return True
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
-from megacpp_compile.matchers.latent_attention.core import constant
+from megacpp_compile.matchers.latent_attention.core import WHERES, constant
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, Gain, Operand, Scores, Term, beside, grouped
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes, flat, fresh, is_one
@@ -23,7 +23,6 @@ from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
 
 aten = torch.ops.aten
 FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
-WHERES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
 _MAXIMA = {aten.max.dim, aten.amax.default}
 # What puts the dimension back that a sum has reduced; a maximum may be detached, too, or the first of a pair.
 AROUND_SUMS = UNIT_DIMS | RESHAPES | COPIES

@@ -13,13 +13,13 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import REARRANGEMENTS
 from megacpp_compile.matchers.documents import is_constant
+from megacpp_compile.matchers.latent_attention.core import WHERES
 from megacpp_compile.matchers.linear import is_projection
 
 aten = torch.ops.aten
 # (tag, reason) of a step that clears the state, and of decays that no op takes the flags of.
 STATE = ("documents", "flags clear the state itself: multiply the decay by them, or write -1e4 into its logarithm")
 DECAYS = ("documents", "flags clear the decays of a scan whose step size is in them: no op takes documents there")
-_WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 _MOST = 40  # nodes in front of what a loop reads
 
 
@@ -37,7 +37,7 @@ def cleared_by_flags(node: Node) -> Cleared | None:
     args: Any = node.args
     if node.target is aten.masked_fill.Scalar and args[2] == 0:
         return Cleared(args[0], args[1], False)
-    if node.target in _WHERES:
+    if node.target in WHERES:
         nothing = [_is_nothing(a) for a in args[1:]]
         if nothing[0] != nothing[1] and isinstance(kept := args[1 + nothing[0]], Node):
             return Cleared(kept, args[0], nothing[1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,16 +21,18 @@ from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.fx.edit import attribute_of, called, same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import PARTS, REARRANGEMENTS, SPLITS
+from megacpp_compile.fx.walks import ancestors, descendants
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers.documents import decayed_away, is_constant
-from megacpp_compile.matchers.latent_attention.core import SDPA, arguments_of, constant, is_low
+from megacpp_compile.matchers.latent_attention.core import SDPA, WHERES, arguments_of, constant, is_low
 from megacpp_compile.matchers.latent_attention.integers import picked_along
-from megacpp_compile.matchers.latent_attention.masks import AND, OR
+from megacpp_compile.matchers.latent_attention.masks import AND, NOT, OR
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.softmax_attention.find import attentions
 from megacpp_compile.matchers.softmax_attention.parts import Attention
 from megacpp_compile.passes._driver import all_passes
 from megacpp_compile.passes._frame import token_readers
+from megacpp_compile.reader.links import through
 from megacpp_compile.report.records import MissedFusion
 
 aten = torch.ops.aten
@@ -40,7 +42,6 @@ _OFFSETS = re.compile(r"cu_?seq_?len|cum_seq|query_start_loc")
 _NUMBERS = re.compile(r"seq_idx|doc(ument)?(s|_?ids)|segment_ids")
 # Of positions, they number chunks.
 _CHUNKS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
-_NOT = (aten.logical_not.default, aten.bitwise_not.default)
 _INDEXED = (aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.index_put.default,
             aten.scatter.src, aten.take_along_dim.default)  # fmt: skip
 
@@ -174,7 +175,7 @@ def _compared(node: Any, kind: str) -> Iterator[Node]:
     target, args = node.target, node.args
     if target in REARRANGEMENTS:
         yield from _compared(args[0], kind)
-    elif target in _NOT or target is aten.rsub.Scalar and kind != "bias":
+    elif target in NOT or target is aten.rsub.Scalar and kind != "bias":
         yield from _compared(args[0], "hidden" if kind == "seen" else "seen")
     elif target in (AND if kind == "seen" else OR if kind == "hidden" else ()):
         yield from (told for a in args[:2] for told in _compared(a, kind))
@@ -191,7 +192,7 @@ def _compared_in_bias(node: Node) -> Iterator[Node]:
     if target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         yield from _compared(args[1], "hidden")
         yield from _compared(args[0], "bias")
-    elif target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
+    elif target in WHERES:
         other = constant(args[2])
         yield from _compared(args[0], "seen" if other is not None and is_low(other) else "hidden")
     elif target in (aten.mul.Tensor, aten.mul.Scalar) and (factor := constant(args[1])) is not None and factor < -60000:
@@ -214,7 +215,7 @@ def _of_tokens(node: Any) -> Node | None:
 
 def _given_masks(mask: Node, weights: frozenset[Node]) -> Iterator[Node]:
     """The inputs of the frame, of queries and keys, that `mask` is computed from."""
-    for node in _upstream([mask], is_projection):
+    for node in ancestors([mask], _no_projection):
         held = value(node)
         if node.op == "placeholder" and node not in weights and isinstance(held, torch.Tensor) and held.dim() > 1:
             several = not same_size(held.shape[-1], 1) and same_size(held.shape[-1], held.shape[-2])
@@ -222,29 +223,21 @@ def _given_masks(mask: Node, weights: frozenset[Node]) -> Iterator[Node]:
                 yield node
 
 
-def _upstream(roots: Iterable[Node], ends: Callable[[Node], bool]) -> Iterator[Node]:
-    """`roots` and what they are computed from, up to where `ends(node)`, that one not included."""
-    pending = list(roots)
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        new = [a for a in node.all_input_nodes if a not in seen and not ends(a)]
-        seen.update(new)
-        pending += new
+def _no_projection(node: Node) -> bool:
+    return not is_projection(node)
 
 
-def _ends(node: Node) -> bool:
-    """Whether activations are another thing in front of `node`: a projection, or what reads other tokens itself."""
+def _goes_on(node: Node) -> bool:
+    """Whether activations are the same thing in front of `node`: no projection, and nothing that reads other tokens."""
     others = (SDPA, aten.embedding.default, aten.conv1d.default)
-    return is_projection(node) or str(node.target).startswith("megacpp.") or node.target in others
+    return _no_projection(node) and not str(node.target).startswith("megacpp.") and node.target not in others
 
 
 class _Flags:
     """What is computed from that which tells documents apart, in flags and whole numbers alone."""
 
     def __init__(self, graph: fx.Graph, apart: Iterable[Apart]) -> None:
-        roots = {n for one in apart if one.form != MASK for n in _upstream([one.told], lambda _: False)}
+        roots = {n for one in apart if one.form != MASK for n in ancestors([one.told])}
         self.told = {n for n in roots if n.op == "placeholder" and _whole(n)}
         for node in graph.nodes:
             if node.op == "call_function" and _whole(node) and any(a in self.told for a in node.all_input_nodes):
@@ -253,12 +246,8 @@ class _Flags:
     def reach(self, site: Node, wide: bool) -> bool:
         """Whether documents reach `site` behind the projections in front of it. wide: it is one node of many, which may
         be reached further on, up to the next projections."""
-        region, pending = {site}, [site] if wide else []
-        while pending:
-            new = [u for u in pending.pop().users if u not in region and u.op == "call_function" and not _ends(u)]
-            region.update(new)
-            pending += new
-        return any(map(self._enter, _upstream(region, _ends)))
+        region = descendants([site], lambda u: u.op == "call_function" and _goes_on(u)) if wide else [site]
+        return any(map(self._enter, ancestors(region, _goes_on)))
 
     def _enter(self, node: Node) -> bool:
         """Whether `node` brings documents to activations, or compares numbers that may be documents'."""
@@ -269,14 +258,9 @@ class _Flags:
             return (numbers or not _whole(node)) and not is_constant(node)
         told = [a for a in node.all_input_nodes if a in self.told]
         if node.target in _INDEXED:
-            return bool(told) and any(map(is_projection, _upstream([node.args[0]], lambda _: False)))  # type: ignore[list-item]
-        return any(value(_uncast(a)).dtype is torch.bool for a in told) or bool(told) and not _pointwise(node)
-
-
-def _uncast(node: Node) -> Node:
-    while node.target in REARRANGEMENTS and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
+            return bool(told) and any(map(is_projection, ancestors([node.args[0]])))  # type: ignore[list-item]
+        flags = any(value(through(a, REARRANGEMENTS)).dtype is torch.bool for a in told)
+        return flags or bool(told) and not _pointwise(node)
 
 
 def _pointwise(node: Node) -> bool:

@@ -31,6 +31,7 @@ from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.fx.sizes import elements
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.passes._frame.document_sites import CAUSAL, MASK, OFFSETS, Apart, kept_apart, run_across
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.records import Frame, MissedFusion
@@ -113,8 +114,10 @@ def watching(
 
 
 class _Watched:
+    """A frame's code that looks for several documents, and tells of them, ahead of each call."""
+
     def __init__(
-        self, compiled: Callable[..., Any], found: Mixed, frame: Frame, config: Config, ledger: Any
+        self, compiled: Callable[..., Any], found: Mixed, frame: Frame, config: Config, ledger: Ledger
     ) -> None:
         self.compiled, self.found, self.frame, self.config, self.ledger = compiled, found, frame, config, ledger
         self.count = 0
@@ -180,29 +183,18 @@ _READ = {OFFSETS: _by_offsets, MASK: _by_mask}
 
 def _is_told(one: Apart) -> bool:
     """Whether it can be told by computing little more than it."""
-    made, pending = set[Node](), [one.told]
-    while pending:
-        node = pending.pop()
-        if node in made:
-            continue
-        made.add(node)
+    for node in ancestors([one.told]):
         held = value(node)
         if node.op == "call_function" and isinstance(held, Tensor):
             if held.is_floating_point() or held.is_complex() or elements(held) > _MOST:
                 return False
-        pending += node.all_input_nodes
     size = value(one.told).shape[0] if one.form == OFFSETS else 0
     return not (isinstance(size, int) and 0 < size < 3)
 
 
 def _computing(gm: GraphModule, results: Sequence[Node]) -> GraphModule:
     """What computes `results` alone of the inputs of `gm`."""
-    needed, pending = set[Node](), list(results)
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
+    needed = set(ancestors(results))
     graph, copies = Graph(), dict[Node, Node]()
     for node in gm.graph.nodes:
         if node.op == "placeholder" or node in needed:
