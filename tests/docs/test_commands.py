@@ -80,6 +80,9 @@ RUNS = {
         "python examples/generate.py --load out/model.pt --backend eager"],
     "python examples/generate.py --steps 2 --new 4 --batch 1 --length 16 --prompt 4 --dim 32 --layers 1 --caches latents --save {tmp}/a.pt": [
         "python examples/generate.py", "python examples/generate.py --steps 300 --save out/model.pt"],
+    "python examples/train_layer_spec.py --steps 3 --no-plot --backends native+eager:float32 native+eager": [
+        "python examples/train_layer_spec.py --backends native+eager:float32 native+eager native+megacpp",
+        "python examples/train_layer_spec.py --size large --json te.json"],
     "python examples/overlay.py {tmp}/one.json {tmp}/one.json --plot {tmp}/overlay.png --tolerance 1e-4": [
         "python examples/overlay.py A.json B.json --plot FILE.png",
         "python examples/overlay.py cpu.json xla.json --plot overlay.png --tolerance 1e-4",
