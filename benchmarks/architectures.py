@@ -52,7 +52,8 @@ NAMES = """llama qwen3 qwen2 mistral gemma gemma2 gemma3_text phi3 olmo2 smollm3
     stablelm nemotron exaone4 seed_oss glm4 arcee apertus deepseek_v2 deepseek_v3 deepseek_v32 minicpm3 youtu
     longcat_flash glm4_moe_lite mixtral qwen2_moe qwen3_moe olmoe granitemoe flex_olmo phimoe dots1 ernie4_5_moe
     hunyuan_v1_moe afmoe glm4_moe gpt_oss minimax minimax_m2 hy_v3 solar_open mimo_v2_flash mamba2 nemotron_h bamba
-    granitemoehybrid falcon_h1 zamba2 qwen3_next qwen3_5 qwen3_5_moe kimi_linear olmo_hybrid lfm2 lfm2_moe""".split()
+    granitemoehybrid falcon_h1 zamba2 qwen3_next qwen3_5 qwen3_5_moe kimi_linear olmo_hybrid lfm2 lfm2_moe
+    llama4_text olmo3 olmo granite cohere phi helium gptj codegen persimmon falcon mpt diffllama vaultgemma""".split()
 DEVICE = "cuda"
 TOKENS, FEWER_TOKENS, SEQUENCES, VOCABULARY, LAYERS = 4096, 2048, 2, 16384, 4
 MOST_PARAMETERS, LARGEST_IN_FLOAT32 = 2.2e9, 7e8
@@ -60,7 +61,7 @@ SHORT = {"gpt_oss", "kimi_linear", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo
 # Configurations and models that no model type names.
 CLASSES = {
     name: (f"{stem}TextConfig", f"{stem}ForCausalLM")
-    for name, stem in (("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe"))
+    for name, stem in (("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe"), ("llama4_text", "Llama4"))
 } | {"gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 EXPERTS = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts"
 # What four layers need that defaults have for more, and widths where a configuration has none of a released model.
