@@ -2,8 +2,8 @@
 
     python -m pytest -n 2 -p tests.durations --time-table durations.json
 
-prints a table of seconds (of all workers together) and writes the seconds of each test. A kind's seconds are its own: what
-it calls of another kind counts there.
+prints a table of CPU seconds (of all workers together, and of processes they waited for; ranks are a server's, and are
+not in it) and writes those of each test. A kind's seconds are its own: what it calls of another kind counts there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from time import perf_counter as clock  # as it is now: a test may put another in its place
+from resource import RUSAGE_CHILDREN, getrusage
+from time import process_time  # as it is now: a test may put another in its place
 from typing import Any
 
 import pytest
@@ -41,6 +42,12 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 spent: Counter[str] = Counter()
 _running: list[list[Any]] = []  # [kind, start of what has not been counted yet]
+
+
+def clock() -> float:
+    """CPU seconds of this process and of those it started and waited for: cores may be shared."""
+    children = getrusage(RUSAGE_CHILDREN)
+    return process_time() + children.ru_utime + children.ru_stime
 
 
 def _switch(now: float) -> None:
@@ -105,19 +112,18 @@ class _Times:
             _install()
             self.installed = True
         spent.clear()
+        self.began = clock()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         if call.when == "teardown":
-            item.user_properties.append(("kinds", dict(spent)))
+            item.user_properties.append(("kinds", {"whole": clock() - self.began, **spent}))
         return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        test = self.tests[report.nodeid]
-        test["whole"] = test.get("whole", 0.0) + report.duration
         if report.when == "teardown":
-            test.update(dict(report.user_properties).get("kinds", {}))
+            self.tests[report.nodeid].update(dict(report.user_properties).get("kinds", {}))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.tests and not hasattr(self.config, "workerinput"):
