@@ -49,6 +49,8 @@ def quick_compilers():
     ):
         quicker.without_telemetry(patch)
         quicker.without_repeats(patch)
+        quicker.with_quick_stacks(patch)
+        quicker.with_quick_settings(patch)
         quicker.without_searches(patch)
         quicker.with_quick_symbols(patch)
         quicker.with_quick_trees(patch)

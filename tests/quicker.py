@@ -24,11 +24,17 @@ from torch._dynamo import eval_frame, guards, symbolic_convert, trace_rules
 from torch._dynamo import utils as dynamo_utils
 from torch._functorch._aot_autograd import graph_compile
 from torch._subclasses import _fake_tensor_utils, fake_tensor, functional_tensor
+from torch.fx import proxy as fx_proxy
 from torch.fx.experimental import proxy_tensor, recording
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes import shape_prop
-from torch.utils import _pytree, _traceback
+from torch.utils import _config_module, _pytree, _traceback
+
+try:
+    from torch._library import opaque_object
+except ImportError:  # an older torch
+    opaque_object = None  # type: ignore[assignment]
 
 
 def without_telemetry(patch: pytest.MonkeyPatch) -> None:
@@ -77,6 +83,71 @@ def without_repeats(patch: pytest.MonkeyPatch) -> None:
         )
     if hasattr(torch.random, "_manual_seed_impl") and not torch.cuda.is_available():
         patch.setattr(torch.random, "_manual_seed_impl", lambda seed: torch.default_generator.manual_seed(int(seed)))
+
+
+def with_quick_stacks(patch: pytest.MonkeyPatch) -> None:
+    """A fortieth goes into where nodes come from: of each, all that is on the stack is gathered, looked up and made
+    objects, for a few lines of a model."""
+    seen: dict[tuple[int, int], tuple[types.CodeType, traceback.FrameSummary]] = {}  # holds what the number is of
+
+    class Stack:
+        @staticmethod
+        def extract() -> types.SimpleNamespace:
+            frame, lines = sys._getframe(1), []
+            while frame is not None:
+                code = frame.f_code
+                key = (id(code), frame.f_lasti)
+                if (known := seen.get(key)) is None:
+                    line = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
+                    known = seen[key] = (code, line)
+                lines.append(known[1])
+                frame = frame.f_back
+            if len(seen) > 2**15:
+                seen.clear()
+            return types.SimpleNamespace(summary=lambda: traceback.StackSummary(reversed(lines)))
+
+    if hasattr(fx_proxy, "CapturedTraceback"):
+        patch.setattr(fx_proxy, "CapturedTraceback", Stack)
+
+
+def with_quick_settings(patch: pytest.MonkeyPatch) -> None:
+    """A fiftieth goes into settings of torch's, of which each is asked for five ways to say what it is, and into whether
+    values of the usual kinds are opaque, for which each class they come from is looked for among weak references."""
+    unset, immutable = (getattr(_config_module, name, None) for name in ("_UNSET_SENTINEL", "_IMMUTABLE_CONFIG_TYPES"))
+    fields = {"alias", "deprecated", "hide", "env_value_force", "env_value_default", "user_override", "justknob", "default"}
+    whole = _config_module.ConfigModule.__getattr__
+
+    @functools.wraps(whole)
+    def setting(self: Any, name: str) -> Any:
+        entry = self._config.get(name)
+        if entry is None or entry.alias is not None or entry.deprecated or entry.hide or entry.env_value_force is not unset:
+            return whole(self, name)
+        if (value := entry.user_override.get()) is not unset:
+            return value
+        if entry.env_value_default is not unset or entry.justknob is not None or not isinstance(entry.default, immutable):
+            return whole(self, name)
+        return entry.default
+
+    _as_of(_config_module, setting)
+    some = next(iter(torch._dynamo.config._config.values()))
+    if unset is not None and immutable is not None and all(hasattr(some, field) for field in fields):
+        patch.setattr(_config_module.ConfigModule, "__getattr__", setting)
+
+    resolve = getattr(opaque_object, "_resolve_opaque_type_info", None)
+    if resolve is None:
+        return
+    usual = (
+        int, float, bool, str, type(None), tuple, list, dict, slice, torch.Size, torch.dtype, torch.device, torch.Tensor,
+        torch.nn.Parameter, torch.SymInt, fake_tensor.FakeTensor, functional_tensor.FunctionalTensor, torch.fx.Node,
+        fx_proxy.Proxy,
+    )  # fmt: skip
+    plain = frozenset(kind for kind in usual if resolve(kind) is None)
+
+    def resolved(kind: Any) -> Any:
+        return None if isinstance(kind, type) and kind in plain else resolve(kind)
+
+    _as_of(opaque_object, resolved)
+    patch.setattr(opaque_object, "_resolve_opaque_type_info", resolved)
 
 
 def without_searches(patch: pytest.MonkeyPatch) -> None:

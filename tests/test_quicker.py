@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from enum import Enum
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import fake_tensor
+from torch.fx import proxy
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.immutable_collections import immutable_dict, immutable_list
-from torch.utils import _pytree
+from torch.utils import _config_module, _pytree, _traceback
 
 
 class Pair(NamedTuple):
@@ -99,3 +101,41 @@ def test_what_is_known_of_fake_tensors_is_what_torch_says(monkeypatch):
                 True,
                 False,
             ]
+
+
+def test_stacks_are_those_that_torch_gathers():
+    def forward():
+        return proxy.CapturedTraceback.extract().summary(), _traceback.CapturedTraceback.extract().summary()
+
+    assert proxy.CapturedTraceback is not _traceback.CapturedTraceback
+    for _ in range(2):  # anew, and remembered
+        quick, whole = forward()
+        assert [(f.filename, f.name, f.line) for f in quick] == [(f.filename, f.name, f.line) for f in whole]
+        assert [f.lineno for f in quick] == [f.lineno for f in whole] and type(quick) is type(whole)
+        assert [f.name for f in quick][-2:] == ["test_stacks_are_those_that_torch_gathers", "forward"]
+
+
+def test_settings_are_what_they_are(monkeypatch):
+    """Of each of torch's modules of settings; those that are set, too, and none that is not there."""
+    quick = _config_module.ConfigModule.__getattr__
+    whole = quick.__wrapped__
+    for module in (torch._dynamo.config, torch._inductor.config, torch._functorch.config):
+        for name, entry in module._config.items():
+            if not (entry.deprecated or entry.hide):
+                assert quick(module, name) is whole(module, name), name
+        with pytest.raises(AttributeError, match="nothing_of_this_name"):
+            module.nothing_of_this_name  # noqa: B018
+    with torch._dynamo.config.patch(recompile_limit=3):
+        assert torch._dynamo.config.recompile_limit == torch._dynamo.config.cache_size_limit == 3
+    hidden = torch._dynamo.config._config["verbose"]
+    monkeypatch.setattr(hidden, "hide", True)
+    assert not hasattr(torch._dynamo.config, "verbose")
+
+
+def test_what_is_opaque_is_so():
+    resolve = pytest.importorskip("torch._library.opaque_object")._resolve_opaque_type_info
+
+    class Kind(Enum):
+        ONE = 1
+
+    assert resolve(Kind).opaque_typ == "value" and resolve(int) is resolve(torch.Tensor) is resolve([]) is None
