@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
 from megacpp_compile import errors, record
+from tests.backends.models import Layer as DownNormUp
 from tests.frontend.test_repeated_blocks import Layer, Stack, ids
 from tests.memory.layered import Model
 from tests.memory.layered import ids as token_ids
@@ -275,10 +276,8 @@ def test_policy(no_kernels):
 
 @pytest.mark.end_to_end
 def test_rules_over_names_make_kinds(no_kernels):
-    report = agrees(
-        Model(6), token_ids(), steps=1,
-        options={"block_kinds": {"layers.2.mlp": "mblock"}, "policy": {"eblock": "full"}},
-    )  # fmt: skip
+    options = {"block_kinds": {"layers.2.mlp": "mblock"}, "policy": {"eblock": "full"}}
+    report = agrees(Stack([Layer(i) for i in range(6)]), ids(), steps=1, options=options)
     assert blocks(report) == [("layers.0", 4)], "neither the third, nor the last, which recomputes nothing"
     (region,) = report.regions
     assert region.fqns == tuple(f"layers.{i}" for i in (0, 1, 3, 4))
@@ -286,25 +285,32 @@ def test_rules_over_names_make_kinds(no_kernels):
 
 @pytest.mark.end_to_end
 def test_requirements_count_every_block(no_kernels):
-    agrees(Model(4), token_ids(), steps=1, options={"require": {"down_norm_up": 8}})
+    class Latent(Layer):
+        def __init__(self, number):
+            super().__init__(number)
+            self.latent = DownNormUp(8, 6, 8)
+
+        def forward(self, x, table):
+            return super().forward(x, table) + self.latent(x)
+
+    agrees(Stack([Latent(i) for i in range(4)]), ids(), steps=1, options={"require": {"down_norm_up": 4}})
     torch._dynamo.reset()
-    for wanted in (7, 9):
-        model = Model(4)
+    for wanted in (3, 5):
+        model = Stack([Latent(i) for i in range(4)])
         with pytest.raises(errors.RequirementError):
-            step(compiled(model, {"require": {"down_norm_up": wanted}}), model, token_ids())
+            step(compiled(model, {"require": {"down_norm_up": wanted}}), model, ids())
         torch._dynamo.reset()
 
 
 def test_dropped_outputs(no_kernels):
-    class Both(Model):
+    class Both(Stack):
         def forward(self, ids):
             logits = super().forward(ids)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
-            return loss, logits
+            return F.cross_entropy(logits, ids[:, 0]), logits
 
-    model = Both(4)
+    model = Both([Layer(i) for i in range(4)])
     with record() as report:
-        loss, logits = compiled(model, {"drop_outputs": ("logits",)})(token_ids())
+        loss, logits = compiled(model, {"drop_outputs": ("logits",)})(ids().remainder(5))
     loss.backward()
     with pytest.raises(errors.DroppedOutputError):
         logits.sum()
@@ -317,7 +323,8 @@ def test_dropped_outputs(no_kernels):
     [({"verify": "each"}, "verify"), ({"policy": {"peak_gib": 4.0}}, "peak_gib")],
 )
 def test_options_about_the_whole_frame(no_kernels, options, why):
-    assert why in why_whole(agrees(Model(4), token_ids(), steps=1, tolerance=1e-4, options=options))
+    model = Stack([Layer(i) for i in range(4)])
+    assert why in why_whole(agrees(model, ids(), steps=1, tolerance=1e-4, options=options))
 
 
 def test_few_blocks_are_one_graph(no_kernels):
@@ -350,10 +357,10 @@ def test_results_laid_out_otherwise_than_in_eager(monkeypatch, eager_backend):
 @pytest.mark.end_to_end
 def test_inside_megacpp_compile(no_kernels):
     """Blocks that are compiled by themselves are not cut again, and a small model that is compiled whole may be."""
-    model = Model(5)
+    model = Stack([Layer(i) for i in range(4)])
     eager = copy.deepcopy(model)
     with record() as report:
         megacpp_compile.compile(model, repeated_blocks=True)
-        for a, b in zip(step(model, model, token_ids()), step(eager, eager, token_ids()), strict=True):
+        for a, b in zip(step(model, model, ids()), step(eager, eager, ids()), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert blocks(report) == [("layers.0", 5)]
+    assert blocks(report) == [("layers.0", 4)]
