@@ -131,17 +131,15 @@ def check_query(page: Path, target: str, query: str, claim: Claim | None = None)
         missing = rest not in section or not re.search(number, rest)
         return f"{target} does not say {rest!r}" if missing else ""
     patterns = [re.compile(one.replace(" or ", "|"), re.I) for one in rest.split(" & ")]
-    rows = list(rows_of(file)) if verb == "row" else [row for one in sorted(DOCS.glob("*/*.json")) for row in rows_of(one)]
+    rows = rows_of(file) if verb == "row" else _all_rows()
     hit = next((row for row in rows if all(p.search(row) for p in patterns)), "")
     if verb == "row":
         return "" if hit else f"{target} has no row of {rest!r}"
-    times = [block for one in {*RECORDS, file} if one.suffix == ".md" for _, block, _ in _blocks(one.read_text())
-             if _TIME.search(block) and (claim is None or block != claim.block)]  # fmt: skip
+    times = (block for one in {*RECORDS, file} for block in _timed(one) if claim is None or block != claim.block)
     hit = hit or next((b for b in times if all(p.search(" ".join(b.split())) for p in patterns)), "")
     if hit:
         return f"there is a record of {rest!r}: {' '.join(hit.split())[:160]}"
-    whole = "\n".join([*rows, *(p.read_text() for p in PAGES)])
-    unknown = [p.pattern for p in patterns if not p.search(_LINK.sub("", whole))]
+    unknown = [p.pattern for p in patterns if not p.search(_all_text())]
     return f"nothing is called {unknown[0]!r} on any page, nor in any record" if unknown else ""
 
 
@@ -203,6 +201,25 @@ def rows_of(file: Path) -> tuple[str, ...]:
                 yield from walk(one, above)
 
     return tuple(walk(json.loads(file.read_text()), f"{file.name} "))
+
+
+@functools.cache
+def _all_rows() -> tuple[str, ...]:
+    return tuple(row for one in sorted(DOCS.glob("*/*.json")) for row in rows_of(one))
+
+
+@functools.cache
+def _timed(file: Path) -> tuple[str, ...]:
+    """The blocks of a page that have a time in them."""
+    if file.suffix != ".md":
+        return ()
+    return tuple(block for _, block, _ in _blocks(file.read_text()) if _TIME.search(block))
+
+
+@functools.cache
+def _all_text() -> str:
+    """Every record and every page, without its links."""
+    return _LINK.sub("", "\n".join([*_all_rows(), *(page.read_text() for page in PAGES)]))
 
 
 def _dicts(value: Any) -> Iterator[dict[str, Any]]:
