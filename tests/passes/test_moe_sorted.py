@@ -172,6 +172,7 @@ def test_a_layer_that_ends_in_what_no_compiler_looks_into(condition):
     layer_fires(OP, {"opaque": True}, condition)
 
 
+@pytest.mark.sampled(2, unit=2)  # each condition with one of the two
 @pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("body", [experts_sorted.with_casts_and_biases, experts_sorted.with_casts_and_wide_biases], ids=name)
 def test_biases_by_counts_of_the_same_graph(body, condition):
