@@ -18,18 +18,20 @@ from megacpp_compile._torch._registry import release
 from megacpp_compile.errors import CompileCacheError
 
 ROOT = Path(__file__).parents[1]
-# Every process is a fork of one that has torch loaded, and nothing compiled.
+CALLABLES = release(torch.__version__) >= (2, 13)
+# Every process is a fork of one that has torch loaded, and Dynamo and Inductor's passes set up by a linear, of which no
+# code was made and nothing is kept.
 PROCESSES = """
-import copy, json, os, shutil, sys
+import copy, functools, json, os, shutil, sys
 import torch
 import torch._inductor.compile_fx
 import megacpp_compile
+from functorch.compile import make_boxed_func
 from megacpp_compile import cli
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import cpp_builder
 
-path, *folders = sys.argv[1:]
 torch._inductor.config.cpp.simdlen = 1  # scalar C++ compiles in a part of the time
 
 
@@ -124,10 +126,16 @@ def run(action):
 
 
 torch.set_num_threads(1)
+code = lambda gm, inputs, **_: make_boxed_func(gm.forward)
+with torch._functorch.config.patch(enable_autograd_cache=False):
+    plain = functools.partial(torch._inductor.compile_fx.compile_fx, inner_compile=code)
+    torch.compile(nn.Linear(2, 2), backend=plain)(torch.ones(1, 2)).sum().backward()
+torch._dynamo.reset()
+counters.clear()
 what = {"save": run, "load": run, "compile": written, "ahead": without_compilers,
         "precompile": written, "precompiled": without_compilers}
 before = None
-for action, folder in (place.split("=") for place in folders):
+for action, folder, path in (place.split("=") for place in sys.argv[1:]):
     if action == "precompiled":
         shutil.move(before, folder)  # Dynamo's own cache is a part of the folder, wherever that is
     before = folder
@@ -139,38 +147,46 @@ for action, folder in (place.split("=") for place in folders):
 """
 
 
-def processes(path, **caches):
-    """What each process says, by its action; each has a folder of its own for what Inductor keeps."""
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    """(a folder, what each process says, by its action). Each has a folder there for what Inductor keeps, and a file that
+    it writes or reads."""
+    home = tmp_path_factory.mktemp("compiled")
+    places = [("save", "first", "model.cache"), ("load", "second", "model.cache")]
+    if CALLABLES:
+        places += [("compile", "third", "model.code"), ("ahead", "fourth", "model.code"),
+                   ("precompile", "third", "model.code"), ("precompiled", "moved", "model.code")]  # fmt: skip
     environ = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")}
-    command = [sys.executable, "-c", PROCESSES, str(path), *(f"{action}={folder}" for action, folder in caches.items())]
+    asked = [f"{action}={home / folder}={home / file}" for action, folder, file in places]
+    command = [sys.executable, "-c", PROCESSES, *asked]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
-    return {action: said for line in lines for action, said in line.items()}
+    return home, {action: said for line in lines for action, said in line.items()}
 
 
 @pytest.mark.end_to_end
-def test_code_goes_from_one_process_to_another(tmp_path):
-    path = tmp_path / "model.cache"
-    said = processes(path, save=tmp_path / "first", load=tmp_path / "second")
+@pytest.mark.xdist_group("compiled code")
+def test_code_goes_from_one_process_to_another(processes):
+    home, said = processes
     first, again = said["save"], said["load"]
-    assert list((tmp_path / "first").iterdir()) and list((tmp_path / "second").iterdir())
+    assert list((home / "first").iterdir()) and list((home / "second").iterdir())
     assert first["cached"] == [False] and again["cached"] == [True]
     assert first["fired"] == again["fired"] == 1
     assert first["artifacts"]["inductor"] >= 1 and first["artifacts"] == again["artifacts"]
-    assert first["bytes"] == again["bytes"] == path.stat().st_size
+    assert first["bytes"] == again["bytes"] == (home / "model.cache").stat().st_size
     assert (first["out"], first["grad"]) == (again["out"], again["grad"])
-    assert list(tmp_path.glob("*.partial")) == []
+    assert list(home.glob("*.partial")) == []
 
 
-@pytest.mark.skipif(release(torch.__version__) < (2, 13), reason="torch has no callables for what runs beside a graph")
+@pytest.mark.skipif(not CALLABLES, reason="torch has no callables for what runs beside a graph")
 @pytest.mark.end_to_end
-def test_code_compiled_ahead_runs_elsewhere(tmp_path):
+@pytest.mark.xdist_group("compiled code")
+def test_code_compiled_ahead_runs_elsewhere(processes):
     """Whole graphs, from a file and from Dynamo's own cache, with what runs around them, in a process with an empty
     folder: no frame is captured, nothing is compiled, gradients are eager's, and a call that does not fit is told."""
-    path = tmp_path / "model.code"
-    first, second, moved = (tmp_path / name for name in ("first", "second", "moved"))
-    said = processes(path, compile=first, ahead=second, precompile=first, precompiled=moved)
+    home, said = processes
+    path = home / "model.code"
     for action in ("ahead", "precompiled"):
         found = said[action]
         assert (found["built"], found["frames"], found["stats"]) == (0, 0, {}), found

@@ -2,7 +2,8 @@
 
     python -m tests._torch.without fakes.is_fake ops.grouped_mm+ops.scaled_mm
 
-KEY: one of SYMBOLS, several at once joined by "+", or "none". Each runs in a fork of a process that has torch loaded and
+KEY: one of SYMBOLS, several at once joined by "+", "none", or "all", which is without any step: every module of the
+package is imported. Each runs in a fork of a process that has torch loaded and
 has compiled by it, and that has of the package only the table. Inductor goes up to and with
 its post-grad passes; what they leave runs in eager.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import json
 import os
+import pkgutil
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch._dynamo
@@ -77,11 +80,28 @@ def warm() -> None:
     torch._dynamo.reset()
 
 
-def forked(hidden: set[str]) -> dict[str, object]:
+def imported() -> dict[str, object]:
+    """How many modules the package has where torch lacks all symbols of the table: none of them may need one."""
+    real, paths = _registry.find, {symbol.path for symbol in SYMBOLS.values()}
+    _registry.find = lambda path, default=None: default if path in paths else real(path, default)
+    import megacpp_compile
+
+    count = 0
+    for module in pkgutil.walk_packages(megacpp_compile.__path__, "megacpp_compile."):
+        try:
+            importlib.import_module(module.name)
+            count += 1
+        except ModuleNotFoundError as error:  # an optional package
+            if (error.name or "").split(".")[0] in ("torch", "megacpp_compile"):
+                raise
+    return {"imported": count}
+
+
+def forked(result_of: Callable[[], dict[str, object]]) -> dict[str, object]:
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            result = outcome(hidden)
+            result = result_of()
         except BaseException as error:
             result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
         os.write(write, json.dumps(result).encode()[:60_000])
@@ -99,12 +119,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("keys", nargs="+", metavar="KEY", help="what this torch is to lack, in turns")
     keys = parser.parse_args(argv).keys
-    if unknown := {part for key in keys for part in key.split("+")} - {*SYMBOLS, "none"}:
+    if unknown := {part for key in keys for part in key.split("+")} - {*SYMBOLS, "none", "all"}:
         parser.error(f"no symbol of the table: {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     warm()
     assert not {"megacpp_compile.backend", "megacpp_compile.pipeline"} & sys.modules.keys()
-    print(json.dumps({key: forked(set(key.split("+")) - {"none"}) for key in keys}))
+    steps = {key: functools.partial(outcome, set(key.split("+")) - {"none"}) for key in keys}
+    print(json.dumps({key: forked(imported if key == "all" else steps[key]) for key in keys}))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 What has to hit is the first step of a process of its own, as caches in memory would hide what lies on disk; a miss may
 follow in the same one. The processes share one cache directory, which has moved to another place when the first is
-done. All but the first are forks of one that has torch loaded, and neither the package nor anything compiled: their
-hash seed is not that of the first."""
+done. All but the first are forks of one that has torch loaded, has set it up by a linear of which no code is made, and
+has not loaded the package: their hash seed is not that of the first."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from megacpp_compile.fx import inductor_pass
 pytestmark = pytest.mark.xdist_group("cache")  # one worker, one cache
 
 SCRIPT = '''
-import json, os, sys
+import functools, json, os, sys
 import torch
 import torch._inductor.compile_fx  # by itself what each fork would import anew, for seconds
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -75,6 +76,10 @@ def forked(root, steps):
 
 torch.set_num_threads(1)
 torch._inductor.config.cpp.simdlen = 1  # scalar C++ compiles in a part of the time
+code = lambda gm, inputs, **_: make_boxed_func(gm.forward)
+with torch._functorch.config.patch(enable_autograd_cache=False):
+    plain = functools.partial(torch._inductor.compile_fx.compile_fx, inner_compile=code)
+    torch.compile(nn.Linear(2, 2), backend=plain)(torch.ones(1, 2)).sum().backward()
 assert "megacpp_compile" not in sys.modules
 print(json.dumps([forked(root, steps) for root, steps in json.loads(sys.argv[1])]))
 '''
