@@ -22,7 +22,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.passes import linear_cross_entropy
 from megacpp_compile.report.at_exit import ENDING
-from tests import capture, quicker
+from tests import capture, quicker, quicker_fakes
 from tests.seeds import move_written_seeds, seed_of
 
 move_written_seeds()
@@ -39,7 +39,8 @@ def quick_compilers():
     """Scalar C++, a third quicker to generate and compile than what Inductor vectorises: that is its own affair, and
     tests that are about kernels as users get them ask for `vectorised`. Collecting garbage among the millions of
     objects that imports leave behind finds nothing and takes a tenth of the time; how seldom it is looked for is in
-    `tests/__init__.py`. The rest is in `tests/quicker.py`."""
+    `tests/__init__.py`. The rest is in `tests/quicker.py`
+    and `tests/quicker_fakes.py`."""
     gc.collect()
     gc.freeze()
     with (
@@ -54,9 +55,10 @@ def quick_compilers():
         quicker.without_searches(patch)
         quicker.with_quick_symbols(patch)
         quicker.with_quick_trees(patch)
-        quicker.with_quick_keys(patch)
-        quicker.with_quick_fakes(patch)
-        quicker.with_quick_memories(patch)
+        quicker_fakes.with_quick_keys(patch)
+        quicker_fakes.with_quick_questions(patch)
+        quicker_fakes.with_quick_fakes(patch)
+        quicker_fakes.with_quick_memories(patch)
         quicker.without_stances(patch)
         quicker.without_checks_of_integers(patch)
         yield

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import logging
 import sys
 import traceback
@@ -28,11 +27,11 @@ from torch.fx import proxy as fx_proxy
 from torch.fx.experimental import proxy_tensor, recording
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.passes import shape_prop
 from torch.utils import _config_module, _pytree, _traceback
 
 try:
     from torch._library import opaque_object
+    from torch._opaque_base import OpaqueBaseMeta
 except ImportError:  # an older torch
     opaque_object = None  # type: ignore[assignment]
 
@@ -128,7 +127,7 @@ def with_quick_settings(patch: pytest.MonkeyPatch) -> None:
             return whole(self, name)
         return entry.default
 
-    _as_of(_config_module, setting)
+    as_of(_config_module, setting)
     some = next(iter(torch._dynamo.config._config.values()))
     if unset is not None and immutable is not None and all(hasattr(some, field) for field in fields):
         patch.setattr(_config_module.ConfigModule, "__getattr__", setting)
@@ -146,8 +145,15 @@ def with_quick_settings(patch: pytest.MonkeyPatch) -> None:
     def resolved(kind: Any) -> Any:
         return None if isinstance(kind, type) and kind in plain else resolve(kind)
 
-    _as_of(opaque_object, resolved)
+    as_of(opaque_object, resolved)
     patch.setattr(opaque_object, "_resolve_opaque_type_info", resolved)
+    check = OpaqueBaseMeta.__instancecheck__
+
+    def is_instance(cls: Any, instance: Any) -> bool:
+        return type(instance) not in plain and check(cls, instance)
+
+    as_of(opaque_object, is_instance)
+    patch.setattr(OpaqueBaseMeta, "__instancecheck__", is_instance)
 
 
 def without_searches(patch: pytest.MonkeyPatch) -> None:
@@ -179,7 +185,7 @@ def with_quick_symbols(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SymNode, "expr", property(remembered))
 
 
-def _as_of(module: types.ModuleType, *functions: types.FunctionType) -> None:
+def as_of(module: types.ModuleType, *functions: types.FunctionType) -> None:
     """Frames of `functions` are torch's, as those were that they stand for: what a user wrote is told by its file."""
     for function in functions:
         function.__code__ = function.__code__.replace(co_filename=module.__file__)
@@ -259,107 +265,10 @@ def with_quick_trees(patch: pytest.MonkeyPatch) -> None:
         leaves: list[Any] = []
         return leaves, taken_apart(tree, leaves)
 
-    _as_of(_pytree, mapped, tree_map, gather, tree_iter, taken_apart, tree_flatten)
+    as_of(_pytree, mapped, tree_map, gather, tree_iter, taken_apart, tree_flatten)
     patch.setattr(_pytree, "tree_map", tree_map)
     patch.setattr(_pytree, "tree_iter", tree_iter)
     patch.setattr(_pytree, "tree_flatten", tree_flatten)
-
-
-def with_quick_keys(patch: pytest.MonkeyPatch) -> None:
-    """A thirtieth goes into keys of fake tensors' results: what is known of each operand is made an object, and taken apart
-    by the names of its fields, after it was asked for its kind ten times."""
-    if not hasattr(fake_tensor.FakeTensorMode, "_prep_args_for_hash"):
-        return
-    whole = fake_tensor.FakeTensorMode._prep_args_for_hash
-    plain = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-    @functools.wraps(whole)
-    def spread(self: Any, result: list[Any], args: Any, state: Any, id_hashed_objects: list[Any]) -> None:
-        result.append((type(args), len(args)))
-        for arg in (*args, *args.values()) if isinstance(args, dict) else args:
-            kind = type(arg)
-            if kind in plain:
-                result += (kind, arg)
-            elif kind is tuple or kind is list or kind is dict:
-                spread(self, result, arg, state, id_hashed_objects)
-            elif kind is fake_tensor.FakeTensor and arg.fake_mode is self and _is_plain(arg):
-                result.append((
-                    arg.dtype, arg.shape, arg.stride(), arg.device, arg.storage_offset(), arg.untyped_storage().nbytes(),
-                    arg.requires_grad, arg.is_quantized, arg.is_conj(), arg.is_neg(), arg.is_inference(),
-                ))  # fmt: skip
-            else:
-                whole(self, result, (arg,), state, id_hashed_objects)
-
-    _as_of(fake_tensor, spread)
-    if list(inspect.signature(whole).parameters) == ["self", "result", "args", "state", "id_hashed_objects"]:
-        patch.setattr(fake_tensor.FakeTensorMode, "_prep_args_for_hash", spread)
-
-
-def _is_plain(t: Any) -> bool:
-    """Whether all sizes are numbers, that of the memory too, of which `t` may be one row."""
-    if t.layout is not torch.strided or t.constant is not None or t._has_symbolic_sizes_strides:
-        return False
-    return type(t.storage_offset()) is type(t.untyped_storage().nbytes()) is int
-
-
-def with_quick_fakes(patch: pytest.MonkeyPatch) -> None:
-    """A thirtieth goes into making a fake tensor of what is known of one, in contexts that numbers for sizes have no need
-    of, and into asking for what formats it could be contiguous before the usual one is found to be its own."""
-    if not hasattr(fake_tensor.FakeTensorMode, "_get_output_tensor_from_cache_entry"):
-        return
-    make = fake_tensor.FakeTensorMode._get_output_tensor_from_cache_entry
-    describe = proxy_tensor._extract_tensor_metadata
-
-    @functools.wraps(make)
-    def made(self: Any, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
-        told = entry.metadata
-        if entry.inplace_idx is not None or told is None or told.layout is not torch.strided:
-            return make(self, state, entry, key, func, args)
-        if told.is_conj or told.is_neg or any(type(size) is not int for size in (*told.shape, *told.stride, told.storage_offset)):
-            return make(self, state, entry, key, func, args)
-        sizes, inside = (tuple(told.shape), tuple(told.stride)), fake_tensor.in_kernel_invocation_manager
-        with inside(self):
-            empty = torch.empty_strided(*sizes, dtype=told.dtype, device="meta", requires_grad=told.requires_grad)
-        if isinstance(func, _ops.OpOverload) and func.is_view:
-            storage = args[entry.view_idx].untyped_storage()
-            with inside(self):
-                empty.set_(storage, told.storage_offset, *sizes)
-        return fake_tensor.FakeTensor(self, empty, told.device)
-
-    @functools.wraps(describe)
-    def described(t: torch.Tensor, include_contiguity: bool = True) -> Any:
-        usual = include_contiguity and t.layout is torch.strided and not t._has_symbolic_sizes_strides
-        if not usual or t.is_quantized or not t.is_contiguous():
-            return describe(t, include_contiguity)
-        return shape_prop.TensorMetadata(
-            t.shape, t.dtype, t.requires_grad, t.stride(), torch.contiguous_format, False, {}
-        )
-
-    _as_of(fake_tensor, made)
-    _as_of(shape_prop, described)
-    if list(inspect.signature(make).parameters) == ["self", "state", "entry", "key", "func", "args"]:
-        patch.setattr(fake_tensor.FakeTensorMode, "_get_output_tensor_from_cache_entry", made)
-    if shape_prop.TensorMetadata._fields == (
-        "shape", "dtype", "requires_grad", "stride", "memory_format", "is_quantized", "qparams"
-    ):  # fmt: skip
-        patch.setattr(proxy_tensor, "_extract_tensor_metadata", described)
-
-
-def with_quick_memories(patch: pytest.MonkeyPatch) -> None:
-    """Of each fake tensor five numbers are noted as not known yet, each by three names that are put together for it."""
-    if not hasattr(fake_tensor, "SymNumberMemoDescriptor"):
-        return
-    remember = fake_tensor.SymNumberMemoDescriptor.__set__
-
-    def memorise(self: Any, obj: Any, value: Any) -> None:
-        if value is None:
-            obj.__dict__.update(dict.fromkeys((f"_{self._name}", f"_{self._name}_vc", f"_{self._name}_epoch")))
-        else:
-            remember(self, obj, value)
-
-    _as_of(fake_tensor, memorise)
-    if set(vars(fake_tensor.SymNumberMemoDescriptor())) == {"_is_nested_int"}:
-        patch.setattr(fake_tensor.SymNumberMemoDescriptor, "__set__", memorise)
 
 
 def without_stances(patch: pytest.MonkeyPatch) -> None:
@@ -384,7 +293,7 @@ def _unseen(function: Any) -> Any:
         finally:
             restore(prior)
 
-    _as_of(eval_frame, run)
+    as_of(eval_frame, run)
     return run
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch._dynamo.source import ConstantSource
-from torch._subclasses import fake_tensor
+from torch._subclasses import fake_tensor, meta_utils
 from torch.fx import proxy
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -134,8 +134,38 @@ def test_settings_are_what_they_are(monkeypatch):
 
 def test_what_is_opaque_is_so():
     resolve = pytest.importorskip("torch._library.opaque_object")._resolve_opaque_type_info
+    base = pytest.importorskip("torch._opaque_base").OpaqueBase
 
     class Kind(Enum):
         ONE = 1
 
     assert resolve(Kind).opaque_typ == "value" and resolve(int) is resolve(torch.Tensor) is resolve([]) is None
+    assert isinstance(Kind.ONE, base) and not any(isinstance(x, base) for x in (1, "1", torch.ones(1), None, []))
+
+
+def test_layouts_are_told_apart():
+    square = torch.eye(4)
+    sparse = [square.to_sparse(), square.to_sparse_csr(), square.to_sparse_csc(), square.to_sparse_bsr((2, 2))]
+    for quick in (meta_utils.is_sparse_any, fake_tensor.is_sparse_any, proxy_tensor.is_sparse_any):
+        assert all(map(quick, sparse)) and not any(map(quick, (square, 1, None, torch.strided)))
+    with fake_tensor.FakeTensorMode() as mode:
+        assert meta_utils.is_sparse_any(mode.from_tensor(sparse[0])) and not meta_utils.is_sparse_any(torch.ones(2))
+
+
+def test_a_kernel_is_entered_and_left_as_torch_does():
+    """Once in another, too, and where it fails."""
+    mode, inside = fake_tensor.FakeTensorMode(), fake_tensor.in_kernel_invocation_manager
+    state = lambda: (mode.in_kernel_invocation, torch._C._meta_in_tls_dispatch_include())  # noqa: E731
+    assert isinstance(inside, type) and state() == (False, False)
+    with mode, inside(mode):
+        assert state() == (True, True)
+        with inside(mode):
+            assert torch.ones(2, device="meta").device.type == "meta"
+        assert state() == (True, True)
+    assert state() == (False, False)
+    with pytest.raises(ZeroDivisionError), inside(mode):
+        1 / 0  # noqa: B018
+    assert state() == (False, False)
+    mode.in_kernel_invocation = True
+    with pytest.raises(AssertionError), inside(mode):
+        pass
