@@ -25,7 +25,7 @@ TOPICS = {
     "Ops a model calls": ("attention", "attention_capability", "sparse_mla", "equal_split"),
     "Attention": ("enable_fa4", "disable_fa4", "uses_dense_fa4", "Validity", "last_attention", "observed_attention"),
     "Decoding": ("MLAKVCache", "latent_attention", "use_latent_cache", "ServingConfig"),
-    "Sharding": ("ShardingPlan",),
+    "Sharding": ("ShardingPlan", "sharded_sequences"),
     "Resuming": ("check_resume",),
     "Compiling once": ("save_cache", "load_cache", "save_compiled", "load_compiled", "CompileCache"),
 }

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from megacpp_compile.report.collector import record
     from megacpp_compile.report.report import Report
     from megacpp_compile.resume import check_resume
+    from megacpp_compile.sharding.sequences import sharded_sequences
 
 __version__ = "0.6.0"
 __all__ = [
@@ -54,7 +55,8 @@ __all__ = [
     "attention_capability", "backend", "cached_weight_casts", "check_resume", "compile", "disable_fa4", "enable",
     "enable_fa4", "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record",
     "load_cache", "load_compiled", "load_scaling_state", "observed_attention", "record", "replace_linears",
-    "save_cache", "save_compiled", "scaling_state", "sparse_mla", "te_layer_spec", "use_latent_cache", "uses_dense_fa4",
+    "save_cache", "save_compiled", "scaling_state", "sharded_sequences", "sparse_mla", "te_layer_spec",
+    "use_latent_cache", "uses_dense_fa4",
 ]  # fmt: skip
 
 _HOME = {
@@ -73,6 +75,7 @@ _HOME = {
     "last_attention": "nn.attention", "latent_attention": "decode.absorbed", "observed_attention": "nn.attention",
     "load_scaling_state": "precision.scaling_state", "scaling_state": "precision.scaling_state",
     "record": "report.collector", "replace_linears": "precision.replace", "sparse_mla": "nn.sparse_mla",
+    "sharded_sequences": "sharding.sequences",
     "te_layer_spec": "precision.layer_spec", "use_latent_cache": "decode.transformers_cache",
     "uses_dense_fa4": "nn.attention.switch",
 }  # fmt: skip

@@ -61,7 +61,8 @@ class Analysis:
     the passes did; None where nothing is to be rewritten. shown: whether there are loops in it that were traced for all
     experts, and may be. notes: what is to be reported even if the frame falls back. calls_ops: whether semantic ops are
     to be lowered in the frame as it came. swapped: how many attentions FlashAttention-4 was put in place of. again:
-    what is to be known where the same graph comes again, if `retrace_needed` says that this one is traced anew.
+    what is to be known where the same graph comes again, if `retrace_needed` says that this one is traced anew. shards:
+    how its sequences are sharded.
     """
 
     frame: Frame
@@ -72,6 +73,7 @@ class Analysis:
     calls_ops: bool = False
     swapped: int = 0
     again: _Left | None = None
+    shards: SequenceShards | None = None
 
     def rewritten_gm(self) -> GraphModule | None:
         """The rewritten graph, or None where no op was put in place."""
@@ -135,6 +137,7 @@ def analyse(
         analysis.notes += conflicts.overruled(gm, config) + whole_activations(gm)
     if shards is not None:
         analysis.notes += shards.tell(gm, analysis.captured, analysis.outcome, config)
+        analysis.shards = shards
     seconds = analysis.frame.seconds
     seconds["analysis"] = time.perf_counter() - began - sum(seconds.values())
     if key is not None:
@@ -227,6 +230,8 @@ def _rewrite(
     frame.precision = answered(wanted, outcome, config)
     frame.precision += unseen(captured.gm.graph, config.precision, ON_DTENSORS)
     add_called_ops(outcome, called)
+    if shards is not None:
+        shards.hand_on(captured, outcome)
     choose_lowerings(outcome, frame.target)
     left = not marks and unbacked_shapes.unknown_numbers(captured.gm) or assumptions.filled(captured.gm)
     shown = found is not None and found.stands(outcome) and not left

@@ -148,7 +148,7 @@ def compile_frame(
         compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile,
                                     block.publish is not None)  # fmt: skip
     analysis.frame.cached = cache_hits() > served
-    compiled = watching(count.counting(compiled, analysis.frame), boundary.gm, analysis.op_nodes(), config)
+    compiled = watching(count.counting(compiled, analysis.frame), analysis.op_nodes(), analysis.shards, config)
     compiled = mixed_documents.watching(compiled, documents, analysis.frame, config, block.model)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
     report = functools.partial(publish, analysis, config)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megacpp_compile._torch._theme import theme
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor.experimental._attention import _cp_options as options
     from torch.distributed.tensor.experimental._context_parallel._attention import _dispatch_mode as dispatch_mode
 else:
     __getattr__ = theme(__name__)
@@ -39,6 +40,18 @@ def in_force() -> str:
     return ""
 
 
+def mesh_in_force() -> tuple[dist.DeviceMesh, bool] | None:
+    """The mesh of torch's `context_parallel` context and whether its ranks have a piece of the head and one of the tail
+    each, as it balances their work; None where it is not known."""
+    if not in_force() or not _is_of_torchs(F.scaled_dot_product_attention):
+        return None
+    meshes = _meshes(F.scaled_dot_product_attention)
+    from megacpp_compile._torch import context_parallel  # its names are looked up there
+
+    balanced = getattr(context_parallel.options, "enable_load_balance", None)
+    return (meshes[0], balanced) if len(meshes) == 1 and isinstance(balanced, bool) else None
+
+
 def several_ranks() -> bool:
     """Whether this process is one of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -50,6 +63,10 @@ def _is_of_torchs(function: Any) -> bool:
 
 def _several(patched: Any) -> bool:
     """Whether the mesh in the closure of `patched` has several ranks; of one rank the sequence is whole."""
-    held = [cell.cell_contents for cell in getattr(patched, "__closure__", None) or ()]
-    sizes = [mesh.size() for mesh in held if isinstance(mesh, dist.DeviceMesh)]
+    sizes = [mesh.size() for mesh in _meshes(patched)]
     return not sizes or max(sizes) > 1
+
+
+def _meshes(patched: Any) -> list[dist.DeviceMesh]:
+    held = [cell.cell_contents for cell in getattr(patched, "__closure__", None) or ()]
+    return [mesh for mesh in held if isinstance(mesh, dist.DeviceMesh)]

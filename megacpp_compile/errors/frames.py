@@ -71,6 +71,25 @@ class SequenceShardedError(MegacppError):
         )
 
 
+class OtherPartsError(MegacppError):
+    """A frame that takes states of other ranks' parts of a sequence, called where sequences are in other parts.
+
+    Args:
+        blocks: (module, what it computes) of each.
+        then: what split sequences when the frame was compiled, as a sentence without its full stop.
+        now: what splits them in this call; "" for nothing.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[str, str]], then: str, now: str) -> None:
+        self.blocks, self.then, self.now = tuple(blocks), then, now
+        named = ", ".join(f"{fqn or 'the frame itself'} ({op})" for fqn, op in dict.fromkeys(self.blocks))
+        super().__init__(
+            f"compiled where {then}, with states that go from one rank's part of a sequence to the next, and called "
+            f"where {now or 'sequences are whole'}, or their parts are others: {named}. Call torch.compiler.reset() in "
+            "between, or compile another copy of the model."
+        )
+
+
 class MixedDocumentsError(MegacppError):
     """Layers that run across packed documents which another layer of the model keeps apart, under `strict`.
 

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, parallel
-from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -311,11 +310,11 @@ def sharded_experts(mesh):
 
 
 class Convolving(nn.Module):
-    """A causal convolution over the tokens of a rank; `by_hand`, what it reads was a part of a DTensor."""
+    """A causal convolution over the tokens of a rank: what it reads was a part of a DTensor."""
 
-    def __init__(self, mesh, by_hand=False):
+    def __init__(self, mesh):
         super().__init__()
-        self.mesh, self.by_hand = mesh, by_hand
+        self.mesh = mesh
         self.mixer = nn.ModuleDict({"inward": nn.Linear(32, 32), "conv": nn.Conv1d(32, 32, 4, groups=32, padding=3)})
         self.mixer.forward = self.mix
 
@@ -324,15 +323,8 @@ class Convolving(nn.Module):
         return F.silu(h).transpose(1, 2)
 
     def forward(self, x, cos, sin):
-        if self.by_hand:
-            x = DTensor.from_local(x.sin(), self.mesh, [Shard(1)], run_check=False).to_local()
+        x = DTensor.from_local(x.sin(), self.mesh, [Shard(1)], run_check=False).to_local()
         return x + self.mixer(x)
-
-
-def in_context_parallel():
-    """Torch's context, which wants something to shard."""
-    mesh = init_device_mesh("cpu", (RANKS,))
-    return context_parallel(mesh, buffers=[torch.zeros(1, 4 * RANKS)], buffer_seq_dims=[1])
 
 
 def reads_counts():
@@ -387,8 +379,7 @@ CASES: dict[str, Case] = {
     ),  # fmt: skip
     "experts_in_parts": Case(expert_parallel, tolerance=2e-2),
     "sharded_tensor_parallel": Case(sharded_tensor_parallel, count_graphs=True),
-    "context_parallel": Case(Convolving, around=in_context_parallel),
-    "tokens_by_hand": Case(lambda mesh: Convolving(mesh, by_hand=True)),
+    "tokens_by_hand": Case(Convolving),
     "sharded_experts": Case(sharded_experts, around=reads_counts, count_graphs=True, tolerance=2e-2),
 }
 

@@ -54,7 +54,7 @@ OTHER_SITES = {
     "compressed": {"compressed_linear": 2},
     "planned": TWICE,
     "uneven": {"down_norm_up": 1},
-    **dict.fromkeys(("written", "context_parallel", "tokens_by_hand"), {}),
+    **dict.fromkeys(("written", "tokens_by_hand"), {}),
     **dict.fromkeys(("experts", "sharded_experts"), SITES | EXPERTS),
     **dict.fromkeys(("local_experts", "experts_in_parts"), EXPERTS),
 }
@@ -145,7 +145,7 @@ def test_a_frame_that_writes_to_a_dtensor_warns_once_with_the_line_and_what_to_d
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("case", ["context_parallel", "tokens_by_hand"])
+@pytest.mark.parametrize("case", ["tokens_by_hand"])
 def test_a_convolution_over_the_tokens_of_a_rank_is_told_of_and_left_alone(seen, case):
     for rank in seen(case):
         (said,) = rank["said"]

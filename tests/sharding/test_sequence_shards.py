@@ -1,9 +1,11 @@
-"""What reads other tokens of a sequence of which each rank has a part: an error, or a warning and a line in the report."""
+"""What reads other tokens of a sequence of which each rank has a part takes the state of the part before; what cannot is an
+error, or a warning and a line in the report. What two ranks compute is test_sequences.py."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
+from unittest import mock
 
 import pytest
 import torch
@@ -23,9 +25,11 @@ from torch.distributed.tensor.parallel import (
 
 import megacpp_compile
 from megacpp_compile import Config
+from megacpp_compile._torch import context_parallel as context_parallel_module
 from megacpp_compile._torch.context_parallel import in_force
-from megacpp_compile.errors import SequenceShardedError
+from megacpp_compile.errors import BadOptionError, OtherPartsError, SequenceShardedError
 from megacpp_compile.passes._frame.sequence_shards import TAG
+from megacpp_compile.sharding.sequences import parts_in_force, sharded_sequences
 from tests.frames import Function, run
 from tests.passes import test_attention, test_gated_delta_rule, test_ssd_scan, test_token_loop
 
@@ -87,6 +91,11 @@ READS = {
     "another recurrence": (state_of_another_kind, "RWKV's time mixing"),
     "attention by hand": (lambda: test_attention.block(test_attention.plain), "attention"),
 }
+# What takes the state of the part before, and the op that does.
+HANDED = {
+    "depthwise, causal": "causal_conv1d", "a scan": "ssd_scan", "a delta rule": "gated_delta_rule",
+    "a loop over tokens": "gated_delta_rule",
+}  # fmt: skip
 # What reads no other token.
 APART = {
     "steps by themselves": lambda: convolving(whole, taps=1),
@@ -118,7 +127,7 @@ def strictly(model, inputs, text):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.end_to_end] * n.startswith("nearly")) for n in READS]
+    "name", [pytest.param(n, marks=[pytest.mark.end_to_end] * n.startswith("nearly")) for n in READS if n not in HANDED]
 )
 def test_what_reads_other_tokens(name, two_ranks, caplog):
     """It stays as it is written, one warning names it, and under `strict` it is an error that names it."""
@@ -130,6 +139,81 @@ def test_what_reads_other_tokens(name, two_ranks, caplog):
         (said,) = warned(caplog)
         assert f"({op})" in said and "Gather the sequence" in said
         strictly(model, inputs, said)
+
+
+@pytest.mark.parametrize("name", HANDED)
+def test_what_takes_the_state_of_the_part_before(name, two_ranks, caplog):
+    """One op more that communicates, and nothing is told of, where torch's context or the user's says in which order parts
+    are."""
+    (model, inputs), name_of_pass = READS[name][0](), READS[name][1]
+    with sharded_sequences(two_ranks):
+        frames = run(model, inputs, Config(strict=True))
+        assert frames.counts[name_of_pass] == 1 and not told(frames) and not warned(caplog)
+        calls = [str(n.target).split(".")[1] for n in frames.graph.graph.nodes if "megacpp." in str(n.target)]
+        assert calls[-1] == HANDED[name] and calls.count("entering_states") == 1
+    if inputs[0].shape[1] % 2 == 0:
+        with in_parts(two_ranks):
+            assert run(model, inputs, Config(strict=True)).counts[name_of_pass] == 1
+
+
+@contextlib.contextmanager
+def of_unknown_order(mesh):
+    with in_parts(mesh), mock.patch.object(context_parallel_module, "mesh_in_force", lambda: None):
+        yield
+
+
+# Name -> (what is to be handed a state, where, why it is not).
+LEFT = {
+    "order": (lambda: convolving(causal, groups=DIM), of_unknown_order, "the order of its parts is not known"),
+    "odd": (lambda: test_token_loop.block(length=3), in_parts, "3 tokens are no 2 pieces"),
+    "state in": (lambda: test_ssd_scan.block(length=8, given=True), sharded_sequences, "it is given a state"),
+    "state out": (lambda: test_ssd_scan.block(length=8, state=True), sharded_sequences, "its final state is read"),
+    "short": (lambda: convolving(causal, groups=DIM, taps=10), in_parts, "a piece has fewer steps"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_cannot_take_the_state_of_the_part_before(name, two_ranks, caplog):
+    make, context, why = LEFT[name]
+    model, inputs = make()
+    with context(two_ranks):
+        frames = run(model, inputs, Config())
+        assert not any(frames.counts.values()) and len(warned(caplog)) == 1
+        assert any(why in m.reason for a in frames.analyses for m in a.near_misses() if m.tag == TAG)
+        strictly(model, inputs, "read those of one rank's part alone")
+
+
+@pytest.mark.usefixtures("eager_backend")
+def test_code_for_parts_is_not_run_on_others(two_ranks):
+    """Dynamo's guards do not see in which parts sequences are."""
+    model, (x,) = convolving(causal, groups=DIM)
+    compiled = torch.compile(model, backend="megacpp")
+    with sharded_sequences(two_ranks):
+        compiled(x)
+    with pytest.raises(OtherPartsError, match="sequences are whole"):
+        compiled(x)
+    with sharded_sequences(two_ranks, "head_tail"), pytest.raises(OtherPartsError, match="compiler.reset"):
+        compiled(x)
+
+
+def test_what_the_user_says_of_parts(two_ranks):
+    with pytest.raises(BadOptionError, match="head_tail"), sharded_sequences(two_ranks, "zigzag"):
+        pass
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(ValueError, match="one dimension"), sharded_sequences(grid):
+        pass
+    with sharded_sequences(grid["b"]):
+        assert parts_in_force() is None
+    with sharded_sequences(two_ranks, "head_tail"):
+        assert (parts_in_force().places, parts_in_force().mine) == ((0, 3, 1, 2), (0, 3))
+    assert parts_in_force() is None
+
+
+def test_torchs_context_says_in_which_order_parts_are(two_ranks):
+    with in_parts(two_ranks):
+        assert parts_in_force().places == (0, 3, 1, 2)
+    with mock.patch.object(experimental._cp_options, "enable_load_balance", False), in_parts(two_ranks):
+        assert parts_in_force().places == (0, 1)
 
 
 @pytest.mark.parametrize("name", APART)
@@ -152,19 +236,19 @@ def test_frames_that_are_not_captured(two_ranks):
 @pytest.mark.parametrize("strict", [False, True])
 def test_code_for_any_length_that_was_compiled_before(strict, two_ranks, caplog):
     """No guard of Dynamo's sees that its sequences have become parts."""
-    model, (x,) = convolving(causal, groups=DIM)
+    model, _ = convolving(causal, groups=DIM)
     compiled = torch.compile(model, backend="megacpp", dynamic=True, options={"strict": strict})
-    compiled(x)
+    compiled(torch.randn(2, 12, DIM))  # no other size is 12, which would make them one symbol
     assert not warned(caplog)
     with in_parts(two_ranks), pytest.raises(SequenceShardedError) if strict else contextlib.nullcontext():
-        compiled(torch.randn(2, TOKENS // 2, DIM))
+        compiled(torch.randn(2, 6, DIM))
     assert len(warned(caplog)) == (not strict)
 
 
 def test_blocks_have_their_names(two_ranks):
     """In `explain`, as in what is compiled."""
     model = nn.Sequential(*(convolving(causal, groups=DIM)[0] for _ in range(2)))
-    with in_parts(two_ranks):
+    with of_unknown_order(two_ranks):
         report = megacpp_compile.explain(model, torch.randn(2, TOKENS, DIM))
         assert [m.fqn for m in report.misses if m.tag == TAG] == ["0", "1"]
 

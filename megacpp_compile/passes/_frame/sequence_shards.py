@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch import context_parallel
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
-from megacpp_compile.errors import SequenceShardedError
+from megacpp_compile.errors import OtherPartsError, SequenceShardedError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.frontend.dtensors import activations_in, leaves
 from megacpp_compile.frontend.local_dtensors.rules import part_of
@@ -33,9 +33,10 @@ from megacpp_compile.fx.subgraph import inside
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.passes._driver import Outcome, Review, all_passes
-from megacpp_compile.passes._frame import token_readers
+from megacpp_compile.passes._frame import handed_on, token_readers
 from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report.records import MissedFusion, Site
+from megacpp_compile.sharding.sequences import Parts, parts_in_force
 
 TAG = "sequence-sharded"
 BY_HAND = "a DTensor of this frame is sharded along its tokens"
@@ -46,11 +47,14 @@ class SequenceShards:
     """How the sequences of a frame are sharded.
 
     why: in words, as a sentence without its full stop. tokens: how many of a sequence a rank has, by which those that
-    are sharded are told; None where all are. within: plain nodes of what was refused.
+    are sharded are told; None where all are. within: plain nodes of what was refused. parts: the order of the parts,
+    where that is known. handed: nodes of ops that take the state of the part before.
     """
 
     why: str
     tokens: Sequence[Any] | None = None
+    parts: Parts | None = None
+    handed: set[Node] = dataclasses.field(default_factory=set)
     within: set[Node] = dataclasses.field(default_factory=set)
 
     def refusing(self, review: Review) -> Review:
@@ -58,12 +62,28 @@ class SequenceShards:
 
         def reviewed(p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
             op_node = next(n for n in new[0].graph.nodes if n.name == site.node)
-            if not self._splits(op_node):
+            problem = self._problem(op_node, new)
+            if problem is None:
                 return review(p, match, new, site)
             self.within |= inside(match.inputs, match.outputs)
-            return MatchFailure(match.node, TAG, self._reason(site.op))
+            return MatchFailure(match.node, TAG, self._reason(site.op, problem))
 
         return reviewed
+
+    def hand_on(self, captured: Captured, outcome: Outcome) -> None:
+        """Have ops that read other tokens take the state of the part before, where they can."""
+        sites = dict(zip(outcome.op_nodes, outcome.sites, strict=True))
+        for node in list(captured.gm.graph.nodes):
+            if self.parts is None or not self._splits(node) or handed_on.problem(node, [], self.parts):
+                continue
+            op_node, emitted = handed_on.hand_on(node, self.parts, captured.fake_mode)
+            self.handed |= set(emitted)
+            if node in sites:
+                sites[node].node = op_node.name
+                outcome.op_nodes[outcome.op_nodes.index(node)] = op_node
+        if self.handed:
+            captured.gm.graph.lint()
+            captured.gm.recompile()
 
     def tell(
         self, gm: GraphModule, captured: Captured | None, outcome: Outcome | None, config: Config
@@ -91,7 +111,7 @@ class SequenceShards:
         # Of sequences sharded by hand an attention may be a step of a ring's, and what a rank has a part of its heads.
         passes = {p.name: traits_of(p.op) for p in all_passes()}
         for miss, node in token_readers.near(misses, captured.gm.graph.nodes if captured is not None else ()):
-            if self.tokens is not None and passes[miss.pass_name].block_kind == "ablock":
+            if self._by_hand and passes[miss.pass_name].block_kind == "ablock":
                 continue
             if miss.tag != TAG and node not in self.within and self._has_part(node):
                 reason = self._reason(f"what nearly is {miss.pass_name} ({miss.reason})")
@@ -102,7 +122,7 @@ class SequenceShards:
         nodes = captured.gm.graph.nodes if captured is not None else all_nodes(gm)
         spelled = token_readers.spelled(nodes) if captured is not None else ()
         for what, node in itertools.chain(token_readers.named(nodes), spelled):
-            split = self._splits(node) if what.startswith("megacpp::") else True
+            split = self._splits(node) and node not in self.handed if what.startswith("megacpp::") else True
             if split and node not in self.within and self._has_part(node):
                 yield self._row(what, node)
 
@@ -110,9 +130,19 @@ class SequenceShards:
         """Whether the op of `node` reads other tokens of what is a part of a sequence here. Where sequences are sharded
         by hand, an attention may be a step of a ring's."""
         traits, first = traits_of(node), node.args[0] if node.args else None
-        if traits.tokens is None or self.tokens is None:
-            return traits.tokens is not None
-        return traits.block_kind != "ablock" and self._is_part(_shape(first)[traits.tokens])
+        if traits.tokens is None or self._by_hand and traits.block_kind == "ablock":
+            return False
+        return self.tokens is None or self._is_part(_shape(first)[traits.tokens])
+
+    @property
+    def _by_hand(self) -> bool:
+        return self.tokens is not None or self.parts is not None and self.parts.by_user
+
+    def _problem(self, op_node: Node, new: list[Node]) -> str | None:
+        """Why an op would read the tokens of one part alone; None where it does not."""
+        if not self._splits(op_node):
+            return None
+        return "" if self.parts is None else handed_on.problem(op_node, new, self.parts) or None
 
     def _has_part(self, node: Node) -> bool:
         """Whether a tensor that `node` takes or gives may have tokens of a rank."""
@@ -123,8 +153,9 @@ class SequenceShards:
     def _is_part(self, size: Any) -> bool:
         return any(same_size(size, tokens) for tokens in self.tokens or ())
 
-    def _reason(self, what: str) -> str:
-        return f"{self.why}: {what} reads other tokens, and here those of one rank's part alone, as in eager"
+    def _reason(self, what: str, problem: str = "") -> str:
+        reason = f"{self.why}: {what} reads other tokens, and here those of one rank's part alone, as in eager"
+        return f"{reason}; no state is handed on: {problem}" if problem else reason
 
     def _row(self, what: str, node: Node) -> MissedFusion:
         return MissedFusion(what, module_fqn(node), source_line(node), node.name, TAG, self._reason(what))
@@ -134,28 +165,33 @@ def sequence_shards(gm: GraphModule, example_inputs: Sequence[Any]) -> SequenceS
     """How the sequences of a frame are sharded, by Dynamo's graph; None where nothing says that they are."""
     if not context_parallel.several_ranks():
         return None
-    if why := context_parallel.in_force():
-        return SequenceShards(why)
+    if parts := parts_in_force():
+        return SequenceShards(parts.why, parts=parts)
     tokens = [size for value in activations(gm, example_inputs) for size in _tokens_of(value)]
     return SequenceShards(BY_HAND, tokens) if tokens else None
 
 
 def watching(
-    compiled: Callable[..., Any], gm: GraphModule, op_nodes: Iterable[tuple[str, Node]], config: Config
+    compiled: Callable[..., Any], op_nodes: Iterable[tuple[str, Node]], shards: SequenceShards | None, config: Config
 ) -> Callable[..., Any]:
-    """`compiled`, which tells where it runs on parts of sequences, if it serves sequences of any length and its ops
-    were put in place while these were whole: nothing compiles it anew then."""
-    reads = [(module_fqn(n) or source_line(n), name) for name, n in op_nodes if traits_of(n).tokens is not None]
-    holders = gm.graph.find_nodes(op="placeholder")
-    sizes = [size for n in holders if isinstance(x := dynamo_value(n), torch.Tensor) for size in x.shape]
-    if not reads or not context_parallel.several_ranks() or all(isinstance(size, int) for size in sizes):
+    """`compiled`, which tells where sequences are in other parts than `shards`, for which its ops were put in place:
+    nothing compiles it anew then."""
+    parts, handed = (shards.parts, shards.handed) if shards is not None else (None, set())
+    nodes = [(name, n) for name, n in op_nodes if traits_of(n).tokens is not None]
+    reads = [(module_fqn(n) or source_line(n), name) for name, n in nodes if parts is None or n in handed]
+    if not reads or not context_parallel.several_ranks():
         return compiled
-    return functools.partial(_call_watched, compiled, reads, config.strict)
+    return functools.partial(_call_watched, compiled, reads, parts, config.strict)
 
 
-def _call_watched(compiled: Callable[..., Any], reads: list[tuple[str, str]], strict: bool, *args: Any) -> Any:
-    if why := context_parallel.in_force():
-        error = SequenceShardedError(reads, why)
+def _call_watched(
+    compiled: Callable[..., Any], reads: list[tuple[str, str]], parts: Parts | None, strict: bool, *args: Any
+) -> Any:
+    now = parts_in_force()
+    if now != parts:
+        if parts is not None:
+            raise OtherPartsError(reads, parts.why, now.why if now else "")
+        error = SequenceShardedError(reads, now.why if now else "")
         if strict:
             raise error
         warn_once(str(error))
