@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import context_parallel
 
 from megacpp_compile import record, sharded_sequences
 from tests.corpus.delta.block import CHUNKED, LINEAR, TOKENS
-from tests.corpus.scans import broadcast_products
+from tests.corpus.scans import einsums as scan_by_einsums
 from tests.corpus.selective_scans import PlainMamba1, einsums
 from tests.passes import deltas
 from tests.sharding.seen import RANKS
@@ -50,7 +50,7 @@ class Layers(nn.Module):
 
 
 def scan(**kwargs):
-    return deltas.scan(broadcast_products, LENGTH, **kwargs)
+    return deltas.scan(scan_by_einsums, LENGTH, **kwargs)
 
 
 def convolving(**kwargs):

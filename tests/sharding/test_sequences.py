@@ -7,7 +7,13 @@ import pytest
 from tests.sharding import sequences
 from tests.sharding.seen import ON_RANKS
 
-pytestmark = [*ON_RANKS, pytest.mark.end_to_end]
+pytestmark = [
+    *ON_RANKS, pytest.mark.end_to_end,
+    pytest.mark.rare(
+        "scan", "scan_in_two_pieces", "convolution", "delta_rule_of_channels", "delta_rule_by_token",
+        "linear_attention_of_channels", "layers_dynamic", "inference",
+    ),
+]  # fmt: skip
 CASES_OF = sequences
 READ = ()
 
