@@ -151,7 +151,7 @@ def _analyse(
 ) -> Analysis:  # fmt: skip
     grad = conflicts.trains(example_inputs)
     left, config = config, config.on(target)
-    frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
+    frame = Frame(name=frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
     frame.label = rules.announce_target(target.name)
     frame.policy = config.own_policy.to_dict() if config.own_policy is not None else None
     if left is not config:
@@ -265,7 +265,7 @@ class _Left:
     def seen_in(self, gm: GraphModule, seconds: float) -> Analysis:
         """What `analyse` finds of `gm`, which is the same graph."""
         log.graph("dynamo", gm)
-        frame = dataclasses.replace(copy.deepcopy(self.frame), name=_frame_name(gm), seconds={"analysis": seconds})
+        frame = dataclasses.replace(copy.deepcopy(self.frame), name=frame_name(gm), seconds={"analysis": seconds})
         outcome = Outcome([], list(self.misses), dict(frame.passes), {}, []) if self.misses is not None else None
         return Analysis(frame, None, outcome, self.shown, list(self.notes), again=self)
 
@@ -301,7 +301,7 @@ def _recurrences(captured: Captured) -> list[dict[str, str]]:
     return [recognised(NAMES[r.kind], r.node) for r in found if r.kind]
 
 
-def _frame_name(gm: GraphModule) -> str:
+def frame_name(gm: GraphModule) -> str:
     """The function the frame compiles and where it stands."""
     return next((place for node in gm.graph.nodes if (place := outermost_frame(node))), "(no source known)")
 

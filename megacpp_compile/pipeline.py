@@ -16,9 +16,10 @@ from typing import Any
 from torch.fx import GraphModule
 
 from megacpp_compile._torch.dynamo import RestartAnalysis
-from megacpp_compile.analysis import Analysis, analyse, retrace, retrace_needed
+from megacpp_compile.analysis import Analysis, analyse, frame_name, retrace, retrace_needed
 from megacpp_compile.backends import stitched
 from megacpp_compile.backends._protocol import Backend, Settings, backend_for
+from megacpp_compile.backends.agreement import Meeting, Outcome, form_of, meeting_of, tells_failures
 from megacpp_compile.backends.cache_hits import cache_hits
 from megacpp_compile.backends.delayed_scaling import take_past
 from megacpp_compile.backends.serialized import serializable
@@ -40,6 +41,7 @@ from megacpp_compile.frontend.calls_of_blocks import NotCut
 from megacpp_compile.frontend.early_writes import ahead_of
 from megacpp_compile.frontend.sdpa_regions import restore_sdpa_regions
 from megacpp_compile.fx.provenance import is_backward, is_whole
+from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._frame import mixed_documents
 from megacpp_compile.passes._frame.buckets import cut_sites
@@ -79,6 +81,7 @@ _OF_FORWARD = ("require", "drop_outputs", "policy", "block_kinds", "precision", 
                "sharding")  # fmt: skip
 
 
+@tells_failures
 def compile_frame(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any], block: Block = WHOLE,
     inner_compile: Any = None,
@@ -86,8 +89,8 @@ def compile_frame(
     """Compile Dynamo's graph `gm`, called with `example_inputs`; returns the callable that Dynamo runs in its place.
 
     patches: Inductor's settings. inner_compile: makes code of a partitioned graph in Inductor's place. Raises the
-    errors of `megacpp_compile.errors` for unmet demands of the user's; a frame that cannot be rewritten is compiled by
-    the backend alone, with the reason in the report.
+    errors of `megacpp_compile.errors` for unmet demands of the user's; a frame that cannot be rewritten, or not on all
+    ranks that communicate in it, is compiled by the backend alone, with the reason in the report.
     """
     if is_backward(gm):  # what is asked of a model was held against its forward
         config = dataclasses.replace(config, **{name: getattr(Config(), name) for name in _OF_FORWARD})
@@ -113,6 +116,7 @@ def compile_frame(
         pieces = _in_pieces(gm, example_inputs, given, target, patches, block, inner_compile)
         if pieces is not None:
             return serializable(outputs.adapt(early.adapt(pieces)), whole, given, patches)
+    ranks = meeting_of(gm, frame_name(gm), conflicts.trains(example_inputs), config) if inner_compile is None else None
     boundary = tensor_subclasses.enter(gm, example_inputs, config.strict)
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     rolled_loops.check(boundary.gm, analysis.rewritten_gm())
@@ -136,6 +140,8 @@ def compile_frame(
         # What is left of a loop behind a graph break would say the same again.
         if analysis.outcome and analysis.outcome.misses and not collector.told(analysis.outcome.misses):
             publish(analysis, config)
+        if ranks is not None:
+            ranks.tell(Outcome(again="sizes are known at run time only"))
         retrace(analysis)
     count.check(analysis.frame, analysis.near_misses())
     if config.sharding is not None:
@@ -146,8 +152,9 @@ def compile_frame(
     served = cache_hits()
     with stages.timed(analysis.frame.seconds, "torch"):
         compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile,
-                                    block.publish is not None)  # fmt: skip
+                                    block.publish is not None, ranks)  # fmt: skip
     analysis.frame.cached = cache_hits() > served
+    compiled = compiled if ranks is None else ranks.counting(compiled)
     compiled = watching(count.counting(compiled, analysis.frame), analysis.op_nodes(), analysis.shards, config)
     compiled = mixed_documents.watching(compiled, documents, analysis.frame, config, block.model)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
@@ -189,11 +196,11 @@ def _in_pieces(
 
 def _hand_to_backend(
     gm: GraphModule, example_inputs: Sequence[Any], analysis: Analysis, config: Config, target: Target,
-    patches: dict[str, Any], inner_compile: Any, in_pieces: bool,
+    patches: dict[str, Any], inner_compile: Any, in_pieces: bool, ranks: Meeting | None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Code for a frame. One that nothing fired in goes to the backend as it came, and so does one whose rewritten
-    graph, or whose backward's, the backend refuses; without the policy where that fails. Both are errors under
-    `strict`; what Inductor refuses of the plain frame too is its own error."""
+    graph, or whose backward's, the backend refuses, here or on another rank that communicates in it; without the policy
+    where that fails. Both are errors under `strict`; what Inductor refuses of the plain frame too is its own error."""
     backend = backend_for(target, example_inputs)
     frame = analysis.frame
     planned = frame.auto is not None and not frame.auto["reason"]
@@ -205,26 +212,48 @@ def _hand_to_backend(
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:
         rewritten = gm
-    if rewritten is not None:
+    compiled, refused = None, ranks.left if ranks is not None else ""
+    known = bool(refused)
+    own = Outcome(form_of(rewritten, semantic_ops()), frame.reason if frame.left_to == "backend" else "")
+    if rewritten is not None and not known:
         try:
-            restore_sdpa_regions(rewritten)
-            casts = take_casts(rewritten)
-            past = take_past(rewritten, analysis.captured)
-            behind = [*casts.fakes, *past.fakes]
-            return casts.adapt(past.adapt(backend.compile_lowered(rewritten, [*example_inputs, *behind], settings)))
+            compiled = _rewritten(backend, rewritten, example_inputs, analysis, settings)
         except _MEANT:
             raise
         except Exception as error:
             if config.strict:
                 raise
-            if analysis.shown or unbacked_shapes.refuse(gm):
-                log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
-                retrace(analysis)
             refused = f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300]
-        compiled = _plain(backend, gm, example_inputs, analysis, settings)
-        analysis.fell_back(refused, fallbacks.REFUSED)
+            if analysis.shown or unbacked_shapes.refuse(gm):
+                own = Outcome(again=refused)
+            else:
+                own = dataclasses.replace(own, left=refused)
+    advice = fallbacks.REFUSED if refused and not known else fallbacks.RANKS
+    if ranks is not None and not own.again:
+        own = ranks.settle(own, config.strict)
+        refused = refused or (own.left if compiled is not None else "")
+    elif ranks is not None:
+        ranks.tell(own)
+    if own.again:
+        log.logger.warning("traced again with graph breaks: %s", own.again)
+        retrace(analysis)
+    if compiled is not None and not refused:
         return compiled
-    return _plain(backend, gm, example_inputs, analysis, settings)
+    compiled = _plain(backend, gm, example_inputs, analysis, settings)
+    if refused and rewritten is not None:
+        analysis.fell_back(refused, advice)
+    return compiled
+
+
+def _rewritten(
+    backend: Backend, rewritten: GraphModule, example_inputs: Sequence[Any], analysis: Analysis, settings: Settings
+) -> Callable[..., Any]:
+    """Code for a rewritten frame."""
+    restore_sdpa_regions(rewritten)
+    casts = take_casts(rewritten)
+    past = take_past(rewritten, analysis.captured)
+    behind = [*casts.fakes, *past.fakes]
+    return casts.adapt(past.adapt(backend.compile_lowered(rewritten, [*example_inputs, *behind], settings)))
 
 
 # Errors that are meant to be seen; and Dynamo's own way back, as when a float turns out to be a constant.

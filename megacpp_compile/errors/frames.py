@@ -90,6 +90,26 @@ class OtherPartsError(MegacppError):
         )
 
 
+class RanksDifferError(MegacppError):
+    """Ranks that communicate in a frame do not compile it alike.
+
+    Args:
+        frame: the function it compiles and where that stands.
+        ranks: those that differ from this one.
+        how: what they did, as a predicate without its full stop.
+    """
+
+    def __init__(self, frame: str, ranks: Sequence[int], how: str) -> None:
+        self.frame, self.ranks, self.how = frame, tuple(ranks), how
+        named = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks[:8]))}"
+        more = f" and {len(self.ranks) - 8} more" * (len(self.ranks) > 8)
+        super().__init__(
+            f"{frame} communicates with {named}{more}, which {how}. Ranks that do not run the same wait for each other "
+            "without end: call the model on all of them, with the same options and packages, and see what the other "
+            "rank logged. How long one may take to compile is the `timeout` of torch.distributed's init_process_group."
+        )
+
+
 class MixedDocumentsError(MegacppError):
     """Layers that run across packed documents which another layer of the model keeps apart, under `strict`.
 

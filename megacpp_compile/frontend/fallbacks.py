@@ -16,6 +16,7 @@ CAPTURE = "Take what the reason names out of the compiled code, or compile the p
 SETTINGS = "Compile without the settings that the reason names."
 DEFECT = "That is a defect of megacpp_compile: please report it."
 REFUSED = "Name the passes that fired there under 'disable', and please report it."
+RANKS = "All ranks that communicate in it do so: see what that rank reports."
 POLICY = "Compile without 'policy', or with another."
 
 # In the names of what an idiom multiplies with: products of matrices and of elements, and what torch calls whole.

@@ -1,0 +1,187 @@
+"""Ranks of which one compiles a frame otherwise than the other, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+
+from megacpp_compile import analysis, record
+from megacpp_compile.backends import agreement, inductor
+from megacpp_compile.config.warn_once import warn_once
+from tests.sharding.ranks import around, feed_forwards, tables  # noqa: F401  # what `seen` calls
+
+
+def refused(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("this rank's own")
+
+
+def on_rank(rank: int, what: Callable[[], Any]) -> Any:
+    return what() if dist.get_rank() == rank else contextlib.nullcontext()
+
+
+def refuses() -> Any:
+    """Inductor's refusal of the rewritten graph."""
+    return mock.patch.object(inductor, "compile_lowered", refused)
+
+
+def has_defect() -> Any:
+    return mock.patch.object(analysis, "run_passes", refused)
+
+
+@contextlib.contextmanager
+def waits(seconds: float) -> Any:
+    """The store as of a group with this timeout."""
+    store = agreement.shared_store()
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
+
+
+class Mean(nn.Module):
+    """A low-rank path whose mean is that over the rows of all ranks, of which each may have another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm, self.up = nn.Linear(32, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.norm(self.down(x))).sum(0)
+        return y * collectives.all_reduce(y.detach().square().sum(), "sum", dist.group.WORLD)
+
+
+class Elsewhere(Mean):
+    """A frame of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def step(model: nn.Module, compiled: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """The output of a step and its gradients."""
+    model.zero_grad()
+    out = compiled(*inputs)
+    out.square().sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    return [out.detach(), *(g.to_local() if hasattr(g, "to_local") else g for g in grads)]
+
+
+def one_frame(mesh: DeviceMesh, differs: Callable[[], Any], **options: Any) -> dict[str, Any]:
+    """A tensor-parallel model of attention and experts' linears, whose second rank `differs`."""
+    torch.manual_seed(0)
+    model = feed_forwards(mesh, attention=True)
+    x = torch.randn(2, 6, 32)
+    want = step(model, model, x, *tables())
+    with on_rank(1, differs), record() as report:
+        got = step(model, torch.compile(model, backend="megacpp", options=options), x, *tables())
+    return _seen(report, want, got)
+
+
+def _seen(report: Any, want: list[torch.Tensor], got: list[torch.Tensor]) -> dict[str, Any]:
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    return {"frames": [[f.captured, f.reason] for f in report.frames], "sites": dict(report.counts)}
+
+
+def alike(mesh: DeviceMesh) -> dict[str, Any]:
+    return one_frame(mesh, contextlib.nullcontext)
+
+
+def one_is_refused(mesh: DeviceMesh) -> dict[str, Any]:
+    return one_frame(mesh, refuses)
+
+
+def one_has_a_defect(mesh: DeviceMesh) -> dict[str, Any]:
+    return one_frame(mesh, has_defect)
+
+
+def one_has_other_options(mesh: DeviceMesh) -> dict[str, Any]:
+    passes = {"passes": {"mla_rope_kv": False}} if dist.get_rank() else {}
+    return one_frame(mesh, contextlib.nullcontext, **passes)
+
+
+def one_is_refused_the_second_time(mesh: DeviceMesh) -> dict[str, Any]:
+    seen = [one_frame(mesh, contextlib.nullcontext)]
+    torch._dynamo.reset()
+    return {"steps": [*seen, one_frame(mesh, refuses)]}
+
+
+def one_is_strict_and_refused(mesh: DeviceMesh) -> dict[str, Any]:
+    return {"error": _error(lambda: one_frame(mesh, refuses, strict=True))}
+
+
+def one_does_not_come(mesh: DeviceMesh) -> dict[str, Any]:
+    """The second rank runs in eager."""
+    model = Elsewhere()
+    if dist.get_rank() == 1:
+        error = ""
+    else:
+        with waits(1):
+            error = _error(lambda: torch.compile(model, backend="megacpp")(torch.ones(4, 32)))
+    dist.barrier()
+    return {"error": error}
+
+
+def one_is_refused_later(mesh: DeviceMesh) -> dict[str, Any]:
+    """Both compile again for another number of rows."""
+    torch.manual_seed(0)
+    model, seen = Mean(), []
+    compiled = torch.compile(model, backend="megacpp")
+    for rows, differs in ((4, contextlib.nullcontext), (6, refuses)):
+        x = torch.randn(rows, 32)
+        want = step(model, model, x)
+        with on_rank(1, differs), record() as report:
+            got = step(model, compiled, x)
+        seen.append(_seen(report, want, got))
+    return {"steps": seen}
+
+
+def one_compiles_again(mesh: DeviceMesh) -> dict[str, Any]:
+    """The second rank alone has another number of rows in the second step, and a third in the third."""
+    torch.manual_seed(0)
+    model, seen = Mean(), []
+    compiled = torch.compile(model, backend="megacpp")
+    for rows in (4, 6, 7):
+        x = torch.randn(rows if dist.get_rank() else 4, 32)
+        want = step(model, model, x)
+        with record() as report:
+            got = step(model, compiled, x)
+        seen.append(_seen(report, want, got))
+    return {"steps": seen}
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+CASES = {
+    f.__name__: f
+    for f in (alike, one_is_refused, one_has_a_defect, one_has_other_options, one_is_refused_the_second_time,
+              one_is_strict_and_refused,              one_does_not_come, one_is_refused_later, one_compiles_again)
+}  # fmt: skip
+
+
+def run(name: str, mesh: DeviceMesh) -> dict[str, Any]:
+    torch._dynamo.reset()
+    warn_once.cache_clear()
+    for meeting in agreement._meetings.values():
+        meeting.forget()
+    logging.getLogger("megacpp_compile").setLevel(logging.ERROR)
+    agreement.shared_store().set_timeout(timedelta(seconds=60))
+    return CASES[name](mesh)
