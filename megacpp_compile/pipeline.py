@@ -44,10 +44,11 @@ from megacpp_compile.fx.provenance import is_backward, is_whole
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._frame import mixed_documents
-from megacpp_compile.passes._frame.buckets import cut_sites
+from megacpp_compile.passes._frame.buckets import cut_sites, follow_sites
 from megacpp_compile.passes._frame.required import FrameCount, Requirement, requirement_of_call
 from megacpp_compile.passes._frame.sequence_shards import watching
 from megacpp_compile.remat import conflicts
+from megacpp_compile.remat.across_ranks import allocated_under
 from megacpp_compile.remat.tagging import noted_in
 from megacpp_compile.report import collector, log, stages
 from megacpp_compile.sharding.frames import pin_for_frame
@@ -98,6 +99,7 @@ def compile_frame(
         return unbacked_shapes.with_few_steps(
             gm, lambda few: compile_frame(few, example_inputs, config, patches, block, inner_compile)
         )
+    follow_sites(gm, config)
     before = stages.since_frame_began()
     target = resolve_target(config.target, example_inputs)
     given, config = config, config.without_auto()
@@ -207,7 +209,7 @@ def _hand_to_backend(
     settings = Settings(
         target, config, patches, noted_in(frame, config.own_policy), inner_compile, max(frame.blocks, 1),
         frame.on_cuda_graph, analysis.on_auto if planned else None, frame.on_backward,
-        (frame.auto or {}).get("allowed", 0.0), in_pieces,
+        (frame.auto or {}).get("allowed", 0.0), in_pieces, allocated_under(config.own_policy, example_inputs),
     )  # fmt: skip
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ class Split:
     buckets: Sequence[Sequence[Node]]
     params: Sequence[Sequence[str]]
     index: int
+    optimizer: Any
 
 
 def is_running() -> bool:
@@ -59,4 +61,31 @@ def split_of(piece: GraphModule) -> Split | None:
     if index is None:
         return None
     nodes, params = [b.nodes for b in buckets], [list(reversed(b.params)) for b in buckets]
-    return Split(held["gm"], held["example_inputs"], nodes, params, index)
+    return Split(held["gm"], held["example_inputs"], nodes, params, index, held.get("self"))
+
+
+def keep_together(split: Split, behind: Collection[str]) -> bool:
+    """Have the graph, where it is cut once more, end no bucket right in front of the calls of those names: what such a
+    bucket would hold counts once it may end. False where that is asked for already, or the optimizer is another."""
+    optimizer = split.optimizer
+    usual = getattr(optimizer, "add_param_args", None)
+    if usual is None or "add_param_args" in vars(optimizer):
+        return False
+    # In front of the first call that the optimizer counts there is no other bucket.
+    calls = (n for n in split.gm.graph.nodes if n.op == "call_function" or n.op == "call_method" and _named(n.args[0]))
+    inner = set(behind) - {n.name for n in itertools.islice(calls, 1)}
+    held: dict[int, int] = {}
+
+    def add_param_args(bucket: Any, node: Node) -> None:
+        usual(bucket, node)
+        size = held.pop(id(bucket), 0) + bucket.size
+        bucket.size = size
+        if node.name in inner:
+            held[id(bucket)], bucket.size = size, 0
+
+    optimizer.add_param_args = add_param_args
+    return True
+
+
+def _named(node: Any) -> bool:
+    return isinstance(getattr(node, "target", None), str)

@@ -30,6 +30,7 @@ class Settings:
         on_backward: called with an op and with what serves its backward, in words, for every call in a backward graph.
         on_auto: called with what `policy="auto"` chose; None where it does not choose. `config` has no policy then.
         in_pieces: whether the frame is one of several that Dynamo's is made of.
+        allocated: bytes that are on the device already, where the policy limits the peak.
         auto_time: then the fraction of a step's predicted time that recomputing may take.
     """
 
@@ -44,6 +45,7 @@ class Settings:
     on_backward: Callable[[str, str], None] | None = None
     auto_time: float = 0.0
     in_pieces: bool = False
+    allocated: int = 0
 
 
 class Backend(Protocol):

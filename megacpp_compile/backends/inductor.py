@@ -32,12 +32,10 @@ from megacpp_compile.frontend.capture import fake_inputs
 from megacpp_compile.frontend.checkpoint import checkpoint_tags, has_regions
 from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
-from megacpp_compile.remat.across_ranks import default_group, of_ranks
 from megacpp_compile.remat.offload import Offload
 from megacpp_compile.remat.plan import StepContext
 from megacpp_compile.remat.tagging import KeepChoices, TagForRemat
 from megacpp_compile.report import log, stages
-from megacpp_compile.report.measure import allocated
 
 
 def refusal(gm: GraphModule, patches: Mapping[str, Any], config: Config, grad: bool) -> str:
@@ -172,13 +170,7 @@ def _with_policy(settings: Settings, gm: GraphModule, example_inputs: Sequence[A
         i for i, x in enumerate(example_inputs)
         if isinstance(x, torch.Tensor) and x.requires_grad and not isinstance(x, torch.nn.Parameter)
     )  # fmt: skip
-    given = 0
-    if policy.peak_gib is not None:
-        on = next((x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"), "cpu")
-        given = allocated(on)
-        if policy.same_on_ranks:
-            given = max(of_ranks(given, default_group()))
-    around = StepContext(settings.copies, given, inputs, len(example_inputs))
+    around = StepContext(settings.copies, settings.allocated, inputs, len(example_inputs))
     tags = TagForRemat(policy, dict(config.block_kinds), user, settings.on_plan, around)
     # To use a dead buffer again Inductor holds it until then: memory that a policy is there to save, and that the
     # device's own allocator hands out again at once.

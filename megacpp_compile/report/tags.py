@@ -45,7 +45,7 @@ TAGS: dict[str, tuple[str, str]] = {
     "class-weights": ("The loss has class weights.", "Weigh rows instead, `(loss * weight[labels]).sum()`."),
     "cuda": ("The recurrence has no kernel on CUDA in this form.", "Nothing: it stays as written there."),
     "cut-by-ddp": ("DDP's buckets cut the graph in the middle of a site.",
-                   "`torch._dynamo.config.optimize_ddp = False`, or a larger `bucket_cap_mb`."),
+                   "`torch._dynamo.config.optimize_ddp = False`, with the option `repeated_blocks`."),
     "decay": ("A decay may be 0 or negative, so it has no logarithm.",
               "Make it by `exp`, `sigmoid` or numbers above 0."),
     "dense-cheaper": ("The listed rows would take more multiply-adds than all rows.",

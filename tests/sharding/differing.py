@@ -50,15 +50,20 @@ def waits(seconds: float) -> Any:
         store.set_timeout(before)
 
 
-class Mean(nn.Module):
-    """A low-rank path whose mean is that over the rows of all ranks, of which each may have another number."""
-
+class LowRank(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down, self.norm, self.up = nn.Linear(32, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 32, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(self.norm(self.down(x))).sum(0)
+        return self.up(self.norm(self.down(x)))
+
+
+class Mean(LowRank):
+    """Scaled by what all ranks make of their rows, of which each may have another number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x).sum(0)
         return y * collectives.all_reduce(y.detach().square().sum(), "sum", dist.group.WORLD)
 
 
@@ -162,6 +167,20 @@ def one_compiles_again(mesh: DeviceMesh) -> dict[str, Any]:
     return {"steps": seen}
 
 
+def under_ddp(mesh: DeviceMesh) -> dict[str, Any]:
+    """Buckets of a product each, of which two are a site; ranks have different rows, and gradients are the mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(LowRank() for _ in range(3)))
+    x = torch.randn(2, 5, 32)[dist.get_rank()]
+    _, *want = step(model, model, x)
+    for grad in want:
+        dist.all_reduce(grad)
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1), record() as report:
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0001)
+        out, *got = step(model, torch.compile(wrapped, backend="megacpp"), x)
+    return _seen(report, [out, *(grad / 2 for grad in want)], [out, *got])
+
+
 def _error(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -173,7 +192,7 @@ def _error(call: Callable[[], Any]) -> str:
 CASES = {
     f.__name__: f
     for f in (alike, one_is_refused, one_has_a_defect, one_has_other_options, one_is_refused_the_second_time,
-              one_is_strict_and_refused,              one_does_not_come, one_is_refused_later, one_compiles_again)
+              one_is_strict_and_refused,              one_does_not_come, one_is_refused_later, one_compiles_again, under_ddp)
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""DDP's optimizer cuts a graph between its buckets: a site that is cut is a near miss that says where, and what helps."""
+"""DDP's optimizer cuts a graph between its buckets: it is made to cut between sites, and a site that is cut all the same
+is a near miss that says where, and what helps."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import megacpp_compile
-from megacpp_compile import record
+from megacpp_compile import pipeline, record
 from megacpp_compile.errors import RequirementError
 from megacpp_compile.passes._frame.buckets import TAG
 from megacpp_compile.report.at_exit import ENDING
@@ -32,6 +33,12 @@ def small(monkeypatch):
     """Buckets that hold one product's weight each, and the gains behind it; what DDP is to be called with."""
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
     return {"bucket_cap_mb": 0.0001}
+
+
+@pytest.fixture
+def cut_as_it_is(monkeypatch):
+    """Buckets follow no sites."""
+    monkeypatch.setattr(pipeline, "follow_sites", lambda *_: None)
 
 
 class Layer(nn.Module):
@@ -76,7 +83,7 @@ def cut(report):
     return [miss for miss in report.misses if miss.tag == TAG]
 
 
-def test_a_cut_site_names_the_buckets_and_what_helps(no_kernels, small, caplog):
+def test_a_cut_site_names_the_buckets_and_what_helps(no_kernels, small, cut_as_it_is, caplog):
     with caplog.at_level(logging.WARNING, logger="megacpp_compile"):
         report = under_ddp(Model(), **small)
     assert report.counts["down_norm_up"] == 0
@@ -92,11 +99,24 @@ def test_a_cut_site_names_the_buckets_and_what_helps(no_kernels, small, caplog):
     assert "the end of a bucket of DDP" in report.summary()
 
 
+@pytest.mark.parametrize("megabytes", [0.0001, 25])
+def test_buckets_end_between_sites(no_kernels, small, megabytes, caplog):
+    """A bucket a product, or one behind the first: what holds a part of a site holds all of it."""
+    with caplog.at_level(logging.WARNING, logger="megacpp_compile"):
+        report = under_ddp(Model(), {"require": {"down_norm_up": LAYERS}}, bucket_cap_mb=megabytes)
+    assert len([f for f in report.frames if f.captured]) == (LAYERS if megabytes < 1 else 2)
+    assert report.counts["down_norm_up"] == LAYERS and not cut(report)
+    assert not [r for r in caplog.records if r.name == "megacpp_compile"]
+
+
 @pytest.mark.end_to_end
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("megabytes", "cut_sites"), [(0.002, 6), (0.004, 2), (0.006, 0)])
-def test_every_site_fires_or_is_told_as_cut(no_kernels, small, megabytes, cut_sites):
+@pytest.mark.parametrize("follow", [True, False])
+def test_every_site_fires_or_is_told_as_cut(no_kernels, small, follow, megabytes, cut_sites, monkeypatch):
     """All of these buckets end inside of the query's RoPE, behind its view and transpose: what is left is enough for it."""
+    if not follow:
+        monkeypatch.setattr(pipeline, "follow_sites", lambda *_: None)
     model = nn.ModuleList(MLA() for _ in range(LAYERS))
 
     class Stack(nn.Module):
@@ -116,7 +136,8 @@ def test_every_site_fires_or_is_told_as_cut(no_kernels, small, megabytes, cut_si
     told = Counter(miss.pass_name for miss in cut(report))
     found = {name: report.counts[name] + told[name] for name in ("down_norm_up", "mla_rope_q", "mla_rope_kv")}
     assert found == {"down_norm_up": 2 * LAYERS, "mla_rope_q": LAYERS, "mla_rope_kv": LAYERS}
-    assert told == ({"down_norm_up": cut_sites} if cut_sites else {})
+    assert told == ({"down_norm_up": cut_sites} if cut_sites and not follow else {})
+    assert len([f for f in report.frames if f.captured]) >= LAYERS  # buckets there are all the same
 
 
 def test_without_the_optimizer_every_site_fires(no_kernels, small):
@@ -125,11 +146,31 @@ def test_without_the_optimizer_every_site_fires(no_kernels, small):
     assert report.counts["down_norm_up"] == LAYERS and not cut(report)
 
 
-def test_a_larger_bucket_leaves_the_cut_behind_the_first(no_kernels, small):
+def test_a_reducer_in_compiled_autograd_cuts_nothing(no_kernels, small):
+    """`optimize_ddp="python_reducer"`: hooks of gradients sum them over ranks, in the frame of the backward."""
+    autograd = torch._dynamo.compiled_autograd._enable(torch.compile(backend="megacpp", fullgraph=True))
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"), autograd:
+        report = under_ddp(Model(), {"require": {"down_norm_up": LAYERS}}, **small)
+    assert report.counts["down_norm_up"] == LAYERS and not cut(report)
+    assert [f.name for f in report.frames] == ["forward (test_ddp.py:60)", "backward (compiled autograd)"]
+
+
+def test_a_larger_bucket_leaves_the_cut_behind_the_first(no_kernels, small, cut_as_it_is):
     """DDP makes the first bucket small, whatever the others are: that of the last layer."""
     report = under_ddp(Model(), bucket_cap_mb=25)
     assert report.counts["down_norm_up"] == LAYERS - 1
     assert [m.fqn for m in cut(report)] == [f"layers.{LAYERS - 1}.up"]
+
+
+def test_blocks_of_a_whole_graph_are_functions_of_their_own(no_kernels, small):
+    """What is advised where buckets cannot follow sites: gradients of a layer are there when its backward is done."""
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        model, order = Model(), []
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda p, name=name: order.append(name.split(".")[1]))
+        report = under_ddp(model, {"repeated_blocks": True}, **small)
+    assert report.counts["down_norm_up"] == 1 and report.frames[0].blocks == LAYERS and not cut(report)
+    assert order == sorted(order, reverse=True)
 
 
 def test_a_graph_for_each_layer_has_none_to_cut(no_kernels, small):
@@ -150,7 +191,7 @@ def test_a_cut_between_sites_is_no_miss(no_kernels, small, caplog, monkeypatch):
     assert not cut(report) and not [r for r in caplog.records if r.name == "megacpp_compile"]
 
 
-def test_require_says_what_cut_the_sites(no_kernels, small):
+def test_require_says_what_cut_the_sites(no_kernels, small, cut_as_it_is):
     with pytest.raises(RequirementError) as caught:
         under_ddp(Model(), {"require": {"down_norm_up": LAYERS}}, **small)
     assert caught.value.fired == 0 and "DDP cuts the graph inside of it" in str(caught.value)

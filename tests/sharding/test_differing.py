@@ -72,3 +72,9 @@ def test_a_rank_that_compiles_again_waits_for_nobody(case, seen):
     first, second = (rank["steps"] for rank in seen(case))
     assert [len(step["frames"]) for step in first] == [1, 0, 0]
     assert [fired(step) for step in second[:2]] == [{"down_norm_up": 1}] * 2
+
+
+@pytest.mark.parametrize("case", ["under_ddp"])
+def test_buckets_of_ddp_end_between_sites(case, seen):
+    for rank in seen(case):
+        assert fired(rank) == {"down_norm_up": 3} and rank["frames"] == [[True, ""]] * 3
