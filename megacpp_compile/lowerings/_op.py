@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile._torch.ops import OpOverload
+from megacpp_compile.errors import OperandError
 from megacpp_compile.targets import CPU, by_xla, family
 
 
@@ -54,10 +55,12 @@ def serve(name: str, reference: ModuleType, *args: Any) -> Any:
 
 # An op's name -> what computes it where no graph is lowered.
 OUTSIDE_OF_GRAPHS: dict[str, Callable[..., Any]] = {}
+# An op's name -> its parameters' names.
+_PARAMETERS: dict[str, list[str]] = {}
 
 
 def define_op(
-    reference: Callable[..., Any], *, check: Callable[..., None] | None = None, served: bool = False,
+    reference: Callable[..., Any], *, check: Callable[..., str | None] | None = None, served: bool = False,
     outside: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:  # fmt: skip
     """Makes an op `megacpp::NAME` of its reference, called NAME, and of the decorated function, its fake.
@@ -65,10 +68,11 @@ def define_op(
     The schema is the reference's signature, without parameters that default to a function or a class, which are its
     own. Outside of a lowered graph the reference runs, with autocast off, or with `served` what serves it in one, or
     `outside`, whose results share no memory with operands.
-    check: raises for operands that the op does not take, fake ones as well; its parameters are named as the op's.
+    check: what is wrong with operands that the op does not take, fake ones as well, which is an OperandError; its
+    parameters are named as the op's.
     """
     name, taken = reference.__name__, _taken(reference)
-    names = [p.name for p in taken]
+    names = _PARAMETERS[name] = [p.name for p in taken]
     asked = [names.index(n) for n in inspect.signature(check).parameters] if check else []
     module = sys.modules[reference.__module__]
     OUTSIDE_OF_GRAPHS[name] = outside or (functools.partial(serve, name, module) if served else reference)
@@ -76,7 +80,8 @@ def define_op(
     def checked(args: Sequence[Any]) -> None:
         if check is not None:  # torch leaves out arguments at the end that are as they would be
             given = (*args, *(p.default for p in taken[len(args) :]))
-            check(*(given[i] for i in asked))
+            if (problem := check(*(given[i] for i in asked))) is not None:
+                raise OperandError(f"megacpp::{name}", problem)
 
     def body(*args: Any) -> Any:
         checked(args)
@@ -95,6 +100,44 @@ def define_op(
         return made
 
     return defined
+
+
+def differentiate(op: Any, backward: Any, *, of: str, results: str, zeros: str = "") -> None:
+    """Registers `backward`, an op whose results are the gradients of the operands `of`, as that of `op`.
+
+    What backward takes is told by the names of its parameters: in front are the gradients of the first of `op`'s
+    `results`, the others of which have none; then operands and results of the op, which are saved; and `NAME_grad` says
+    whether operand NAME needs a gradient. zeros: the operand, or result, with the shape of the first result, whose
+    gradient is zeros where only a later one has any; without it all results have theirs.
+    """
+    operands, made = _PARAMETERS[op._name], results.split()
+    taken = _PARAMETERS[backward._name]
+    first = next(i for i, name in enumerate(taken) if name in (*operands, *made))
+    flags = [name.removesuffix("_grad") for name in taken[first:] if name not in (*operands, *made)]
+    kept = [name for name in (*operands, *made) if name in taken]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        output = output if isinstance(output, tuple) else (output,)
+        ctx.set_materialize_grads(not zeros)
+        ctx.mark_non_differentiable(*output[first:])
+        values = dict(zip([*operands, *made], [*inputs, *output], strict=True))
+        ctx.tensors = [name for name in kept if isinstance(values[name], Tensor)]
+        ctx.settings = {name: values[name] for name in kept if name not in ctx.tensors}
+        ctx.save_for_backward(*(values[name] for name in ctx.tensors))
+
+    def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        needed = dict(zip(operands, ctx.needs_input_grad, strict=False))  # of those that the caller gave
+        if all(grad is None for grad in grads):
+            return (None,) * len(needed)
+        values = ctx.settings | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
+        values |= {f"{name}_grad": needed[name] for name in flags}
+        head, *others = grads[:first]
+        head = values[zeros].new_zeros(values[zeros].shape) if head is None else head
+        found = backward(head, *others, *(values[name] for name in taken[first:]))
+        of_operand = dict(zip(of.split(), found, strict=True))
+        return tuple(of_operand.get(name) if need else None for name, need in needed.items())
+
+    op.register_autograd(gradients, setup_context=setup_context)
 
 
 def _taken(reference: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -35,7 +35,7 @@ from typing import Any
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import hint, rows
-from megacpp_compile.lowerings._op import compute_dtype, define_op, save_operands, saved_operands
+from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.attention import reference
 from megacpp_compile.lowerings.attention._layout import empty_like_tokens
@@ -69,21 +69,7 @@ def attention_backward(  # type: ignore[no-untyped-def]
     return *(empty_like_tokens(x, *x.shape[1:]) for x in (q, k, v)), dbias, dsinks
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, mask, bias, sinks, documents, *ctx.settings, words, ctx.dropout, prefix = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.bias_grad = bias is not None and ctx.needs_input_grad[4]
-    save_operands(ctx, (q, k, v, mask, bias, sinks, documents, words, prefix), *output)
-
-
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    (*operands, words, prefix), (out, lse, top) = saved_operands(ctx)
-    more = (words, ctx.dropout, prefix)[: 3 if prefix is not None else 2 if words is not None else 0]
-    *grads, dbias, dsinks = attention_backward(grad, *operands, out, lse, top, *ctx.settings, ctx.bias_grad, *more)
-    return *grads, None, dbias if ctx.bias_grad else None, None if operands[5] is None else dsinks, *[None] * 9
-
-
-attention.register_autograd(_backward, setup_context=_setup_context)
+differentiate(attention, attention_backward, of="q k v bias sinks", results="out lse top")
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any, documents: Any, scale: float,

@@ -15,11 +15,7 @@ Source: Mamba, https://arxiv.org/abs/2312.00752, section 3.4; Mamba-2, https://a
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from megacpp_compile.lowerings._op import define_op
+from megacpp_compile.lowerings._op import define_op, differentiate
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.causal_conv1d import reference
 from megacpp_compile.lowerings.causal_conv1d.layout import laid_out_as
@@ -40,20 +36,7 @@ def causal_conv1d_backward(grad, x, weight, bias, activation, seq_idx=None):  # 
     return laid_out_as(x, x.dtype), weight.new_empty(weight.shape), d_bias
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, bias, ctx.activation, _, seq_idx = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, weight, *(t for t in (bias, seq_idx) if t is not None))
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weight, *others = ctx.saved_tensors
-    bias = others.pop(0) if ctx.has_bias else None
-    dx, dw, db = causal_conv1d_backward(grad, x, weight, bias, ctx.activation, *others)
-    return dx, dw, db if ctx.has_bias else None, None, None, None
-
-
-causal_conv1d.register_autograd(_backward, setup_context=_setup_context)
+differentiate(causal_conv1d, causal_conv1d_backward, of="x weight bias", results="y")
 
 declare(
     {

@@ -26,30 +26,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint, rows
 from megacpp_compile.lowerings._op import define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.compressed_linear import reference
 
 
-def _check(x: Tensor, w: list[Tensor], b: list[Tensor], draw: Tensor | None, rank: int, seed: int) -> None:
-    problem = None
+def _check(x: Tensor, w: list[Tensor], b: list[Tensor], draw: Tensor | None, rank: int, seed: int) -> str | None:
     if not w or x.dim() < 2 or any(one.dim() != 2 or one.shape[1] != x.shape[-1] for one in w):
-        problem = f"x is {tuple(x.shape)}, w {[tuple(one.shape) for one in w]}, not [..., d] and [n, d] each"
-    elif not x.is_floating_point() or x.dtype.itemsize < 2 or any(one.dtype != x.dtype for one in (*w, *b)):
+        return f"x is {tuple(x.shape)}, w {[tuple(one.shape) for one in w]}, not [..., d] and [n, d] each"
+    if not x.is_floating_point() or x.dtype.itemsize < 2 or any(one.dtype != x.dtype for one in (*w, *b)):
         dtypes = ", ".join(str(one.dtype) for one in (*w, *b))
-        problem = f"x is {x.dtype}, w and b {dtypes}: all are one of float64, float32, bfloat16, float16"
-    elif b and [one.shape for one in b] != [one.shape[:1] for one in w]:
-        problem = f"b is {[tuple(one.shape) for one in b]}, w {[tuple(one.shape) for one in w]}"
-    elif draw is not None and (draw.dtype != torch.int64 or draw.dim()):
-        problem = f"draw is {draw.dtype} {tuple(draw.shape)}, not int64 []"
-    elif not 1 <= rank <= x.shape[-1]:
-        problem = f"rank is {rank}, not from 1 to d = {x.shape[-1]}"
-    elif seed < 0:
-        problem = f"seed is {seed}, not from 0 to 2^63 - 1"
-    if problem is not None:
-        raise OperandError("megacpp::compressed_linear", problem)
+        return f"x is {x.dtype}, w and b {dtypes}: all are one of float64, float32, bfloat16, float16"
+    if b and [one.shape for one in b] != [one.shape[:1] for one in w]:
+        return f"b is {[tuple(one.shape) for one in b]}, w {[tuple(one.shape) for one in w]}"
+    if draw is not None and (draw.dtype != torch.int64 or draw.dim()):
+        return f"draw is {draw.dtype} {tuple(draw.shape)}, not int64 []"
+    if not 1 <= rank <= x.shape[-1]:
+        return f"rank is {rank}, not from 1 to d = {x.shape[-1]}"
+    if seed < 0:
+        return f"seed is {seed}, not from 0 to 2^63 - 1"
+    return None
 
 
 @define_op(reference.compressed_linear, check=_check, served=True)

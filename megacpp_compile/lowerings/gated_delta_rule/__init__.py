@@ -34,11 +34,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY, segments_bound
 from megacpp_compile.lowerings._kernels.gated_chunks import CHUNK_SIZES, operand_problem
-from megacpp_compile.lowerings._op import compute_dtype, define_op, save_operands, saved_operands, shaped_like
+from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_delta_rule import _hopper_ops as _hopper_ops
 from megacpp_compile.lowerings.gated_delta_rule import reference
@@ -46,12 +45,7 @@ from megacpp_compile.lowerings.gated_delta_rule import reference
 __all__ = ["CHUNK_SIZES", "STATES_EVERY", "gated_delta_rule", "gated_delta_rule_backward"]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int) -> None:
-    if (problem := operand_problem(q, k, v, g, cu_seqlens, chunk_size)) is not None:
-        raise OperandError("megacpp::gated_delta_rule", problem)
-
-
-@define_op(reference.gated_delta_rule, check=_check, served=True)
+@define_op(reference.gated_delta_rule, check=operand_problem, served=True)
 def gated_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_norm_eps, chunk_size, out_dtype):  # type: ignore[no-untyped-def]
     b, t, hv, size = v.shape
     wide = compute_dtype(q, k, v, g, beta, initial_state)
@@ -72,26 +66,10 @@ def gated_delta_rule_backward(  # type: ignore[no-untyped-def]
     return shaped_like(states, (q, k, v, g, beta, initial_state))
 
 
-def _setup_context(ctx, inputs, output
-):
-    *tensors, ctx.scale, ctx.eps, ctx.chunk_size, _ = inputs
-    _, _, states, inverse = output
-    ctx.set_materialize_grads(False)  # a final state that nobody reads has no gradient to be carried back
-    ctx.mark_non_differentiable(states, inverse)
-    save_operands(ctx, tensors, states, inverse)
-
-
-def _backward(ctx, do, dfinal, *_):  # type: ignore[no-untyped-def]
-    tensors, (states, inverse) = saved_operands(ctx)
-    if do is None:
-        if dfinal is None:
-            return (None,) * 11
-        do = tensors[2].new_zeros(tensors[2].shape)
-    grads = gated_delta_rule_backward(do, dfinal, *tensors, states, inverse, ctx.scale, ctx.eps, ctx.chunk_size)
-    return *(g if given else None for g, given in zip(grads, ctx.given[:6], strict=True)), *[None] * 5
-
-
-gated_delta_rule.register_autograd(_backward, setup_context=_setup_context)
+differentiate(
+    gated_delta_rule, gated_delta_rule_backward, of="q k v g beta initial_state",
+    results="o final_state states inverse", zeros="v",
+)  # fmt: skip
 
 
 def _flops(

@@ -15,11 +15,7 @@ the sigmoid gate behind a norm of each head, Kimi Linear, arXiv:2510.26692.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from megacpp_compile.lowerings._op import compute_dtype, define_op
+from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_rms_norm import reference
 
@@ -39,22 +35,6 @@ def gated_rms_norm_backward(grad, y, z, weight, rrms, group_size, norm_before_ga
     return y.new_empty(y.shape), z.new_empty(z.shape), d_weight
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    y, z, weight, _, ctx.group_size, ctx.norm_before_gate, _, ctx.activation = inputs
-    rrms = output[1]
-    ctx.mark_non_differentiable(rrms)
-    ctx.has_weight = weight is not None
-    ctx.save_for_backward(y, z, rrms, *([weight] if ctx.has_weight else []))
-
-
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    y, z, rrms, *weight = ctx.saved_tensors
-    dy, dz, dw = gated_rms_norm_backward(
-        grad, y, z, weight[0] if weight else None, rrms, ctx.group_size, ctx.norm_before_gate, ctx.activation
-    )
-    return dy, dz, dw if ctx.has_weight else None, None, None, None, None, None
-
-
-gated_rms_norm.register_autograd(_backward, setup_context=_setup_context)
+differentiate(gated_rms_norm, gated_rms_norm_backward, of="y z weight", results="out rrms")
 
 declare({"megacpp::gated_rms_norm": OpTraits(), "megacpp::gated_rms_norm_backward": OpTraits()})

@@ -12,11 +12,9 @@ Source: the lightning indexer of DeepSeek-V3.2 (https://github.com/deepseek-ai/D
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import define_op
+from megacpp_compile.lowerings._op import define_op, differentiate
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.index_scores import reference
 
@@ -33,16 +31,7 @@ def index_scores_backward(grad, q, k, weights, scale):  # type: ignore[no-untype
     return q.new_empty(q.shape), k.new_empty(k.shape), weights.new_empty(weights.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, weights, ctx.scale, _ = inputs
-    ctx.save_for_backward(q, k, weights)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *index_scores_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
-
-
-index_scores.register_autograd(_backward, setup_context=_setup_context)
+differentiate(index_scores, index_scores_backward, of="q k weights", results="scores")
 
 
 def _gemms(q: Tensor, k: Tensor, times: int) -> float:

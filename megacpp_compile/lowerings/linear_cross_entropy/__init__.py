@@ -61,40 +61,38 @@ GRADS = ("", "x", "w", "b", "xw", "xb", "wb", "xwb")
 def _check(
     x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, weight: Tensor | None, label_smoothing: float,
     softcap: float | None, reduction: str, grads: str, first: int, words: int | None, group: str | None,
-) -> None:  # fmt: skip
-    problem = None
+) -> str | None:  # fmt: skip
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
-        problem = f"x is {tuple(x.shape)}, w {tuple(w.shape)}, not [n, h] and [v, h]"
-    elif not x.is_floating_point() or x.dtype.itemsize < 2 or w.dtype != x.dtype:
-        problem = f"x is {x.dtype}, w {w.dtype}: both are one of float64, float32, bfloat16, float16"
-    elif b is not None and (b.dtype != x.dtype or b.dim() != 1 or b.shape[0] != w.shape[0]):
-        problem = f"b is {b.dtype} {tuple(b.shape)}, not {x.dtype} [v], v = {w.shape[0]}"
-    elif target.dtype != torch.int64 or target.dim() != 1 or target.shape[0] != x.shape[0]:
-        problem = f"target is {target.dtype} {tuple(target.shape)}, not int64 [n], n = {x.shape[0]}"
-    elif weight is not None and (weight.dtype not in (torch.float32, compute_dtype(x)) or weight.dim() != 1):
-        problem = f"weight is {weight.dtype} {tuple(weight.shape)}, not {compute_dtype(x)} [n], n = {x.shape[0]}"
-    elif weight is not None and weight.shape[0] != x.shape[0]:
-        problem = f"weight has {weight.shape[0]} rows, x {x.shape[0]}"
-    elif w.shape[0] == 0:
-        problem = "w has no word to choose from"
-    elif not 0 <= label_smoothing < 1:
-        problem = f"label_smoothing is {label_smoothing}, not from 0 to less than 1"
-    elif softcap is not None and softcap <= 0:
-        problem = f"softcap is {softcap}: a positive number, or None for none"
-    elif reduction not in ("sum", "none"):
-        problem = f"reduction is {reduction!r}: 'sum' or 'none'; divide the sum for a mean"
-    elif grads not in GRADS:
-        problem = f"grads is {grads!r}: letters of 'xwb' in that order"
-    elif grads and reduction == "none":
-        problem = f"grads is {grads!r} with reduction 'none', whose gradients backward makes: ''"
-    elif "b" in grads and b is None:
-        problem = f"grads is {grads!r}, and there is no b"
-    elif (words is None) != (group is None) or words is None and first:
-        problem = f"first is {first}, words {words}, group {group!r}: all of them, or none"
-    elif words is not None and not 0 <= first <= words - w.shape[0]:
-        problem = f"w has the {w.shape[0]} words from {first} on, of {words} in all"
-    if problem is not None:
-        raise OperandError("megacpp::linear_cross_entropy", problem)
+        return f"x is {tuple(x.shape)}, w {tuple(w.shape)}, not [n, h] and [v, h]"
+    if not x.is_floating_point() or x.dtype.itemsize < 2 or w.dtype != x.dtype:
+        return f"x is {x.dtype}, w {w.dtype}: both are one of float64, float32, bfloat16, float16"
+    if b is not None and (b.dtype != x.dtype or b.dim() != 1 or b.shape[0] != w.shape[0]):
+        return f"b is {b.dtype} {tuple(b.shape)}, not {x.dtype} [v], v = {w.shape[0]}"
+    if target.dtype != torch.int64 or target.dim() != 1 or target.shape[0] != x.shape[0]:
+        return f"target is {target.dtype} {tuple(target.shape)}, not int64 [n], n = {x.shape[0]}"
+    if weight is not None and (weight.dtype not in (torch.float32, compute_dtype(x)) or weight.dim() != 1):
+        return f"weight is {weight.dtype} {tuple(weight.shape)}, not {compute_dtype(x)} [n], n = {x.shape[0]}"
+    if weight is not None and weight.shape[0] != x.shape[0]:
+        return f"weight has {weight.shape[0]} rows, x {x.shape[0]}"
+    if w.shape[0] == 0:
+        return "w has no word to choose from"
+    if not 0 <= label_smoothing < 1:
+        return f"label_smoothing is {label_smoothing}, not from 0 to less than 1"
+    if softcap is not None and softcap <= 0:
+        return f"softcap is {softcap}: a positive number, or None for none"
+    if reduction not in ("sum", "none"):
+        return f"reduction is {reduction!r}: 'sum' or 'none'; divide the sum for a mean"
+    if grads not in GRADS:
+        return f"grads is {grads!r}: letters of 'xwb' in that order"
+    if grads and reduction == "none":
+        return f"grads is {grads!r} with reduction 'none', whose gradients backward makes: ''"
+    if "b" in grads and b is None:
+        return f"grads is {grads!r}, and there is no b"
+    if (words is None) != (group is None) or words is None and first:
+        return f"first is {first}, words {words}, group {group!r}: all of them, or none"
+    if words is not None and not 0 <= first <= words - w.shape[0]:
+        return f"w has the {w.shape[0]} words from {first} on, of {words} in all"
+    return None
 
 
 @define_op(reference.linear_cross_entropy, check=_check, served=True)

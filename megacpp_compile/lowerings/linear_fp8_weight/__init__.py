@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, rows
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.lowerings._op import define_op
@@ -33,19 +32,16 @@ from megacpp_compile.lowerings.linear_fp8_weight import reference
 REFERENCE_SERVES = {"tpu": "a payload that stays float8 in memory, rounding, widening and a plain GEMM"}
 
 
-def _check(x: Tensor, payload: Tensor, scale: Tensor) -> None:
-    problem = None
+def _check(x: Tensor, payload: Tensor, scale: Tensor) -> str | None:
     if payload.dim() != 2 or x.shape[-1] != payload.shape[1]:
-        problem = f"x is {tuple(x.shape)}, payload {tuple(payload.shape)}, not [..., k] and [n, k]"
-    elif payload.dtype != torch.float8_e4m3fn:
-        problem = f"payload is {payload.dtype}, not torch.float8_e4m3fn"
-    else:
-        n, k = payload.shape
-        shapes = (1, 1), (n, 1), (-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
-        if tuple(scale.shape) not in shapes:
-            problem = f"scale is {tuple(scale.shape)}: for a weight {(n, k)} it is one of {', '.join(map(str, shapes))}"
-    if problem is not None:
-        raise OperandError("megacpp::linear_fp8_weight", problem)
+        return f"x is {tuple(x.shape)}, payload {tuple(payload.shape)}, not [..., k] and [n, k]"
+    if payload.dtype != torch.float8_e4m3fn:
+        return f"payload is {payload.dtype}, not torch.float8_e4m3fn"
+    n, k = payload.shape
+    shapes = (1, 1), (n, 1), (-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
+    if tuple(scale.shape) not in shapes:
+        return f"scale is {tuple(scale.shape)}: for a weight {(n, k)} it is one of {', '.join(map(str, shapes))}"
+    return None
 
 
 @define_op(reference.linear_fp8_weight, check=_check, served=True)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.errors import AbsorbedInTrainingError, OperandError
+from megacpp_compile.errors import AbsorbedInTrainingError
 from megacpp_compile.fx.sizes import hint, rows
 from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
@@ -43,31 +43,29 @@ REFERENCE_SERVES = {"tpu": "two GEMMs and a masked softmax in static shapes, wit
 
 def _check(
     q: Tensor, rows: Tensor, lengths: Tensor, row_scale: Tensor | None, codebook: Tensor | None, d_v: int
-) -> None:
-    problem = None
+) -> str | None:
     if q.dim() != 4 or rows.dim() != 3 or lengths.dim() != 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, rows, lengths))
-        problem = f"q, rows and lengths are {shapes}, not [b, t, h, d_qk], [b, s, w] and [b]"
-    elif rows.shape[0] != q.shape[0] or lengths.shape[0] != q.shape[0]:
-        problem = f"b is {q.shape[0]} in q, {rows.shape[0]} in rows and {lengths.shape[0]} in lengths"
-    elif lengths.dtype not in (torch.int32, torch.int64):
-        problem = f"lengths are {lengths.dtype}, not int32 or int64"
-    elif not 0 < d_v <= q.shape[3]:
-        problem = f"q has {q.shape[3]} channels, of which d_v = {d_v} are values"
-    elif (rows.dtype == torch.uint8) != (codebook is not None):
-        problem = f"rows are {rows.dtype} {'without' if codebook is None else 'with'} a codebook; bytes alone have one"
-    elif codebook is not None and (tuple(codebook.shape) != (16,) or d_v % 2 or q.shape[3] % 2):
-        problem = f"bytes take a codebook [16] and an even number of channels, not {tuple(codebook.shape)}, {d_v}"
-    elif rows.shape[2] * (1 if codebook is None else 2) != q.shape[3]:
-        problem = f"q has {q.shape[3]} channels, a row {rows.shape[2]} elements of {rows.dtype}"
-    elif (rows.dtype in (torch.uint8, torch.float8_e4m3fn)) != (row_scale is not None):
-        problem = f"rows are {rows.dtype} {'without' if row_scale is None else 'with'} row_scale"
-    elif row_scale is None and rows.dtype != q.dtype:
-        problem = f"q is {q.dtype}, rows {rows.dtype}"
-    elif row_scale is not None and tuple(row_scale.shape) != (*rows.shape[:2], 1 if codebook is None else 2):
-        problem = f"row_scale is {tuple(row_scale.shape)}: [b, s, 1] for fp8, [b, s, 2] for bytes"
-    if problem is not None:
-        raise OperandError("megacpp::mla_decode", problem)
+        return f"q, rows and lengths are {shapes}, not [b, t, h, d_qk], [b, s, w] and [b]"
+    if rows.shape[0] != q.shape[0] or lengths.shape[0] != q.shape[0]:
+        return f"b is {q.shape[0]} in q, {rows.shape[0]} in rows and {lengths.shape[0]} in lengths"
+    if lengths.dtype not in (torch.int32, torch.int64):
+        return f"lengths are {lengths.dtype}, not int32 or int64"
+    if not 0 < d_v <= q.shape[3]:
+        return f"q has {q.shape[3]} channels, of which d_v = {d_v} are values"
+    if (rows.dtype == torch.uint8) != (codebook is not None):
+        return f"rows are {rows.dtype} {'without' if codebook is None else 'with'} a codebook; bytes alone have one"
+    if codebook is not None and (tuple(codebook.shape) != (16,) or d_v % 2 or q.shape[3] % 2):
+        return f"bytes take a codebook [16] and an even number of channels, not {tuple(codebook.shape)}, {d_v}"
+    if rows.shape[2] * (1 if codebook is None else 2) != q.shape[3]:
+        return f"q has {q.shape[3]} channels, a row {rows.shape[2]} elements of {rows.dtype}"
+    if (rows.dtype in (torch.uint8, torch.float8_e4m3fn)) != (row_scale is not None):
+        return f"rows are {rows.dtype} {'without' if row_scale is None else 'with'} row_scale"
+    if row_scale is None and rows.dtype != q.dtype:
+        return f"q is {q.dtype}, rows {rows.dtype}"
+    if row_scale is not None and tuple(row_scale.shape) != (*rows.shape[:2], 1 if codebook is None else 2):
+        return f"row_scale is {tuple(row_scale.shape)}: [b, s, 1] for fp8, [b, s, 2] for bytes"
+    return None
 
 
 @define_op(reference.mla_decode, check=_check, served=True)

@@ -25,20 +25,17 @@ from typing import Any
 
 from torch import Tensor
 
-from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint
-from megacpp_compile.lowerings._op import compute_dtype, define_op, save_operands, saved_operands, shaped_like
+from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.selective_scan import reference
 
 
-def _check(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> None:
+def _check(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> str | None:
     if [t.dim() for t in (u, dt, A, B, C)] != [3, 3, 2, 3, 3]:
         shapes = [tuple(t.shape) for t in (u, dt, A, B, C)]
-        problem = f"u, dt, A, B and C are {shapes}: [b, t, d] twice, [d, n], and [b, t, n] twice"
-        raise OperandError("megacpp::selective_scan", problem)
-    if chunk_size < 1:
-        raise OperandError("megacpp::selective_scan", f"chunk_size is {chunk_size}, not 1 or more")
+        return f"u, dt, A, B and C are {shapes}: [b, t, d] twice, [d, n], and [b, t, n] twice"
+    return None if chunk_size >= 1 else f"chunk_size is {chunk_size}, not 1 or more"
 
 
 @define_op(reference.selective_scan, check=_check, served=True)
@@ -54,25 +51,10 @@ def selective_scan_backward(dy, dfinal, u, dt, A, B, C, D, initial_state, states
     return shaped_like(states, (u, dt, A, B, C, D, initial_state))
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.chunk_size, _ = inputs
-    states = output[2]
-    ctx.set_materialize_grads(False)  # a final state that nobody reads has no gradient to be carried back
-    ctx.mark_non_differentiable(states)
-    save_operands(ctx, tensors, states)
-
-
-def _backward(ctx, dy, dfinal, _):  # type: ignore[no-untyped-def]
-    tensors, (states,) = saved_operands(ctx)
-    if dy is None:
-        if dfinal is None:
-            return (None,) * 9
-        dy = tensors[0].new_zeros(tensors[0].shape)
-    grads = selective_scan_backward(dy, dfinal, *tensors, states, ctx.chunk_size)
-    return *(g if given else None for g, given in zip(grads, ctx.given, strict=True)), None, None
-
-
-selective_scan.register_autograd(_backward, setup_context=_setup_context)
+differentiate(
+    selective_scan, selective_scan_backward, of="u dt A B C D initial_state",
+    results="y final_state states", zeros="u",
+)  # fmt: skip
 
 
 def _flops(u: Tensor, dt: Tensor, A: Tensor, *_: Any) -> float:

@@ -35,40 +35,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.errors import ForwardOnlyError, OperandError
+from megacpp_compile.errors import ForwardOnlyError
 from megacpp_compile.fx.sizes import hint, rows
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
-from megacpp_compile.lowerings._op import compute_dtype, define_op
+from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.sparse_mla import reference
 
 PREFERENCE = {"cuda": ("cuda_gluon", "cuda_triton", "reference")}
 
 
-def _check(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Tensor | None, d_v: int, fp8_gemms: bool) -> None:
-    problem, blocks = None, -(-kv.shape[-1] // SCALE_BLOCK)
+def _check(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Tensor | None, d_v: int, fp8_gemms: bool) -> str | None:
+    blocks = -(-kv.shape[-1] // SCALE_BLOCK)
     if q.dim() != 4 or kv.dim() != 4 or indices.dim() != 4 or kv.shape[2] != 1 or indices.shape[2] != 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, kv, indices))
-        problem = f"q, kv and indices are {shapes}, not [b, t, h, d_qk], [b, s, 1, d_qk] and [b, t, 1, k]"
-    elif indices.shape[:2] != q.shape[:2] or kv.shape[0] != q.shape[0]:
-        problem = (
-            f"[b, t] are {tuple(q.shape[:2])} in q, {tuple(indices.shape[:2])} in indices; b is {kv.shape[0]} in kv"
-        )
-    elif kv.shape[3] != q.shape[3] or not 0 < d_v <= q.shape[3]:
-        problem = f"q has {q.shape[3]} channels, kv {kv.shape[3]}, of which d_v = {d_v} are values"
-    elif indices.dtype not in (torch.int32, torch.int64):
-        problem = f"indices are {indices.dtype}, not int32 or int64"
-    elif (kv.dtype == torch.float8_e4m3fn) != (kv_scale is not None):
-        problem = f"kv is {kv.dtype} {'without' if kv_scale is None else 'with'} kv_scale; fp8 rows alone have one"
-    elif kv_scale is None and kv.dtype != q.dtype:
-        problem = f"q is {q.dtype}, kv {kv.dtype}"
-    elif kv_scale is not None and (kv_scale.dim() != 4 or kv_scale.shape[3] not in (1, blocks)):
+        return f"q, kv and indices are {shapes}, not [b, t, h, d_qk], [b, s, 1, d_qk] and [b, t, 1, k]"
+    if indices.shape[:2] != q.shape[:2] or kv.shape[0] != q.shape[0]:
+        return f"[b, t] are {tuple(q.shape[:2])} in q, {tuple(indices.shape[:2])} in indices; b is {kv.shape[0]} in kv"
+    if kv.shape[3] != q.shape[3] or not 0 < d_v <= q.shape[3]:
+        return f"q has {q.shape[3]} channels, kv {kv.shape[3]}, of which d_v = {d_v} are values"
+    if indices.dtype not in (torch.int32, torch.int64):
+        return f"indices are {indices.dtype}, not int32 or int64"
+    if (kv.dtype == torch.float8_e4m3fn) != (kv_scale is not None):
+        return f"kv is {kv.dtype} {'without' if kv_scale is None else 'with'} kv_scale; fp8 rows alone have one"
+    if kv_scale is None and kv.dtype != q.dtype:
+        return f"q is {q.dtype}, kv {kv.dtype}"
+    if kv_scale is not None and (kv_scale.dim() != 4 or kv_scale.shape[3] not in (1, blocks)):
         per_row = f"a number a row or for every {SCALE_BLOCK} channels"
-        problem = f"kv_scale is {tuple(kv_scale.shape)}: [b, s, 1, n], {per_row}"
-    elif fp8_gemms and (kv_scale is None or kv_scale.shape[3] != 1):
-        problem = "fp8_gemms takes rows in fp8 that have a scale each, or one for all"
-    if problem is not None:
-        raise OperandError("megacpp::sparse_mla", problem)
+        return f"kv_scale is {tuple(kv_scale.shape)}: [b, s, 1, n], {per_row}"
+    if fp8_gemms and (kv_scale is None or kv_scale.shape[3] != 1):
+        return "fp8_gemms takes rows in fp8 that have a scale each, or one for all"
+    return None
 
 
 @define_op(reference.sparse_mla, check=_check, served=True)
@@ -77,30 +74,17 @@ def sparse_mla(q, kv, indices, kv_scale, scale, d_v, causal=True, offset=0, fp8_
     return q.new_empty((*outer, d_v)), q.new_empty(outer, dtype=compute_dtype(q.dtype))
 
 
-@define_op(reference.sparse_mla_backward, served=True)
+def _check_backward(kv: Tensor) -> None:
+    if kv.dtype == torch.float8_e4m3fn:
+        raise ForwardOnlyError("megacpp::sparse_mla", "rows in fp8", "give it kv in q's dtype to train")
+
+
+@define_op(reference.sparse_mla_backward, check=_check_backward, served=True)
 def sparse_mla_backward(grad, grad_lse, q, kv, indices, out, lse, scale, d_v, causal, offset):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), kv.new_empty(kv.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, kv, indices, kv_scale, *ctx.settings, _ = inputs
-    ctx.set_materialize_grads(False)  # an lse that nobody reads has no gradient
-    ctx.forward_only = kv_scale is not None
-    ctx.save_for_backward(q, kv, indices, *output)
-
-
-def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    if ctx.forward_only:
-        raise ForwardOnlyError("megacpp::sparse_mla", "rows in fp8", "give it kv in q's dtype to train")
-    q, kv, indices, out, lse = ctx.saved_tensors
-    if grad is None:
-        grad = torch.zeros_like(out)
-    dq, dkv = sparse_mla_backward(grad, grad_lse, q, kv, indices, out, lse, *ctx.settings)
-    return dq, dkv, *[None] * 7
-
-
-sparse_mla.register_autograd(_backward, setup_context=_setup_context)
-
+differentiate(sparse_mla, sparse_mla_backward, of="q kv", results="out lse", zeros="out")
 
 
 def _flops(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Any, scale: float, d_v: int, *_: Any) -> float:

@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint
-from megacpp_compile.lowerings._op import compute_dtype, define_op, save_operands, saved_operands, shaped_like
+from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.ssd_scan import _hopper_ops, reference
 
@@ -43,26 +43,7 @@ def ssd_scan_backward(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chun
     return shaped_like(states, (x, dt, A, B, C, D, initial_state))
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.chunk_size, _, seq_idx = inputs
-    states = output[2]
-    ctx.set_materialize_grads(False)  # a final state that nobody reads has no gradient to be carried back
-    ctx.mark_non_differentiable(states)
-    save_operands(ctx, [*tensors, seq_idx], states)
-
-
-def _backward(ctx, dy, dfinal, _):  # type: ignore[no-untyped-def]
-    (*tensors, seq_idx), (states,) = saved_operands(ctx)
-    if dy is None:
-        if dfinal is None:
-            return (None,) * 10
-        dy = tensors[0].new_zeros(tensors[0].shape)
-    grads = ssd_scan_backward(dy, dfinal, *tensors, states, ctx.chunk_size, seq_idx)
-    return *(g if given else None for g, given in zip(grads, ctx.given[:-1], strict=True)), None, None, None
-
-
-ssd_scan.register_autograd(_backward, setup_context=_setup_context)
-
+differentiate(ssd_scan, ssd_scan_backward, of="x dt A B C D initial_state", results="y final_state states", zeros="x")
 
 
 def _flops(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any, state: Any, chunk: int, *_: Any) -> float:

@@ -10,11 +10,7 @@ Source: Hyper-Connections, https://arxiv.org/abs/2409.19606, eq. 2; mHC, https:/
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from megacpp_compile.lowerings._op import define_op
+from megacpp_compile.lowerings._op import define_op, differentiate
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.stream_update import reference
 
@@ -31,14 +27,6 @@ def stream_update_backward(grad, streams, block, post, mix):  # type: ignore[no-
     return tuple(t.new_empty(t.shape) for t in (streams, block, post, mix))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:4])
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *stream_update_backward(grad, *ctx.saved_tensors), None
-
-
-stream_update.register_autograd(_backward, setup_context=_setup_context)
+differentiate(stream_update, stream_update_backward, of="streams block post mix", results="new")
 
 declare({"megacpp::stream_update": OpTraits(), "megacpp::stream_update_backward": OpTraits()})
