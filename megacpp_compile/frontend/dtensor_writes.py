@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.frontend.dtensors import is_dtensor
-from megacpp_compile.fx.copies import copied, in_place_of
+from megacpp_compile.fx.copies import changed
 from megacpp_compile.fx.edit import called, dynamo_value
 
 _MAKERS = frozenset(
@@ -20,13 +20,11 @@ _WRITES = frozenset(
 
 def without_writes_to_new_tensors(gm: GraphModule) -> GraphModule:
     """`gm` with writes to DTensors that it made for the purpose as calls that return a new one; itself without any."""
-    found = {n for n in gm.graph.nodes if _to_a_new_tensor(n)}
-    if not found:
-        return gm
-    graph, copies = copied(gm.graph)
-    for node in found:
-        copies[node].target = str(node.target).removesuffix("_")
-    return in_place_of(gm, graph, copies)
+    return changed(gm, [n for n in gm.graph.nodes if _to_a_new_tensor(n)], _out_of_place)
+
+
+def _out_of_place(node: Node) -> None:
+    node.target = str(node.target).removesuffix("_")
 
 
 def _to_a_new_tensor(node: Node) -> bool:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
 from megacpp_compile.errors import CaptureError
-from megacpp_compile.fx.copies import copied, in_place_of
+from megacpp_compile.fx.copies import changed
 from megacpp_compile.fx.edit import called, dynamo_value
 from megacpp_compile.fx.provenance import source_line
 from megacpp_compile.reader.links import through
@@ -59,12 +59,7 @@ def data_as_detached(gm: GraphModule) -> GraphModule:
     """`gm` itself where nothing in it asks for `.data`, else a copy with `detach()`, which is the same in a functional
     graph: up to torch 2.11 export knows the latter alone."""
     found = [n for n in gm.graph.nodes if called(n) == "_get_data_attr"]
-    if not found:
-        return gm
-    graph, copies = copied(gm.graph)
-    for node in found:
-        copies[node].target = torch.detach
-    return in_place_of(gm, graph, copies)
+    return changed(gm, found, lambda node: setattr(node, "target", torch.detach))
 
 
 def written_tensors(node: Node) -> Iterator[Node]:

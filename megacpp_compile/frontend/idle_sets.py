@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from megacpp_compile.fx.copies import copied, in_place_of
+from megacpp_compile.fx.copies import changed
 from megacpp_compile.fx.edit import called
 from megacpp_compile.reader.links import through
 
@@ -18,18 +18,15 @@ _ITSELF = ("to", "detach", "_get_data_attr")
 
 def without_idle_sets(gm: GraphModule) -> GraphModule:
     """Dynamo's graph `gm` without `set_` of a tensor to what it is; itself where there is none. Never changes `gm`."""
-    found = [n for n in gm.graph.nodes if _is_idle(n)]
-    if not found:
-        return gm
-    graph, copies = copied(gm.graph)
-    for old in found:
-        node = copies.pop(old)
-        for user in list(node.users):
-            if called(user) == "_lower_version_count_by_1":  # of the write that is none
-                graph.erase_node(user)
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        graph.erase_node(node)
-    return in_place_of(gm, graph, copies)
+    return changed(gm, [n for n in gm.graph.nodes if _is_idle(n)], _drop)
+
+
+def _drop(node: Node) -> None:
+    for user in list(node.users):
+        if called(user) == "_lower_version_count_by_1":  # of the write that is none
+            node.graph.erase_node(user)
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    node.graph.erase_node(node)
 
 
 def _is_idle(node: Node) -> bool:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend.hidden_writes import storage_id, storage_of, written_tensors
-from megacpp_compile.fx.copies import clone_for_users, copied, in_place_of
+from megacpp_compile.fx.copies import changed, clone_for_users
 from megacpp_compile.fx.edit import called, dynamo_value
 from megacpp_compile.fx.provenance import source_line
 
@@ -35,17 +35,15 @@ def without_writes_to_unsaid_aliases(gm: GraphModule) -> GraphModule:
             of = storage_of(node.all_input_nodes[0])
             last[of] = max(write, last.get(of, write))
     found = [n for n in asked if _is_written_to(n, {m for m, write in last.items() if m is not None and write > n})]
-    if not found:
-        return gm
-    graph, copies = copied(gm.graph)
-    for old in found:
-        if _returns_its_input(old):
-            node = copies.pop(old)
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            graph.erase_node(node)
-        else:
-            clone_for_users(copies[old])
-    return in_place_of(gm, graph, copies)
+    return changed(gm, found, _told_apart)
+
+
+def _told_apart(node: Node) -> None:
+    if _returns_its_input(node):
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        node.graph.erase_node(node)
+    else:
+        clone_for_users(node)
 
 
 def _is_written_to(node: Node, to: set[int | None]) -> bool:

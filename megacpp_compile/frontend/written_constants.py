@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
-from megacpp_compile.fx.copies import clone_for_users, copied, in_place_of
+from megacpp_compile.fx.copies import changed, clone_for_users
 from megacpp_compile.fx.edit import called
 
 _MAKERS = ("tensor", "as_tensor", "asarray", "new_tensor")
@@ -21,9 +21,4 @@ def without_writes_to_constants(gm: GraphModule) -> GraphModule:
     made = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and called(n) in _MAKERS]
     written = {storage_of(w) for n in gm.graph.nodes for w in written_tensors(n)} if made else set()
     found = [n for n in made if storage_of(n) is not None and storage_of(n) in written]
-    if not found:
-        return gm
-    graph, copies = copied(gm.graph)
-    for old in found:
-        clone_for_users(copies[old])
-    return in_place_of(gm, graph, copies)
+    return changed(gm, found, clone_for_users)

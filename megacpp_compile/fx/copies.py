@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -37,6 +37,17 @@ def in_place_of(gm: GraphModule, graph: Graph, copies: Mapping[Node, Node]) -> G
     if hasattr(gm, "compile_subgraph_reason"):
         new.compile_subgraph_reason = gm.compile_subgraph_reason
     return new
+
+
+def changed(gm: GraphModule, found: Collection[Node], change: Callable[[Node], object]) -> GraphModule:
+    """Dynamo's graph `gm` itself where nothing is `found` in it, else a copy: `change` is called with the copy of each
+    node found, and may erase it."""
+    if not found:
+        return gm
+    graph, copies = copied(gm.graph)
+    for node in found:
+        change(copies[node])
+    return in_place_of(gm, graph, {old: new for old, new in copies.items() if not new._erased})
 
 
 def clone_for_users(node: Node) -> None:

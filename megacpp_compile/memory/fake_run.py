@@ -17,7 +17,7 @@ from megacpp_compile._torch.pytree import tree_leaves, tree_map
 from megacpp_compile.backends import inductor
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import EstimateError, ForwardError, wrapped_in
-from megacpp_compile.frontend import unbacked_shapes
+from megacpp_compile.frontend.loop_advice import advice
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.memory.fields import FieldWatch, Made, by_field
@@ -125,7 +125,7 @@ class FakeRun:
                 result = forward()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             at = user_frame(error)
-            raise EstimateError(str(error), place_of(at), unbacked_shapes.advice("", at) if at else "") from error
+            raise EstimateError(str(error), place_of(at), advice("", at) if at else "") from error
         except Exception as error:
             if (meant := wrapped_in(error)) is not None:
                 raise meant from None

@@ -37,16 +37,12 @@ def _overload(name: str) -> object:
 ALIASES = {old: _overload(new) for name, new in _NAMES.items() if (old := _overload(name)) is not None}
 
 
-def aliases(graph: fx.Graph) -> int:
-    """Rename in place; returns how many. Schemas agree, so arguments stay as they are, but for `tile`'s."""
-    count = 0
+def aliases(graph: fx.Graph) -> None:
+    """Rename in place. Schemas agree, so arguments stay as they are, but for `tile`'s."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in ALIASES:
             node.target = ALIASES[node.target]
-            count += 1
     for node in graph.find_nodes(op="call_function", target=aten.tile.default):
         x, repeats = node.args
         missing = value(x).dim() - len(repeats)  # type: ignore[arg-type]
         node.target, node.args = aten.repeat.default, (x, [*(1,) * missing, *repeats])  # type: ignore[misc]
-        count += 1
-    return count

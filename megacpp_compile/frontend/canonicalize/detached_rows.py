@@ -29,17 +29,11 @@ _SEEN = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | IDENTITIES
 _TEMPLATES = {aten.empty_like.default, aten.zeros_like.default}  # they take the shape and no value
 
 
-def detached_rows(graph: fx.Graph) -> int:
-    """Rewrite in place; returns how many steps it took. What others read with its gradient is not computed twice."""
-    steps = 0
-    while True:
-        detached = _merged(graph)
-        moved = [node for node in detached if _moves(node)]
-        if not moved:
-            return steps
+def detached_rows(graph: fx.Graph) -> None:
+    """Rewrite in place. What others read with its gradient is not computed twice."""
+    while moved := [node for node in _merged(graph) if _moves(node)]:
         for node in moved:
             _move(graph, node)
-        steps += len(moved)
 
 
 def _merged(graph: fx.Graph) -> list[Node]:

@@ -17,8 +17,8 @@ from megacpp_compile.fx.mode_states import mode_states
 aten = torch.ops.aten
 
 
-def elementwise_equations(graph: fx.Graph, fake_mode: FakeTensorMode) -> int:
-    """Rewrite in place; returns how many there were. Those whose operands would have to be turned, or that say in which
+def elementwise_equations(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+    """Rewrite in place. Those whose operands would have to be turned, or that say in which
     order several are multiplied, stay."""
     products = graph.find_nodes(op="call_function", target=aten.einsum.default)
     found = [(node, equation) for node in products if (equation := _of(node)) is not None]
@@ -32,7 +32,6 @@ def elementwise_equations(graph: fx.Graph, fake_mode: FakeTensorMode) -> int:
             product = build(aten.mul.Tensor, product, _spread(build, operand, term, out))
         node.replace_all_uses_with(product)
         graph.erase_node(node)
-    return len(found)
 
 
 def _of(node: Node) -> tuple[list[str], str] | None:

@@ -25,9 +25,8 @@ _MAKERS = {
 }  # fmt: skip
 
 
-def empty_parts(graph: fx.Graph) -> int:
-    """Let readers have what is concatenated with nothing; returns how many. What is returned has memory of its own."""
-    count = 0
+def empty_parts(graph: fx.Graph) -> None:
+    """Let readers have what is concatenated with nothing. What is returned has memory of its own."""
     returned = graph.output_node().all_input_nodes
     strided = graph.find_nodes(op="call_function", target=aten.as_strided.default)
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
@@ -38,8 +37,6 @@ def empty_parts(graph: fx.Graph) -> int:
         if any(memory_of(r) is node and r is not node for r in (*returned, *strided)):
             continue  # a view of it would become one of what was concatenated, which may lie otherwise
         node.replace_all_uses_with(left[0], delete_user_cb=lambda user: user.op != "output")
-        count += 1
-    return count
 
 
 def _is_nothing(node: Node) -> bool:

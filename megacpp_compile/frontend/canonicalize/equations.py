@@ -15,9 +15,8 @@ from torch import fx
 from megacpp_compile.fx.edit import value
 
 
-def equations(graph: fx.Graph) -> int:
-    """Rewrite in place; returns how many said less."""
-    count = 0
+def equations(graph: fx.Graph) -> None:
+    """Rewrite in place."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.einsum.default):
         equation, operands, *rest = node.args
         if not isinstance(equation, str):
@@ -25,8 +24,6 @@ def equations(graph: fx.Graph) -> int:
         explicit = _explicit(equation.replace(" ", ""), [value(x).dim() for x in operands])  # type: ignore[union-attr]
         if explicit is not None and explicit != equation:
             node.args = (explicit, operands, *rest)
-            count += 1
-    return count
 
 
 def _explicit(equation: str, ranks: Sequence[int]) -> str | None:

@@ -17,9 +17,8 @@ from megacpp_compile.fx.edit import Builder, same_size, value
 aten = torch.ops.aten
 
 
-def functional_copies(graph: fx.Graph, fake_mode: FakeTensorMode) -> int:
-    """Rewrite every functional copy; returns how many."""
-    count = 0
+def functional_copies(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+    """Rewrite every functional copy."""
     for node in list(graph.find_nodes(op="call_function", target=aten.copy.default)):
         destination, source = node.args[:2]
         to, have = value(destination), value(source)
@@ -31,8 +30,6 @@ def functional_copies(graph: fx.Graph, fake_mode: FakeTensorMode) -> int:
             new = build(aten.expand.default, new, _sizes(build, destination, to))
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-        count += 1
-    return count
 
 
 def _sizes(build: Builder, node: fx.Node, fake: torch.Tensor) -> list[object]:

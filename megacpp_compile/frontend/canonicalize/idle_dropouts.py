@@ -15,12 +15,9 @@ from megacpp_compile.fx.edit import has_effects
 aten = torch.ops.aten
 
 
-def idle_dropouts(graph: fx.Graph) -> int:
-    """Let readers have what such dropouts get; returns how many there are. What is returned stays: an output must not
+def idle_dropouts(graph: fx.Graph) -> None:
+    """Let readers have what such dropouts get. What is returned stays: an output must not
     become an input."""
-    count = 0
     for node in graph.find_nodes(op="call_function", target=aten.dropout.default):
         if not has_effects(node):
             node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output")
-            count += 1
-    return count

@@ -20,10 +20,9 @@ from megacpp_compile.reader.links import through
 aten = torch.ops.aten
 
 
-def only_entries(graph: fx.Graph, fake_mode: FakeTensorMode) -> int:
-    """Give readers of such writes what was written, with a dimension of its own; returns how many there are. What is an
+def only_entries(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+    """Give readers of such writes what was written, with a dimension of its own. What is an
     output stays: it must not become a view of an input."""
-    count = 0
     for node in list(graph.find_nodes(op="call_function", target=aten.select_scatter.default)):
         whole, written, dim, _ = node.args
         alike = _is_only(value(whole), dim) and value(whole).dtype == value(written).dtype
@@ -39,8 +38,6 @@ def only_entries(graph: fx.Graph, fake_mode: FakeTensorMode) -> int:
                 graph.erase_node(reader)
         node.replace_all_uses_with(entry)
         graph.erase_node(node)
-        count += 1
-    return count
 
 
 def _is_only(fake: Any, dim: Any) -> bool:

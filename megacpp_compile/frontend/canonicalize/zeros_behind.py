@@ -18,9 +18,8 @@ from megacpp_compile.fx.filled import is_filled
 aten = torch.ops.aten
 
 
-def zeros_behind(graph: fx.Graph, fake_mode: FakeTensorMode) -> int:
-    """Rewrite every concatenation of one tensor and zeros of its dtype; returns how many."""
-    count = 0
+def zeros_behind(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+    """Rewrite every concatenation of one tensor and zeros of its dtype."""
     for node in list(graph.find_nodes(op="call_function", target=aten.cat.default)):
         parts: Any = node.args[0]
         if len(parts) != 2 or is_filled(parts[0], 0.0) or not is_filled(parts[1], 0.0):
@@ -35,5 +34,3 @@ def zeros_behind(graph: fx.Graph, fake_mode: FakeTensorMode) -> int:
             size = Builder(graph, fake_mode, node, node)(aten.sym_size.int, zeros, dim)
         # The node itself, with its fake value: of symbolic sizes the op makes one under the dispatcher in Python alone.
         node.target, node.args, node.kwargs = aten.pad.default, (x, [0, 0] * (rank - 1 - dim) + [0, size]), {}
-        count += 1
-    return count
