@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megacpp_compile.lowerings._kernels.gluon_results import halves, put
-from megacpp_compile.lowerings._kernels.gluon_tiles import as_tiles, barrier, load_async, tma_load
+from megacpp_compile.lowerings._kernels.gluon_tiles import as_tiles, barrier, load_async, ring, shared_tiles, tma_load
 from megacpp_compile.lowerings._kernels.triton_activations import product
 
 # Rows of a warp group, or of half of what it has, and bits of a step of what is summed.
@@ -169,18 +169,6 @@ def multiplied(x_s, w_s, full, empty, acc, slot, phase, steps, mine, WHICH: gl.c
 
 
 @gluon.jit
-def stage_barriers(STAGES: gl.constexpr, COPIED: gl.constexpr):
-    """Of each stage, that a step's operands are there, and that its memory is free. COPIED: whether threads copy, which
-    arrive one by one; two groups of warps free it."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=129 if COPIED else 1)
-        mbarrier.init(empty.index(slot), count=2)
-    return full, empty
-
-
-@gluon.jit
 def scaled_rows(acc, scale, take, first, stop, TAKE: gl.constexpr):
     """A GEMM of payloads times the scales of its rows, if they have such. From `stop` on these count as zero: rows of
     no group may be infinite, and so their scales."""
@@ -260,16 +248,15 @@ def grouped_rows_hopper(x, x2, weights, places, take, ends, out, gate, up, x_sca
     WIDTH: gl.constexpr = BN // 2 if PAIR else BN
     across = (N + WIDTH - 1) // WIDTH
     W: gl.constexpr = [STEP, BN] if ACROSS else [BN, STEP]
-    x_s = gl.allocate_shared_memory(T, [STAGES, BM, STEP], gl.NVMMASharedLayout.get_default_for([BM, STEP], T))
-    w_s = gl.allocate_shared_memory(T, [STAGES, W[0], W[1]], gl.NVMMASharedLayout.get_default_for(W, T))
+    x_s = shared_tiles(T, STAGES, BM, STEP)
+    w_s = shared_tiles(T, STAGES, W[0], W[1])
     if PAIR:
         # Gate's rows of a tile, and up's behind them, are two tiles for the copies and one for a GEMM.
         to_s = as_tiles(w_s, 2 * STAGES, BN // 2, STEP)
     else:
         to_s = w_s
-    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BN // 2], OUT)
-    staged = gl.allocate_shared_memory(OUT, [2, ROWS, BN // 2], HALF)
-    full, empty = stage_barriers(STAGES, TAKE)
+    staged = shared_tiles(OUT, 2, ROWS, BN // 2)
+    full, empty = ring(STAGES, 129 if TAKE else 1, 2)  # threads that copy arrive one by one; two groups free it
     tiles = tiles_of(ends, rows, E, EP, BM)
     fence_async_shared()
     barrier()

@@ -16,14 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings._kernels.gluon_grouped import (
-    ROWS,
-    after,
-    placed,
-    stage_barriers,
-)
+from megacpp_compile.lowerings._kernels.gluon_grouped import ROWS, after, placed
 from megacpp_compile.lowerings._kernels.gluon_results import halves, put, upper_and_lower
-from megacpp_compile.lowerings._kernels.gluon_tiles import as_tiles, barrier, load_async, tma_load
+from megacpp_compile.lowerings._kernels.gluon_tiles import as_tiles, barrier, load_async, ring, shared_tiles, tma_load
 
 # Rows of a step of what is summed.
 STEP = gl.constexpr(64)
@@ -162,10 +157,10 @@ def grouped_weights_hopper(grad, grad_tiles, x, x_tiles, take_grad, take_x, ends
     T: gl.constexpr = x.dtype.element_ty
     across = (K + BN - 1) // BN
     tall = (N + BM - 1) // BM
-    g_s = gl.allocate_shared_memory(T, [STAGES, STEP, BM], gl.NVMMASharedLayout.get_default_for([STEP, BM], T))
-    x_s = gl.allocate_shared_memory(T, [STAGES, STEP, BN], gl.NVMMASharedLayout.get_default_for([STEP, BN], T))
-    staged = gl.allocate_shared_memory(T, [2, ROWS, 128], gl.NVMMASharedLayout.get_default_for([ROWS, 128], T))
-    full, empty = stage_barriers(STAGES, TAKE_GRAD or TAKE_X)
+    g_s = shared_tiles(T, STAGES, STEP, BM)
+    x_s = shared_tiles(T, STAGES, STEP, BN)
+    staged = shared_tiles(T, 2, ROWS, 128)
+    full, empty = ring(STAGES, 129 if TAKE_GRAD or TAKE_X else 1, 2)  # as `grouped_rows_hopper`
     half_s = as_tiles(g_s, 2 * STAGES, STEP, BM // 2)
     g_pieces = as_tiles(g_s, STAGES * (BM // 64), STEP, 64)
     x_pieces = as_tiles(x_s, STAGES * (BN // 64), STEP, 64)

@@ -42,11 +42,51 @@ def as_tiles(memory, COUNT: gl.constexpr, TALL: gl.constexpr, LANES: gl.constexp
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr):
-    """That many, of one arrival each, for all warps to wait at."""
+def shared_tile(T: gl.constexpr, ROWS: gl.constexpr, LANES: gl.constexpr):
+    """A tile in shared memory, as TMA and tensor cores read it."""
+    return gl.allocate_shared_memory(T, [ROWS, LANES], gl.NVMMASharedLayout.get_default_for([ROWS, LANES], T))
+
+
+@gluon.jit
+def shared_tiles(T: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, LANES: gl.constexpr):
+    """Several tiles."""
+    return gl.allocate_shared_memory(T, [COUNT, ROWS, LANES], gl.NVMMASharedLayout.get_default_for([ROWS, LANES], T))
+
+
+@gluon.jit
+def ring(COUNT: gl.constexpr, FULL: gl.constexpr = 1, EMPTY: gl.constexpr = 1):
+    """(full, empty): two barriers for each of so many slots, of so many arrivals each. A fence and a barrier follow."""
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(COUNT):
+        mbarrier.init(full.index(slot), count=FULL)
+        mbarrier.init(empty.index(slot), count=EMPTY)
+    return full, empty
+
+
+@gluon.jit
+def next_slot(slot, phase, COUNT: gl.constexpr):
+    """(slot, phase) behind those of a ring of so many slots."""
+    slot += 1
+    if slot == COUNT:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def unfenced(COUNT: gl.constexpr):
+    """That many barriers, of one arrival each. A fence and a barrier follow."""
     landed = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for which in gl.static_range(COUNT):
         mbarrier.init(landed.index(which), count=1)
+    return landed
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr):
+    """That many, of one arrival each, for all warps to wait at."""
+    landed = unfenced(COUNT)
     fence_async_shared()
     barrier()
     return landed

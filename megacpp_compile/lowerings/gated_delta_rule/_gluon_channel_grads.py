@@ -26,6 +26,8 @@ from megacpp_compile.lowerings._kernels.gluon_tiles import (
     product,
     put_tokens,
     seen_as,
+    shared_tile,
+    shared_tiles,
     tma_load,
     tma_store,
 )
@@ -75,24 +77,22 @@ def delta_channel_grads(queries, keys, out_keys, q, k, do, errors, d_rows, state
     READER: gl.constexpr = gl.SliceLayout(1, OF_C)
     WRITER: gl.constexpr = gl.SliceLayout(0, OF_C)
     CHANNEL: gl.constexpr = gl.BlockedLayout([1, V // GROUPS], [32, 1], [4, GROUPS], [1, 0])
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], T)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, V], T)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], T)
     c, h, b = gl.program_id(0) % chunks, gl.program_id(0) // chunks, gl.program_id(1)
     row, first, key_lane = (b * chunks + c) * heads + h, c * C, h // per_key * K
     is_mild = gl.load(mild + row) != 0
-    row_s = gl.allocate_shared_memory(T, [C, V], TILE)
-    error_s = gl.allocate_shared_memory(T, [C, V], TILE)
-    do_s = gl.allocate_shared_memory(T, [C, V], TILE)
-    out_s = gl.allocate_shared_memory(T, [C, K], TILE)
-    query_s = gl.allocate_shared_memory(T, [C, K], TILE)
-    key_s = gl.allocate_shared_memory(T, [C, K], TILE)
-    q_s = gl.allocate_shared_memory(T, [C, K], TILE)
-    k_s = gl.allocate_shared_memory(T, [C, K], TILE)
-    state_s = gl.allocate_shared_memory(T, [K, V], SQUARE)
-    d_state_s = gl.allocate_shared_memory(T, [K, V], SQUARE)
+    row_s = shared_tile(T, C, V)
+    error_s = shared_tile(T, C, V)
+    do_s = shared_tile(T, C, V)
+    out_s = shared_tile(T, C, K)
+    query_s = shared_tile(T, C, K)
+    key_s = shared_tile(T, C, K)
+    q_s = shared_tile(T, C, K)
+    k_s = shared_tile(T, C, K)
+    state_s = shared_tile(T, K, V)
+    d_state_s = shared_tile(T, K, V)
     # Gates, then two parts of a sum, then pairs of tokens; the same for the gates' gradient.
-    parts = gl.allocate_shared_memory(T, [2, C, K], TILE)
+    parts = shared_tiles(T, 2, C, K)
     part_s, rest_s = parts.index(0), parts.index(1)
     gate_s = seen_as(parts, GATE, C, K, gl.NVMMASharedLayout.get_default_for([C, K], GATE))
     landed = barriers(6)

@@ -27,6 +27,7 @@ from megacpp_compile.lowerings._kernels.gluon_tiles import (
     put_tokens,
     row_sum,
     seen_as,
+    shared_tiles,
     tma_load,
     tma_store,
 )
@@ -63,15 +64,13 @@ def delta_key_grad(q, k, errors, d_rows, states, d_states, d_scores, dk, dv, dec
     TOKEN: gl.constexpr = gl.SliceLayout(1, OF_K)
     READER: gl.constexpr = gl.SliceLayout(1, OF_C)
     WRITER: gl.constexpr = gl.SliceLayout(0, OF_C)
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], T)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, V], T)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], T)
     c, group, b = gl.program_id(0) % chunks, gl.program_id(0) // chunks, gl.program_id(1)
-    keys_at = gl.allocate_shared_memory(T, [1, C, K], TILE)
-    row_s_at = gl.allocate_shared_memory(T, [1, C, V], TILE)
-    error_s_at = gl.allocate_shared_memory(T, [1, C, V], TILE)
-    state_s_at = gl.allocate_shared_memory(T, [1, K, V], SQUARE)
-    d_state_s_at = gl.allocate_shared_memory(T, [1, K, V], SQUARE)
+    keys_at = shared_tiles(T, 1, C, K)
+    row_s_at = shared_tiles(T, 1, C, V)
+    error_s_at = shared_tiles(T, 1, C, V)
+    state_s_at = shared_tiles(T, 1, K, V)
+    d_state_s_at = shared_tiles(T, 1, K, V)
     keys, row_s, error_s, state_s = keys_at.index(0), row_s_at.index(0), error_s_at.index(0), state_s_at.index(0)
     landed = barriers(4)
     first, block = c * C, (b * chunks + c) * heads + group * HB

@@ -15,7 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, barriers, bring_tokens, product, put_tokens, seen_as
+from megacpp_compile.lowerings._kernels.gluon_tiles import (
+    barrier,
+    barriers,
+    bring_tokens,
+    product,
+    put_tokens,
+    seen_as,
+    shared_tile,
+    shared_tiles,
+)
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import put_ones, summed, unit_rows
 from megacpp_compile.lowerings.gated_delta_rule._triton_mild import MOST
@@ -32,12 +41,11 @@ def delta_mild_chunks_hopper(q, k, g, queries, keys, out_keys, mild, dots, ends,
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, K // GROUPS, 16])
     LANE: gl.constexpr = gl.SliceLayout(0, OF_K)
     TOKEN: gl.constexpr = gl.SliceLayout(1, OF_K)
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], T)
     c, h, b = gl.program_id(0) % chunks, gl.program_id(0) // chunks, gl.program_id(1)
     row, first, key_lane = (b * chunks + c) * heads + h, c * C, h // per_key * K
-    q_s = gl.allocate_shared_memory(T, [C, K], TILE)
-    k_s = gl.allocate_shared_memory(T, [C, K], TILE)
-    parts = gl.allocate_shared_memory(T, [2, C, K], TILE)
+    q_s = shared_tile(T, C, K)
+    k_s = shared_tile(T, C, K)
+    parts = shared_tiles(T, 2, C, K)
     gate_s = seen_as(parts, GATE, C, K, gl.NVMMASharedLayout.get_default_for([C, K], GATE))
     landed = barriers(2)
     mbarrier.expect(landed.index(0), C * K * GATE.primitive_bitwidth // 8)

@@ -28,6 +28,7 @@ from megacpp_compile.lowerings._kernels.gluon_tiles import (
     put_tokens,
     row_sum,
     seen_as,
+    shared_tile,
     tma_load,
     tma_store,
 )
@@ -62,14 +63,13 @@ def delta_query_grad(q, k, do, errors, states, dq, d_scores, decay, steps, norms
     TOKEN: gl.constexpr = gl.SliceLayout(1, OF_K)
     READER: gl.constexpr = gl.SliceLayout(1, OF_C)
     WRITER: gl.constexpr = gl.SliceLayout(0, OF_C)
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], T)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], T)
     c, group, b = gl.program_id(0) % chunks, gl.program_id(0) // chunks, gl.program_id(1)
-    queries = gl.allocate_shared_memory(T, [C, K], TILE)
-    keys = gl.allocate_shared_memory(T, [C, K], TILE)
-    grad_s = gl.allocate_shared_memory(T, [C, V], TILE)
-    error_s = gl.allocate_shared_memory(T, [C, V], TILE)
-    state_s = gl.allocate_shared_memory(T, [K, V], gl.NVMMASharedLayout.get_default_for([K, V], T))
+    queries = shared_tile(T, C, K)
+    keys = shared_tile(T, C, K)
+    grad_s = shared_tile(T, C, V)
+    error_s = shared_tile(T, C, V)
+    state_s = shared_tile(T, K, V)
     landed = barriers(3)
     first, block = c * C, (b * chunks + c) * heads + group * HB
     mbarrier.expect(landed.index(0), 4 * C * K)

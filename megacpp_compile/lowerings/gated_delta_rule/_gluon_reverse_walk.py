@@ -17,7 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, bring_tokens, scaled, tma_load, tma_store
+from megacpp_compile.lowerings._kernels.gluon_tiles import (
+    barrier,
+    barriers,
+    bring_tokens,
+    next_slot,
+    ring,
+    scaled,
+    shared_tile,
+    shared_tiles,
+    tma_load,
+    tma_store,
+)
 
 
 @gluon.jit
@@ -134,10 +145,7 @@ def _gradients(k_s, q_s, out_s, t_s, p_s, do_s, state_s, row_s, full, empty, sta
         state = warpgroup_mma_wait(0, deps=[state])
         barrier()
         mbarrier.arrive(empty.index(slot), count=1)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_slot(slot, phase, STAGES)
     if CHANNELS:
         first = (b * chunks * heads + h).to(gl.int64)
         state = state * gl.exp2(gl.load(ends + first * 3 * K + K + gl.arange(0, K, KEY)))[None, :]
@@ -164,10 +172,7 @@ def _bring(q, k, out_keys, do, inverse, turned, q_s, k_s, out_s, do_s, t_s, p_s,
         bring_tokens(inverse, b, c * C, h * C, landed, t_s.index(slot))
         if CHANNELS:
             bring_tokens(k, b, c * C, key_lane, landed, k_s.index(slot))
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -198,29 +203,19 @@ def delta_reverse_walk(q, k, out_keys, do, inverse, turned, d_states, d_rows, de
     gl.static_assert(gl.num_warps() == 4 and BV == 64 and C == 64)
     T: gl.constexpr = gl.bfloat16
     tile, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], T)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], T)
-    k_s = gl.allocate_shared_memory(T, [STAGES, C, K], KEYS)
-    q_s = gl.allocate_shared_memory(T, [STAGES, C, K], KEYS)
+    k_s = shared_tiles(T, STAGES, C, K)
+    q_s = shared_tiles(T, STAGES, C, K)
     if CHANNELS:
-        out_s = gl.allocate_shared_memory(T, [STAGES, C, K], KEYS)
+        out_s = shared_tiles(T, STAGES, C, K)
     else:
         out_s = k_s
-    t_s = gl.allocate_shared_memory(T, [STAGES, C, C], SQUARE)
-    p_s = gl.allocate_shared_memory(T, [STAGES, C, C], SQUARE)
-    do_s = gl.allocate_shared_memory(T, [STAGES, C, BV], SQUARE)
-    state_s = gl.allocate_shared_memory(T, [K, BV], gl.NVMMASharedLayout.get_default_for([K, BV], T))
-    row_s = gl.allocate_shared_memory(T, [C, BV], SQUARE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    handed = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
-    for which in gl.static_range(4):
-        mbarrier.init(handed.index(which), count=1)
-    fence_async_shared()
-    barrier()
+    t_s = shared_tiles(T, STAGES, C, C)
+    p_s = shared_tiles(T, STAGES, C, C)
+    do_s = shared_tiles(T, STAGES, C, BV)
+    state_s = shared_tile(T, K, BV)
+    row_s = shared_tile(T, C, BV)
+    full, empty = ring(STAGES)
+    handed = barriers(4)
     state_full, state_empty, row_full, row_empty = handed.index(0), handed.index(1), handed.index(2), handed.index(3)
     key_lane, value_lane, column = h // per_key * K, h * V + tile * BV, tile * BV
     gl.warp_specialize([

@@ -20,8 +20,11 @@ from megacpp_compile.lowerings._kernels.gluon_tiles import (
     barrier,
     barriers,
     bring_tokens,
+    next_slot,
     scaled,
     seen_as,
+    shared_tile,
+    shared_tiles,
     tma_load,
     tma_store,
 )
@@ -64,13 +67,12 @@ def delta_states(k, v, solve, kept, states, errors, decay, steps, norms, chunks,
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OF_C, 2)
     LEFT_S: gl.constexpr = gl.DotOperandLayout(0, OF_S, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, OF_C)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], T)
     segment, h, tile, b = gl.program_id(0) % segments, gl.program_id(0) // segments, gl.program_id(1), gl.program_id(2)
-    k_s = gl.allocate_shared_memory(T, [STAGES, C, K], gl.NVMMASharedLayout.get_default_for([C, K], T))
-    v_s = gl.allocate_shared_memory(T, [STAGES, C, BV], SQUARE)
-    t_s = gl.allocate_shared_memory(T, [STAGES, C, C], SQUARE)
-    kept_s = gl.allocate_shared_memory(gl.float32, [K, BV], gl.NVMMASharedLayout.get_default_for([K, BV], gl.float32))
-    error_s = gl.allocate_shared_memory(T, [C, BV], SQUARE)
+    k_s = shared_tiles(T, STAGES, C, K)
+    v_s = shared_tiles(T, STAGES, C, BV)
+    t_s = shared_tiles(T, STAGES, C, C)
+    kept_s = shared_tile(gl.float32, K, BV)
+    error_s = shared_tile(T, C, BV)
     rows = gl.allocate_shared_memory(gl.float32, [2, 2 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = barriers(STAGES + 1)
     column, key_lane, value_lane = tile * BV, h // per_key * K, h * V + tile * BV
@@ -127,8 +129,5 @@ def delta_states(k, v, solve, kept, states, errors, decay, steps, norms, chunks,
             _bring(k, v, solve, b, c + i + STAGES, coming_row, slot, k_s, v_s, t_s, full, key_lane, value_lane)
         row += heads
         whole = whole_coming
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_slot(slot, phase, STAGES)
     tma.store_wait(0)

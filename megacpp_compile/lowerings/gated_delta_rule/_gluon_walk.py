@@ -18,7 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, bring_tokens, scaled, tma_load, tma_store
+from megacpp_compile.lowerings._kernels.gluon_tiles import (
+    barrier,
+    barriers,
+    bring_tokens,
+    next_slot,
+    ring,
+    scaled,
+    shared_tile,
+    shared_tiles,
+    tma_load,
+    tma_store,
+)
 
 
 @gluon.jit
@@ -113,10 +124,7 @@ def _states(k_s, v_s, t_s, s_s, r_s, state_s, full, empty, s_full, s_empty, r_fu
         state = warpgroup_mma_wait(0, deps=[state])
         barrier()
         mbarrier.arrive(empty.index(slot), count=1)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_slot(slot, phase, STAGES)
     _keep(last, (b * heads + h) * K, column, state, state_s)
     tma.store_wait(0)
 
@@ -151,10 +159,7 @@ def _outputs(o, s_s, r_s, q_s, p_s, o_s, full, empty, s_full, s_empty, r_full, r
         fence_async_shared()
         barrier()
         tma_store(o, [b, i * C, value_lane], o_s.reshape([1, C, BV]))
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_slot(slot, phase, STAGES)
     tma.store_wait(0)
 
 
@@ -175,14 +180,8 @@ def _bring(q, k, v, inverse, mixed, q_s, k_s, v_s, t_s, p_s, full_a, empty_a, fu
         mbarrier.expect(full_b.index(z), 2 * C * (K + C))
         bring_tokens(q, b, first, key_lane, full_b.index(z), q_s.index(z))
         bring_tokens(mixed, b, first, square_lane, full_b.index(z), p_s.index(z))
-        a += 1
-        if a == A_STAGES:
-            a = 0
-            a_phase ^= 1
-        z += 1
-        if z == B_STAGES:
-            z = 0
-            z_phase ^= 1
+        a, a_phase = next_slot(a, a_phase, A_STAGES)
+        z, z_phase = next_slot(z, z_phase, B_STAGES)
 
 
 @gluon.jit
@@ -197,33 +196,19 @@ def delta_walk(q, k, v, inverse, mixed, o, factors, first_state, states, last, t
     gl.static_assert(gl.num_warps() == 4 and BV == 64 and C == 64)
     T: gl.constexpr = gl.bfloat16
     tile, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], T)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], T)
-    k_s = gl.allocate_shared_memory(T, [A_STAGES, C, K], KEYS)
-    q_s = gl.allocate_shared_memory(T, [B_STAGES, C, K], KEYS)
-    v_s = gl.allocate_shared_memory(T, [A_STAGES, C, BV], SQUARE)
-    t_s = gl.allocate_shared_memory(T, [A_STAGES, C, C], SQUARE)
-    p_s = gl.allocate_shared_memory(T, [B_STAGES, C, C], SQUARE)
-    s_s = gl.allocate_shared_memory(T, [BV, K], KEYS)
-    r_s = gl.allocate_shared_memory(T, [BV, C], SQUARE)
-    o_s = gl.allocate_shared_memory(T, [C, BV], SQUARE)
+    k_s = shared_tiles(T, A_STAGES, C, K)
+    q_s = shared_tiles(T, B_STAGES, C, K)
+    v_s = shared_tiles(T, A_STAGES, C, BV)
+    t_s = shared_tiles(T, A_STAGES, C, C)
+    p_s = shared_tiles(T, B_STAGES, C, C)
+    s_s = shared_tile(T, BV, K)
+    r_s = shared_tile(T, BV, C)
+    o_s = shared_tile(T, C, BV)
     # By way of it all states go to memory: an address for each number would take more registers than there are.
-    state_s = gl.allocate_shared_memory(gl.float32, [K, BV], gl.NVMMASharedLayout.get_default_for([K, BV], gl.float32))
-    full_a = gl.allocate_shared_memory(gl.int64, [A_STAGES, 1], mbarrier.MBarrierLayout())
-    empty_a = gl.allocate_shared_memory(gl.int64, [A_STAGES, 1], mbarrier.MBarrierLayout())
-    full_b = gl.allocate_shared_memory(gl.int64, [B_STAGES, 1], mbarrier.MBarrierLayout())
-    empty_b = gl.allocate_shared_memory(gl.int64, [B_STAGES, 1], mbarrier.MBarrierLayout())
-    handed = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(A_STAGES):
-        mbarrier.init(full_a.index(slot), count=1)
-        mbarrier.init(empty_a.index(slot), count=1)
-    for slot in gl.static_range(B_STAGES):
-        mbarrier.init(full_b.index(slot), count=1)
-        mbarrier.init(empty_b.index(slot), count=1)
-    for which in gl.static_range(4):
-        mbarrier.init(handed.index(which), count=1)
-    fence_async_shared()
-    barrier()
+    state_s = shared_tile(gl.float32, K, BV)
+    full_a, empty_a = ring(A_STAGES)
+    full_b, empty_b = ring(B_STAGES)
+    handed = barriers(4)
     s_full, s_empty, r_full, r_empty = handed.index(0), handed.index(1), handed.index(2), handed.index(3)
     key_lane, value_lane, square_lane = h // per_key * K, h * V + tile * BV, h * C
     gl.warp_specialize([

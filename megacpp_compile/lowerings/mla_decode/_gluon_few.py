@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async
+from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async, shared_tile, shared_tiles
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.mla_decode._gluon_rows import PLAIN, log2, part, queries
 
@@ -48,13 +48,11 @@ def mla_decode_few(q, kv, lengths, part_out, part_lse, tokens, rows, heads, spli
     kv += b * kv_b
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     QUERY: gl.constexpr = gl.SliceLayout(0, M)
-    OF_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, V], T)
-    OF_R: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, R], T)
-    k_v = gl.allocate_shared_memory(T, [STAGES, BK, V], OF_V)
-    k_r = gl.allocate_shared_memory(T, [STAGES, BK, R], OF_R)
-    q_v = gl.allocate_shared_memory(T, [N, V], OF_V)
-    q_r = gl.allocate_shared_memory(T, [N, R], OF_R)
-    p = gl.allocate_shared_memory(T, [BK, N], gl.NVMMASharedLayout.get_default_for([BK, N], T))
+    k_v = shared_tiles(T, STAGES, BK, V)
+    k_r = shared_tiles(T, STAGES, BK, R)
+    q_v = shared_tile(T, N, V)
+    q_r = shared_tile(T, N, R)
+    p = shared_tile(T, BK, N)
 
     for stage in gl.static_range(STAGES):
         _copy_tile(kv, kv_s, start + stage * BK, end, k_v.index(stage), k_r.index(stage), V, R, BK)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, seen_as
+from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, ring, seen_as, shared_tile, shared_tiles, unfenced
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.mla_decode._gluon_rows import (
     CODES,
@@ -176,25 +176,16 @@ def mla_decode_few_widened(q, kv, row_scale, codebook, lengths, part_out, part_l
     length, start, end = part(lengths, batch, rows, splits, l_b, BK)
     kv += batch * kv_b
     row_scale += batch * s_b
-    OF_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, V], T)
-    OF_R: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, R], T)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_v = gl.allocate_shared_memory(T, [2, BK, V], OF_V)
-    k_r = gl.allocate_shared_memory(T, [2, BK, R], OF_R)
-    q_v = gl.allocate_shared_memory(T, [N, V], OF_V)
-    q_r = gl.allocate_shared_memory(T, [N, R], OF_R)
-    p = gl.allocate_shared_memory(T, [2, BK, N], gl.NVMMASharedLayout.get_default_for([BK, N], T))
+    k_v = shared_tiles(T, 2, BK, V)
+    k_r = shared_tiles(T, 2, BK, R)
+    q_v = shared_tile(T, N, V)
+    q_r = shared_tile(T, N, R)
+    p = shared_tiles(T, 2, BK, N)
     keep = gl.allocate_shared_memory(gl.float32, [2, N], FLAT)
     share = gl.allocate_shared_memory(gl.float32, [N], FLAT)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
-        mbarrier.init(p_full.index(slot), count=1)
-    mbarrier.init(done, count=1)
+    full, empty = ring(2)
+    p_full, done = unfenced(2), unfenced(1).index(0)
     first_query = gl.program_id(0) * N
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     m = first_query + gl.arange(0, N, gl.SliceLayout(1, L))

@@ -19,7 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async, seen_as
+from megacpp_compile.lowerings._kernels.gluon_tiles import (
+    barrier,
+    load_async,
+    ring,
+    seen_as,
+    shared_tile,
+    shared_tiles,
+    unfenced,
+)
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.mla_decode._gluon_rows import (
     CODES,
@@ -244,30 +252,18 @@ def mla_decode_many(halves, rests, q, kv, row_scale, codebook, lengths, part_out
     length, start, end = part(lengths, batch, rows, splits, l_b, BK)
     kv += batch * kv_b
     row_scale += batch * s_b
-    OF_HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, V // 2], T)
-    OF_R: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, R], T)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_a = gl.allocate_shared_memory(T, [2, BK, V // 2], OF_HALF)
-    k_b = gl.allocate_shared_memory(T, [2, BK, V // 2], OF_HALF)
-    k_r = gl.allocate_shared_memory(T, [2, BK, R], OF_R)
-    q_a = gl.allocate_shared_memory(T, [BH, V // 2], OF_HALF)
-    q_b_ = gl.allocate_shared_memory(T, [BH, V // 2], OF_HALF)
-    q_r = gl.allocate_shared_memory(T, [BH, R], OF_R)
+    k_a = shared_tiles(T, 2, BK, V // 2)
+    k_b = shared_tiles(T, 2, BK, V // 2)
+    k_r = shared_tiles(T, 2, BK, R)
+    q_a = shared_tile(T, BH, V // 2)
+    q_b_ = shared_tile(T, BH, V // 2)
+    q_r = shared_tile(T, BH, R)
     keep = gl.allocate_shared_memory(gl.float32, [2, BH], FLAT)
     share = gl.allocate_shared_memory(gl.float32, [BH], FLAT)
-    full_a = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full_b = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty_a = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty_b = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(full_a.index(slot), count=1)
-        mbarrier.init(full_b.index(slot), count=1)
-        mbarrier.init(empty_a.index(slot), count=1)
-        mbarrier.init(empty_b.index(slot), count=1)
-        mbarrier.init(p_full.index(slot), count=1)
-    mbarrier.init(done, count=1)
+    full_a, empty_a = ring(2)
+    full_b, empty_b = ring(2)
+    p_full, done = unfenced(2), unfenced(1).index(0)
 
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     first_query = gl.program_id(0) * BH

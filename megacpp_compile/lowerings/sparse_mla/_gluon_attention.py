@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async, seen_as
+from megacpp_compile.lowerings._kernels.gluon_tiles import barrier, load_async, ring, seen_as, shared_tile, shared_tiles
 from megacpp_compile.lowerings._kernels.triton_math import LN_2, LOG2_E
 from megacpp_compile.lowerings.sparse_mla._gluon_rows import bring, copy, kept, named, tiles_of
 
@@ -237,17 +237,15 @@ def sparse_mla_forward(q, kv, indices, kv_scale, out, lse, tokens, rows, heads, 
     lse += (b * tokens + t) * heads + start
     last = (t + offset).to(gl.int32)
 
-    OF_LANES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, V], T)
-    OF_REST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, R], T)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_v = gl.allocate_shared_memory(T, [STAGES, BK, V], OF_LANES)
-    k_r = gl.allocate_shared_memory(T, [STAGES, BK, R], OF_REST)
-    q_v = gl.allocate_shared_memory(T, [BH, V], OF_LANES)
-    q_r = gl.allocate_shared_memory(T, [BH, R], OF_REST)
+    k_v = shared_tiles(T, STAGES, BK, V)
+    k_r = shared_tiles(T, STAGES, BK, R)
+    q_v = shared_tile(T, BH, V)
+    q_r = shared_tile(T, BH, R)
     numbers = gl.allocate_shared_memory(gl.int32, [STAGES, BK], FLAT)
     keep = gl.allocate_shared_memory(gl.float32, [TURNS, BH], FLAT)
     if MODE == FP8:
-        p = gl.allocate_shared_memory(T, [TURNS, BH, BK], gl.NVMMASharedLayout.get_default_for([BH, BK], T))
+        p = shared_tiles(T, TURNS, BH, BK)
         q_scale = gl.allocate_shared_memory(gl.float32, [BH], FLAT)
         factors = gl.allocate_shared_memory(gl.float32, [BK], FLAT)
         logs = gl.allocate_shared_memory(gl.float32, [BK], FLAT)
@@ -262,17 +260,8 @@ def sparse_mla_forward(q, kv, indices, kv_scale, out, lse, tokens, rows, heads, 
         scales = keep
     else:
         scales = gl.allocate_shared_memory(gl.float32, [STAGES, BK], FLAT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
-    p_empty = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
-    COPIERS: gl.constexpr = 257 if MODE == FP8 else (129 if MODE == WIDE else 1)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=COPIERS)
-        mbarrier.init(empty.index(slot), count=1)
-    for turn in gl.static_range(TURNS):
-        mbarrier.init(p_full.index(turn), count=1)
-        mbarrier.init(p_empty.index(turn), count=1)
+    full, empty = ring(STAGES, 257 if MODE == FP8 else (129 if MODE == WIDE else 1))
+    p_full, p_empty = ring(TURNS)
 
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     h = gl.arange(0, BH, gl.SliceLayout(1, L))

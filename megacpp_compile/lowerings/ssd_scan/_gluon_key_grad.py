@@ -27,6 +27,8 @@ from megacpp_compile.lowerings._kernels.gluon_tiles import (
     put_tokens,
     row_sum,
     seen_as,
+    shared_tile,
+    shared_tiles,
     tma_load,
 )
 
@@ -81,13 +83,12 @@ def ssd_key_grad_hopper(x, B, C, d_scores, decay, steps, cuts, left, entering, d
     ROW: gl.constexpr = gl.SliceLayout(1, OF_N)
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, N], T)
-    STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([P, N], F)
     c, part, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    keys = gl.allocate_shared_memory(T, [L, N], TILE)
-    parts_s = gl.allocate_shared_memory(T, [2, P, N], gl.NVMMASharedLayout.get_default_for([P, N], T))
-    x_s = gl.allocate_shared_memory(T, [2, L, P], gl.NVMMASharedLayout.get_default_for([L, P], T))
-    state_s = gl.allocate_shared_memory(F, [2, P, N], STATE)
-    enters_s = gl.allocate_shared_memory(F, [P, N], STATE)
+    keys = shared_tile(T, L, N)
+    parts_s = shared_tiles(T, 2, P, N)
+    x_s = shared_tiles(T, 2, L, P)
+    state_s = shared_tiles(F, 2, P, N)
+    enters_s = shared_tile(F, P, N)
     rows = gl.allocate_shared_memory(F, [2, 2 * L], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     landed = barriers(4)
     lane, h, first = part * HB // per_group * N, part * HB, c * L

@@ -20,6 +20,7 @@ from megacpp_compile.lowerings._kernels.gluon_tiles import (
     in_parts,
     power,
     product,
+    shared_tile,
 )
 
 
@@ -85,12 +86,11 @@ def _heads(dy, x, B, C, decay, steps, cuts, d_scores, row_sums, column_totals, d
     OF_P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OF_H)
     COLUMN: gl.constexpr = gl.SliceLayout(0, OF_H)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([H, N], T)
     c, part, b = gl.program_id(0) // 3, gl.program_id(1), gl.program_id(2)
-    q_s = gl.allocate_shared_memory(T, [H, N], KEYS)
-    k_s = gl.allocate_shared_memory(T, [H, N], KEYS)
-    x_s = gl.allocate_shared_memory(T, [H, P], gl.NVMMASharedLayout.get_default_for([H, P], T))
-    grad_s = gl.allocate_shared_memory(dy.dtype, [H, P], gl.NVMMASharedLayout.get_default_for([H, P], dy.dtype))
+    q_s = shared_tile(T, H, N)
+    k_s = shared_tile(T, H, N)
+    x_s = shared_tile(T, H, P)
+    grad_s = shared_tile(dy.dtype, H, P)
     rows = gl.allocate_shared_memory(gl.float32, [2, 4 * H], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     landed = barriers(2)
     lane, h = part * HB // per_group * N, part * HB

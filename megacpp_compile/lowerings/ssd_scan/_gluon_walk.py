@@ -23,9 +23,12 @@ from megacpp_compile.lowerings._kernels.gluon_tiles import (
     barriers,
     bring_tokens,
     in_parts,
+    next_slot,
     power,
     scaled,
     seen_as,
+    shared_tile,
+    shared_tiles,
     tma_store,
 )
 
@@ -94,14 +97,12 @@ def ssd_walk_hopper(q, k, v, out, decay, steps, cuts, skip, first, states, last,
     LEFT_S: gl.constexpr = gl.DotOperandLayout(0, OF_S, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, OF_L)
     COLUMN: gl.constexpr = gl.SliceLayout(0, OF_L)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, N], T)
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, L], T)
     tile, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    k_s = gl.allocate_shared_memory(T, [STAGES, L, N], KEYS)
-    v_s = gl.allocate_shared_memory(VALUES, [L, BP], gl.NVMMASharedLayout.get_default_for([L, BP], VALUES))
+    k_s = shared_tiles(T, STAGES, L, N)
+    v_s = shared_tile(VALUES, L, BP)
     if ROWS:
-        q_s = gl.allocate_shared_memory(T, [STAGES, L, N], KEYS)
-        high_s = gl.allocate_shared_memory(T, [2, L, L], PAIRS)
+        q_s = shared_tiles(T, STAGES, L, N)
+        high_s = shared_tiles(T, 2, L, L)
     else:
         q_s = k_s
     rows = gl.allocate_shared_memory(gl.float32, [2, 4 * L], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -220,10 +221,7 @@ def ssd_walk_hopper(q, k, v, out, decay, steps, cuts, skip, first, states, last,
         c += forth
         row += forth * heads
         whole = whole_coming
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_slot(slot, phase, STAGES)
     gl.store(last + head + at, state)
     if ROWS:
         tma.store_wait(0)
