@@ -29,8 +29,8 @@ from megacpp_compile.matchers.documents import compared_documents
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.recurrences import single_steps
 from megacpp_compile.matchers.ssd.atoms import flat
-from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size, leading, results
-from megacpp_compile.passes._rule import Match, Recognised, in_other_modes
+from megacpp_compile.passes._rewrites.arrange import Groups, arrange, gated_chunk_size, leading, recurrence
+from megacpp_compile.passes._rule import Match, Recognised
 
 name = "gated_delta_rule"
 op = "megacpp::gated_delta_rule"
@@ -58,13 +58,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure | Recognised]:
 
 
 def _check(view: GraphView, rule: DeltaRule) -> Match | MatchFailure:
-    root = rule.o.node
-    if (refusal := in_other_modes(view, sorted(rule.inside), root)) is not None:
-        return refusal
-    inputs = list(dict.fromkeys(leaf.node for leaf in rule.operands.values()))
-    outputs = [leaf.node for leaf in (rule.o, *rule.final_states)]
-
-    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+    def emit(build: Builder) -> tuple[Node, Groups, Groups]:
         x = rule.axes
         b, t, h, k, v = (tuple(flat(d)) for d in (x.b, x.t, x.h, x.k, x.v))
         groups = leading([rule.operands["q"], rule.operands["k"]], h)
@@ -79,8 +73,8 @@ def _check(view: GraphView, rule: DeltaRule) -> Match | MatchFailure:
         ]
         node = build(
             torch.ops.megacpp.gated_delta_rule.default, *args, None, rule.scale, rule.qk_norm_eps,
-            gated_chunk_size(rule.chunk), value(root).dtype,
+            gated_chunk_size(rule.chunk), value(rule.o.node).dtype,
         )  # fmt: skip
-        return node, results(build, node, rule.o, (b, t, h, v), rule.final_states, (b, h, k, v))
+        return node, (b, t, h, v), (b, h, k, v)
 
-    return Match(root, inputs, outputs, rewrite)
+    return recurrence(view, rule.operands.values(), rule.inside, rule.o, rule.final_states, emit)

@@ -23,8 +23,8 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.selective_scans import SelectiveScan, find_selective_scans
 from megacpp_compile.passes import token_loop
-from megacpp_compile.passes._rewrites.arrange import arrange, results
-from megacpp_compile.passes._rule import Match, in_other_modes
+from megacpp_compile.passes._rewrites.arrange import Groups, arrange, recurrence
+from megacpp_compile.passes._rule import Match
 
 name = "selective_scan"
 op = "megacpp::selective_scan"
@@ -37,18 +37,12 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 
 def _check(view: GraphView, found: SelectiveScan) -> Match | MatchFailure:
-    root = found.y.node
-    if (refusal := in_other_modes(view, sorted(found.inside), root)) is not None:
-        return refusal
-    inputs = list(dict.fromkeys(leaf.node for leaf in found.operands.values()))
-    outputs = [leaf.node for leaf in (found.y, *found.finals)]
-
-    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+    def emit(build: Builder) -> tuple[Node, Groups, Groups]:
         b, t, d, n = (tuple(part) for part in (found.b, found.t, found.d, found.n))
         dims = {"u": (b, t, d), "dt": (b, t, d), "A": (d, n), "B": (b, t, n), "C": (b, t, n)}
         operands = [arrange(build, found.operands[role], target) for role, target in dims.items()]
-        chunk, dtype = token_loop.SELECTIVE_CHUNK, value(root).dtype
+        chunk, dtype = token_loop.SELECTIVE_CHUNK, value(found.y.node).dtype
         node = build(torch.ops.megacpp.selective_scan.default, *operands, None, None, chunk, dtype)
-        return node, results(build, node, found.y, (b, t, d), found.finals, (b, d, n))
+        return node, (b, t, d), (b, d, n)
 
-    return Match(root, inputs, outputs, rewrite)
+    return recurrence(view, found.operands.values(), found.inside, found.y, found.finals, emit)

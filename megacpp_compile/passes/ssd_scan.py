@@ -36,9 +36,9 @@ from megacpp_compile.matchers.ssd.chain import joined
 from megacpp_compile.matchers.ssd.constant_rates import Retention, find_retentions
 from megacpp_compile.matchers.ssd.packed import Reading
 from megacpp_compile.matchers.ssd.scan import NoScan, Scan, find_packed_scans, find_scans
-from megacpp_compile.passes._rewrites.arrange import arrange, leading, results
+from megacpp_compile.passes._rewrites.arrange import Groups, arrange, leading, recurrence
 from megacpp_compile.passes._rewrites.token_operands import has_logarithm
-from megacpp_compile.passes._rule import Match, in_other_modes
+from megacpp_compile.passes._rule import Match
 
 name = "ssd_scan"
 op = "megacpp::ssd_scan"
@@ -87,14 +87,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 
 def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
-    root = scan.y.node
-    if (refusal := in_other_modes(view, sorted(scan.inside), root)) is not None:
-        return refusal
-    operands = (scan.x, scan.dt, scan.A, scan.B, scan.C, scan.D, scan.initial_state, scan.documents)
-    inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
-    outputs = [leaf.node for leaf in (scan.y, *scan.final_states)]
-
-    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+    def emit(build: Builder) -> tuple[Node, Groups, Groups]:
         b, t, h, p, n = (tuple(flat(d)) for d in (scan.b, scan.t, scan.h, scan.p, scan.n))
         groups = leading([scan.B, scan.C], h)
         state = scan.initial_state and arrange(build, scan.initial_state, (b, h, p, n))
@@ -107,26 +100,22 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
             arrange(build, scan.B, (b, t, groups, n)),
             arrange(build, scan.C, (b, t, groups, n)),
             scan.D and arrange(build, scan.D, (h,)),
-            state, chunk_size(scan.chunk), value(root).dtype, *documents,
+            state, chunk_size(scan.chunk), value(scan.y.node).dtype, *documents,
         )  # fmt: skip
-        return node, results(build, node, scan.y, (b, t, h, p), scan.final_states, (b, h, p, n))
+        return node, (b, t, h, p), (b, h, p, n)
 
-    return Match(root, inputs, outputs, rewrite, note=f"documents: {scan.reading.value}" if scan.reading else "")
+    operands = (scan.x, scan.dt, scan.A, scan.B, scan.C, scan.D, scan.initial_state, scan.documents)
+    note = f"documents: {scan.reading.value}" if scan.reading else ""
+    return recurrence(view, operands, scan.inside, scan.y, scan.final_states, emit, note)
 
 
 def _check_retention(view: GraphView, found: Retention) -> Match | MatchFailure:
     root, operands = found.o.node, (found.q, found.k, found.v, found.rate, found.initial_state)
-    inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
-    made = set(inputs)  # what is made of numbers has no gradient, whatever the mode
+    made = {leaf.node for leaf in operands if leaf is not None}  # what is of numbers has no gradient, whatever the mode
     for n in sorted(found.inside):
         made |= {n} if any(a in made for a in n.all_input_nodes) else set()
-    if (refusal := in_other_modes(view, sorted(made & found.inside), root)) is not None:
-        return refusal
-    if found.power and found.rate is not None and not has_logarithm(found.rate.node):
-        return MatchFailure(root, *NO_LOGARITHM)
-    outputs = [leaf.node for leaf in (found.o, *found.final_states)]
 
-    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+    def emit(build: Builder) -> tuple[Node, Groups, Groups]:
         b, t, h, k, v = (found.dims[name] for name in "bthkv")
         groups = leading([found.q, found.k], h)
         values, queries = arrange(build, found.v, (b, t, h, v)), arrange(build, found.q, (b, t, groups, k))
@@ -138,9 +127,11 @@ def _check_retention(view: GraphView, found: Retention) -> Match | MatchFailure:
             queries if found.scale == 1 else build(aten.mul.Tensor, queries, found.scale),
             None, state, chunk_size(found.chunk), value(root).dtype,
         )  # fmt: skip
-        return node, results(build, node, found.o, (b, t, h, v), found.final_states, (b, h, v, k))
+        return node, (b, t, h, v), (b, h, v, k)
 
-    return Match(root, inputs, outputs, rewrite)
+    match = recurrence(view, operands, made & found.inside, found.o, found.final_states, emit)
+    unknown = found.power and found.rate is not None and not has_logarithm(found.rate.node)
+    return MatchFailure(root, *NO_LOGARITHM) if isinstance(match, Match) and unknown else match
 
 
 def _rate(build: Builder, found: Retention, steps: Node) -> Node:

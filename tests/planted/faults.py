@@ -110,8 +110,9 @@ FAULTS = (
     ),
     Fault(
         "gradient-through-no-grad", "matcher", "megacpp_compile/passes/gated_delta_rule.py",
-        "if (refusal := in_other_modes(view, sorted(rule.inside), root)) is not None:",
-        "if (refusal := in_other_modes(view, [leaf.node for leaf in (rule.o, *rule.final_states)], root)) is not None:",
+        "recurrence(view, rule.operands.values(), rule.inside, rule.o, rule.final_states, emit)",
+        "recurrence(view, rule.operands.values(), {leaf.node for leaf in (rule.o, *rule.final_states)}, rule.o, "
+        "rule.final_states, emit)",
         "A delta rule of which a model makes a part under `no_grad` is differentiated as a whole.",
         ("tests/passes/test_gated_delta_rule.py",),
     ),

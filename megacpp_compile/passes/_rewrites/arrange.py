@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,11 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.lowerings._kernels.gated_chunks import CHUNK_SIZES
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.atoms import length
 from megacpp_compile.matchers.ssd.scan import Leaf
+from megacpp_compile.passes._rule import Match, in_other_modes
 
 aten = torch.ops.aten
 Groups = Sequence[tuple[Any, ...]]
@@ -62,6 +65,23 @@ def arrange(build: Builder, leaf: Leaf | tuple[Node, Groups], target: Groups) ->
             node = build(aten.flatten.using_ints, node, at, at + len(group) - 1)
         at += 1
     return node
+
+
+def recurrence(
+    view: GraphView, operands: Iterable[Leaf | None], inside: Iterable[Node], result: Leaf, states: Sequence[Leaf],
+    emit: Callable[[Builder], tuple[Node, Groups, Groups]], note: str = "",
+) -> Match | MatchFailure:  # fmt: skip
+    """The match of a recurrence that all of `inside` computes under one mode. emit: makes its op; returns that, and the
+    dimensions of its first output, which `result` is, and of its second, which `states` are."""
+    if (refusal := in_other_modes(view, sorted(inside), result.node)) is not None:
+        return refusal
+
+    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+        node, dims, of_state = emit(build)
+        return node, results(build, node, result, dims, states, of_state)
+
+    inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
+    return Match(result.node, inputs, [leaf.node for leaf in (result, *states)], rewrite, note=note)
 
 
 def results(
