@@ -39,7 +39,7 @@ from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._kernels.chunk_grid import segments_bound
 from megacpp_compile.lowerings._kernels.gated_chunks import operand_problem
-from megacpp_compile.lowerings._op import compute_dtype, define_op, save_operands, saved_operands, shaped_like
+from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_linear_attention import reference
 
@@ -68,25 +68,10 @@ def gated_linear_attention_backward(do, dfinal, q, k, v, g, initial_state, cu_se
     return shaped_like(states, (q, k, v, g, initial_state))
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.scale, ctx.chunk_size, _ = inputs
-    states = output[2]
-    ctx.set_materialize_grads(False)  # a final state that nobody reads has no gradient to be carried back
-    ctx.mark_non_differentiable(states)
-    save_operands(ctx, tensors, states)
-
-
-def _backward(ctx, do, dfinal, _):  # type: ignore[no-untyped-def]
-    tensors, (states,) = saved_operands(ctx)
-    if do is None:
-        if dfinal is None:
-            return (None,) * 9
-        do = tensors[2].new_zeros(tensors[2].shape)
-    grads = gated_linear_attention_backward(do, dfinal, *tensors, states, ctx.scale, ctx.chunk_size)
-    return *(g if given else None for g, given in zip(grads, ctx.given[:5], strict=True)), *[None] * 4
-
-
-gated_linear_attention.register_autograd(_backward, setup_context=_setup_context)
+differentiate(
+    gated_linear_attention, gated_linear_attention_backward, of="q k v g initial_state",
+    results="o final_state states", zeros="v",
+)  # fmt: skip
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, g: Any, state: Any, cu: Any, scale: float, chunk: int, *_: Any) -> float:

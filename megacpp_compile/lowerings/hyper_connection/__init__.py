@@ -19,11 +19,7 @@ Source: Hyper-Connections, https://arxiv.org/abs/2409.19606; mHC, https://arxiv.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from megacpp_compile.lowerings._op import compute_dtype, define_op
+from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.hyper_connection import reference
 
@@ -51,18 +47,9 @@ def hyper_connection_backward(  # type: ignore[no-untyped-def]
     return tuple(t.new_empty(t.shape) for t in (streams, weight, scale, base))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    streams, weight, scale, base, _, *ctx.maps, _ = inputs
-    logits, rrms = output[3:]
-    ctx.mark_non_differentiable(logits, rrms)
-    ctx.save_for_backward(streams, weight, scale, base, logits, rrms)
-
-
-def _backward(ctx: Any, grad: Tensor, grad_post: Tensor, grad_mix: Tensor, *_: Any) -> tuple[Any, ...]:
-    grads = hyper_connection_backward(grad, grad_post, grad_mix, *ctx.saved_tensors, *ctx.maps)
-    return *grads, None, None, None, None, None, None, None
-
-
-hyper_connection.register_autograd(_backward, setup_context=_setup_context)
+differentiate(
+    hyper_connection, hyper_connection_backward, of="streams weight scale base",
+    results="block of_post of_mix logits rrms",
+)  # fmt: skip
 
 declare({"megacpp::hyper_connection": OpTraits(), "megacpp::hyper_connection_backward": OpTraits()})
