@@ -193,18 +193,6 @@ def kernel_op(name: str) -> Callable[[Callable[..., Any]], OpOverload]:
     return made
 
 
-def save_operands(ctx: Any, operands: Sequence[Tensor | None], *kept: Tensor) -> None:
-    """Saves operands, of which some may be None, and what the op `kept`; `ctx.given` says which are there."""
-    ctx.given = [t is not None for t in operands]
-    ctx.save_for_backward(*(t for t in operands if t is not None), *kept)
-
-
-def saved_operands(ctx: Any) -> tuple[list[Any], list[Tensor]]:
-    """(operands, what was kept) as `save_operands` got them."""
-    saved = iter(ctx.saved_tensors)
-    return [next(saved) if given else None for given in ctx.given], list(saved)
-
-
 def shaped_like(given: Tensor, operands: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Fake gradients of `operands`; an empty one, as `given` is, of each that is None."""
     return tuple(given.new_empty(0) if t is None else t.new_empty(t.shape) for t in operands)

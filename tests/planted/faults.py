@@ -182,8 +182,8 @@ FAULTS = (
     ),
     Fault(
         "projections-saved-too", "lowering", "megacpp_compile/lowerings/down_norm_up/__init__.py",
-        "ctx.save_for_backward(x, w_down, rrms, *(optional[name] for name in ctx.optional), *w_up)",
-        "ctx.save_for_backward(x, w_down, rrms, *(optional[name] for name in ctx.optional), *w_up, *output[0])",
+        "ctx.save_for_backward(x, w_down, b_down, w_norm, rrms, kept, x_side, w_side, *w_up)",
+        "ctx.save_for_backward(x, w_down, b_down, w_norm, rrms, kept, x_side, w_side, *w_up, *output[0])",
         "A low-rank pair keeps its results for a backward that does not read them.",
         ("tests/lowerings/test_down_norm_up.py",),
     ),

@@ -67,13 +67,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     _, z = output
     ctx.mark_non_differentiable(z)
     ctx.set_materialize_grads(False)
-    ctx.biased, ctx.drawn = bool(b), draw is not None
-    ctx.save_for_backward(z, *([draw] if ctx.drawn else []), *w)
+    ctx.biased = bool(b)
+    ctx.save_for_backward(z, draw, *w)
 
 
 def _backward(ctx: Any, grad: list[Tensor | None], _: Any) -> tuple[Any, ...]:
-    z, *w = ctx.saved_tensors
-    draw = w.pop(0) if ctx.drawn else None
+    z, draw, *w = ctx.saved_tensors
     # A linear that no loss depends on has no gradient, as in eager.
     used = {i: g for i, g in enumerate(grad) if g is not None}
     grads = list(used.values())

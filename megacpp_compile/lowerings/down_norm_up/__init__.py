@@ -74,39 +74,35 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.mark_non_differentiable(rrms, *([] if keep_latent else [latent]))
     ctx.set_materialize_grads(False)
     ctx.ups, ctx.normed = len(w_up), normed is not None
-    optional = {"b_down": b_down, "w_norm": w_norm, "latent": latent if keep_latent else None, "x_side": x_side,
-                "w_side": w_side}  # fmt: skip
-    ctx.optional = [name for name, t in optional.items() if t is not None]
-    ctx.save_for_backward(x, w_down, rrms, *(optional[name] for name in ctx.optional), *w_up)
+    kept = latent if keep_latent else None
+    ctx.save_for_backward(x, w_down, b_down, w_norm, rrms, kept, x_side, w_side, *w_up)
 
 
 def _backward(ctx, grad_up, grad_rest, _, grad_latent):  # type: ignore[no-untyped-def]
-    x, w_down, rrms, *others = ctx.saved_tensors
-    given = {name: others.pop(0) for name in ctx.optional}
+    x, w_down, b_down, w_norm, rrms, latent, x_side, w_side, *ups = ctx.saved_tensors
     grad_normed = grad_up[ctx.ups] if ctx.normed else None
     # An up-projection that no loss depends on, such as an indexer's, has no gradient, as in eager.
     used = [i for i, g in enumerate(grad_up[: ctx.ups]) if g is not None]
     through = used or [0]
     outer = x.shape[:-1]
     grad_rest = x.new_zeros((*outer, w_down.shape[0] - ctx.size)) if grad_rest is None else grad_rest
-    w_up = [others[i] for i in through]
+    w_up = [ups[i] for i in through]
     grad_up = [grad_up[i] for i in used] or [w_up[0].new_zeros((*outer, w_up[0].shape[0]))]
     whole = None
     if ctx.group is not None and used:  # what reads the normed latent itself is the same on every rank
         whole = summed(functools.reduce(operator.add, (g @ w for g, w in zip(grad_up, w_up, strict=True))), ctx.group)
         whole, grad_normed = whole if grad_normed is None else whole + grad_normed, None
-    sides = given.get("x_side"), given.get("w_side")
-    more = [given.get("latent"), *sides, grad_normed, grad_latent, whole, ctx.sum_dtype]
+    more = [latent, x_side, w_side, grad_normed, grad_latent, whole, ctx.sum_dtype]
     while more and more[-1] is None:
         more.pop()
     dx, dw, db, dn, du, dx_side, dw_side = down_norm_up_backward(
-        grad_up, grad_rest, x, w_down, given.get("b_down"), given.get("w_norm"), w_up, rrms, ctx.start, ctx.size, *more
+        grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, ctx.start, ctx.size, *more
     )
     found = dict(zip(used, du, strict=False))
     d_up = [found.get(i) for i in range(ctx.ups)]
-    gain = "w_norm" in given and (used or grad_normed is not None)
-    d_sides = (dx_side, dw_side) if "x_side" in given else (None, None)
-    grads = dx, dw, db if "b_down" in given else None, dn if gain else None, d_up, *(None,) * 4, *d_sides, *(None,) * 3
+    gain = w_norm is not None and (used or grad_normed is not None)
+    d_sides = (dx_side, dw_side) if x_side is not None else (None, None)
+    grads = dx, dw, None if b_down is None else db, dn if gain else None, d_up, *(None,) * 4, *d_sides, *(None,) * 3
     return grads[: len(ctx.needs_input_grad)]  # one for every argument the caller gave, defaults not counted
 
 

@@ -106,16 +106,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.x_dtype, ctx.bias_dtypes = x.dtype, [b.dtype for b in biases]
     # Not saved: backward writes to `grad_seen`, and reads nothing of it.
-    ctx.delayed, ctx.turned = grad_largest is not None, x_turned is not None
-    ctx.cast = w_turned is not None
-    given = [t for t in (grad_largest, w_turned) if t is not None]
-    ctx.save_for_backward(x_turned if ctx.turned else x8, x_scale_inv, w_scale_inv, *given, *weights)
+    ctx.turned = x_turned is not None
+    ctx.save_for_backward(x_turned if ctx.turned else x8, x_scale_inv, w_scale_inv, grad_largest, w_turned, *weights)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    x8, x_scale_inv, w_scale_inv, *weights = ctx.saved_tensors
-    largest = weights.pop(0) if ctx.delayed else None
-    w_turned = weights.pop(0) if ctx.cast else None
+    x8, x_scale_inv, w_scale_inv, largest, w_turned, *weights = ctx.saved_tensors
     # A linear that no loss depends on has no gradient, as in eager.
     used = {i: g for i, g in enumerate(grads) if g is not None}
     own = [weights[i] for i in used]

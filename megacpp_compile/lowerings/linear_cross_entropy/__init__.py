@@ -46,7 +46,7 @@ from torch import Tensor
 
 from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint
-from megacpp_compile.lowerings._op import compute_dtype, define_op, save_operands, saved_operands
+from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.linear_cross_entropy import reference
 from megacpp_compile.lowerings.linear_cross_entropy.chunks import kept_dtype, workspace
@@ -129,7 +129,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         ctx.save_for_backward(*(t for t, name in zip(made, "xwb", strict=True) if name in ctx.grads))
     else:
         ctx.mark_non_differentiable(*made)
-        save_operands(ctx, tensors, lse)
+        ctx.save_for_backward(*tensors, lse)
 
 
 def _backward(ctx: Any, dloss: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
@@ -148,7 +148,7 @@ def _of_sum(ctx: Any, dloss: Tensor | None) -> list[Tensor | None]:
 
 
 def _of_rows(ctx: Any, dloss: Tensor | None, dlse: Tensor | None) -> list[Tensor | None]:
-    (x, w, b, target, weight), (lse,) = saved_operands(ctx)
+    x, w, b, target, weight, lse = ctx.saved_tensors
     grads = "".join(name for name, needed in zip("xwb", ctx.needs_input_grad, strict=False) if needed)
     if not grads or dloss is None and dlse is None:
         return [None] * 3

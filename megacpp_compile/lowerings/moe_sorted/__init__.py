@@ -58,21 +58,18 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, offsets, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:7]
     ctx.precision = inputs[8] if len(inputs) > 8 else ""
     biases, (scales, turned) = inputs[9:12], Payloads.kept(inputs[12:])
-    ctx.biased = [b is not None for b in biases]
     _, hidden = output
     ctx.mark_non_differentiable(*hidden)
     lists = (w_gate, w_up, w_down, [*hidden, *scales], turned)
     ctx.lengths = [len(part) for part in lists]
     ctx.stacked = bool(w_down) and w_down[0].dim() == 3
-    own = (b for b in biases if b is not None)
-    ctx.save_for_backward(x, offsets, *(t for part in lists for t in part), *own)
+    ctx.save_for_backward(x, offsets, *(t for part in lists for t in part), *biases)
 
 
 def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
     x, offsets, *others = ctx.saved_tensors
     w_gate, w_up, w_down, hidden, turned = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
-    biases = [others.pop(0) if there else None for there in ctx.biased]
-    said = (ctx.precision, *biases, *turned) if biases else (ctx.precision,) if ctx.precision else ()
+    said = (ctx.precision, *others, *turned) if others else (ctx.precision,) if ctx.precision else ()
     d_x, d_into, d_down, d_biases = moe_sorted_backward(
         grad, x, w_gate, w_up, w_down, hidden, offsets, ctx.activation, ctx.layout, *said
     )
@@ -82,7 +79,7 @@ def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
         [] if not n else [stack] if ctx.stacked else list(stack.unbind(0))
         for n, stack in zip(ctx.lengths, stacks, strict=False)
     ]
-    grads = [d_biases.pop(0) if there else None for there in ctx.biased]
+    grads = [None if b is None else d_biases.pop(0) for b in others]
     return (d_x, None, *d_weights, *[None] * 4, *grads, *[None] * 6)[: len(ctx.needs_input_grad)]
 
 

@@ -42,20 +42,19 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     _, rrms = output
     ctx.mark_non_differentiable(rrms)
     ctx.set_materialize_grads(False)
-    ctx.biased, ctx.gained = bool(b), w_norm is not None
-    ctx.save_for_backward(x, rrms, *([w_norm] if ctx.gained else []), *w)
+    ctx.biased = bool(b)
+    ctx.save_for_backward(x, rrms, w_norm, *w)
 
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
-    x, rrms, *w = ctx.saved_tensors
-    w_norm = w.pop(0) if ctx.gained else None
+    x, rrms, w_norm, *w = ctx.saved_tensors
     # A projection that no loss depends on has no gradient, as in eager.
     used = [i for i, g in enumerate(grad) if g is not None]
     d_x, d_norm, d_w, d_b = norm_linear_backward(
         [grad[i] for i in used], x, w_norm, [w[i] for i in used], rrms, ctx.biased
     )
     d_w, d_b = (_spread(d, used, len(w)) if d else d for d in (d_w, d_b))
-    return d_x, d_norm if ctx.gained else None, d_w, d_b, None
+    return d_x, None if w_norm is None else d_norm, d_w, d_b, None
 
 
 def _spread(found: list[Tensor], at: list[int], count: int) -> list[Tensor | None]:
