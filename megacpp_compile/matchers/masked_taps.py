@@ -20,7 +20,7 @@ from megacpp_compile.fx.views import CASTS, IDENTITIES, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, silu_of
 from megacpp_compile.matchers.documents import is_constant
 from megacpp_compile.reader.links import chain, through
-from megacpp_compile.reader.parts import part_of
+from megacpp_compile.reader.parts import column_of, part_of
 
 aten = torch.ops.aten
 # What nothing shows of positions is that they count from 0 in each document.
@@ -223,15 +223,13 @@ def _slice_start(node: Node, time: int) -> int | None:
 def _column(node: Node) -> tuple[Node, int] | None:
     """(weight [c, k] or [c, 1, k], column) where `node` is that column, perhaps with dimensions of size 1."""
     node = _unit_free(node)
-    if node.target is not aten.select.int or node.args[1] % value(node.args[0]).dim() != value(node).dim():  # type: ignore[operator]
+    if (one := column_of(node)) is None or value(node).dim() >= value(one[0]).dim():
         return None
-    taps, column = value(node.args[0]).shape[-1], node.args[2]
-    if not isinstance(taps, int) or not isinstance(column, int):
-        return None
-    bases = chain(node.args[0], lambda n: value(n).dim() > 1 and value(n).shape[-1] == taps and _is_unit_view(n))
+    taps = value(one[0]).shape[-1]
+    bases = chain(one[0], lambda n: value(n).dim() > 1 and value(n).shape[-1] == taps and _is_unit_view(n))
     shapes = ((base, value(base).shape) for base in bases)
     found = [base for base, s in shapes if s[-1] == taps and (len(s) == 2 or len(s) == 3 and s[1] == 1)]
-    return (found[-1], column % taps) if found else None
+    return (found[-1], one[1]) if found else None
 
 
 def _is_unit_view(node: Node) -> bool:

@@ -9,10 +9,21 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, PERMUTATIONS
+from megacpp_compile.fx.views import (
+    CASTS,
+    COMPOSITE_PERMUTATIONS,
+    EXPANSIONS,
+    FOLDS,
+    IDENTITIES,
+    PERMUTATIONS,
+    RESHAPES,
+    UNIT_DIMS,
+)
 
 T = TypeVar("T")
 _PERMUTATIONS = PERMUTATIONS | COMPOSITE_PERMUTATIONS
+_SAME = IDENTITIES | CASTS
+_SEEN = _PERMUTATIONS | _SAME | EXPANSIONS | RESHAPES | FOLDS | UNIT_DIMS
 
 
 def permutation(node: Node) -> list[int] | None:
@@ -32,6 +43,26 @@ def unpermuted(node: Node, dims: Sequence[T]) -> list[T]:
     """The dimensions of what `node`, which has `dims`, is a permutation of."""
     order = permutation(node) or []
     return [dims[order.index(d)] for d in range(len(order))]
+
+
+def below(node: Node, dims: Sequence[T], one: T) -> list[T] | None:
+    """The dimensions of what `node`, which has `dims`, is all of: a view, a copy or a repetition by `expand`. `one`
+    stands for each that is repeated, and for those of size 1 behind a reshape. None where it is none, or a reshape
+    merges or splits dimensions."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, Node) or not isinstance(value(source), torch.Tensor) or node.target not in _SEEN:
+        return None
+    here, there = value(node).shape, value(source).shape
+    if node.target in EXPANSIONS:
+        first = len(here) - len(there)
+        repeated = [same_size(n, 1) and not same_size(n, m) for n, m in zip(there, here[first:], strict=True)]
+        return [one if again else d for d, again in zip(dims[first:], repeated, strict=True)]
+    if node.target in _PERMUTATIONS:
+        return unpermuted(node, dims)
+    if node.target in _SAME:
+        return [*dims]
+    places = long_places(node)
+    return None if places is None else [dims[places[d]] if d in places else one for d in range(len(there))]
 
 
 def reduced_dims(node: Node) -> tuple[list[int], bool]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import SPLITS
 
 aten = torch.ops.aten
@@ -56,6 +56,15 @@ def part_of(node: Node) -> Part | None:
         dim = _dim(several, 2)
         return _part(node, dim, sum(one.shape[dim] for one in value(several)[: node.args[1]]), True, by=several)
     return None
+
+
+def column_of(node: Node) -> tuple[Node, int] | None:
+    """(tensor, i) where `node` is its entry i along the last of several dimensions, without or with that dimension."""
+    part = part_of(node)
+    if part is None or part.kept and not same_size(part.size, 1) or part.dim != value(part.source).dim() - 1:
+        return None
+    known = isinstance(part.start, int) and isinstance(part.whole, int) and part.dim > 0
+    return (part.source, part.start) if known else None
 
 
 def _dim(several: Node, at: int) -> Any:

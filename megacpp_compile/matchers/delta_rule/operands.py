@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import PARTS, SPLITS
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.delta_rule.norms import Before
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS, argument
+from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
 from megacpp_compile.reader.links import above
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 MOST_OPERANDS = 6  # q, k, v, gates, weights, state
@@ -31,16 +28,6 @@ class _Piece:
     whole: Node
     between: set[Node]
     at: object
-
-
-def _place(part: Node, index: Any) -> object:
-    if part.target is aten.select.int:
-        return part.args[2]
-    if part.target is aten.unbind.int:
-        return index
-    if part.target is aten.slice.Tensor:
-        return repr(part.args[2:4])
-    return repr((index, [v.shape[argument(part, 2, "dim", 0)] for v in value(part)]))
 
 
 class Operands:
@@ -136,14 +123,10 @@ class Operands:
 
     def _piece(self, n: Node) -> _Piece | None:
         at, between = self.algebra.path(n)
-        index = None
-        if at.target is operator.getitem and at.args[0].target in SPLITS | {aten.unbind.int}:  # type: ignore[union-attr]
-            index = at.args[1]
-            between.add(at)
-            at = at.args[0]  # type: ignore[assignment]
-        if at.target not in PARTS | SPLITS or at not in self.algebra.nodes:
+        part = part_of(at)
+        if part is None or part.by not in self.algebra.nodes:
             return None
-        return _Piece(at.args[0], between | {at}, _place(at, index))  # type: ignore[arg-type]
+        return _Piece(part.source, between | {at, part.by}, repr((part.start, part.size, part.step, part.kept)))
 
     def _choose(self, ends: Iterable[Node]) -> None:
         """One leaf for each source: before repetitions, casts and padding, behind views alone."""

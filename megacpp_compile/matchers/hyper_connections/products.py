@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
-from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, SQUEEZES, is_cast, uncast
-from megacpp_compile.reader.dims import reduced_dims, unpermuted, unreduced
+from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.views import CASTS, FOLDS, RESHAPES, SQUEEZES, is_cast, uncast
+from megacpp_compile.reader.dims import below, reduced_dims, unreduced
 from megacpp_compile.reader.links import above
 from megacpp_compile.reader.products import BROADCAST, contraction, equation_of
 
@@ -139,23 +139,13 @@ def _places(node: Node, letters: Letters) -> list[Place]:
 
 def _below(node: Node, source: Node, letters: Letters) -> Letters | None:
     """The letters of `source`, of which `node` is a view or a cast; None where it is another, or repeats numbers."""
-    if is_cast(node) or node.target in COPIES:
-        return letters
-    if node.target in PERMUTATIONS | {aten.mT.default}:
-        return tuple(unpermuted(node, letters))
-    if node.target in EXPANSIONS:
-        own = letters[len(letters) - value(source).dim() :]
-        return _broadcast(source, node, own) if _narrower(source, node) else own
     if node.target is aten.unsqueeze.default:
         at = node.args[1] % len(letters)  # type: ignore[operator]
         return letters[:at] + letters[at + 1 :]
     if node.target in RESHAPES | FOLDS | SQUEEZES:
         return _unit_dims(node, source, letters)
-    return None
-
-
-def _narrower(source: Node, node: Node) -> bool:
-    return not same_shape(source, node)
+    own = below(node, letters, None)
+    return None if own is None or node.target in CASTS and not is_cast(node) else tuple(own)
 
 
 def _unit_dims(node: Node, source: Node, letters: Letters) -> Letters | None:

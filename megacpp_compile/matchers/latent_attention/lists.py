@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import EXPANSIONS, FOLDS, IDENTITIES, RESHAPES, UNIT_DIMS
+from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.matchers.latent_attention.core import constant
-from megacpp_compile.matchers.latent_attention.masks import DTYPES, NotRows, Sum, sum_of
-from megacpp_compile.reader.dims import long_places, reduced_dims, unpermuted
+from megacpp_compile.matchers.latent_attention.masks import NotRows, Sum, sum_of
+from megacpp_compile.reader.dims import below, reduced_dims
 
 aten = torch.ops.aten
 # What each dimension of a mask is: "b", "h", "t", "s" of the scores, "k" of a list; None for one of size 1.
@@ -47,24 +46,10 @@ def axes_of(node: Node, whole: Axes) -> Axes:
 
 def behind(node: Node, axes: Axes) -> tuple[Node, Axes] | None:
     """What `node` is a view, copy or cast of, and its axes; None where it is none, or is only a part of it."""
-    if node.op != "call_function" or not node.args or not isinstance(source := node.args[0], Node):
-        return None
-    if not isinstance(value(source), torch.Tensor) or not isinstance(value(node), torch.Tensor):
-        return None
-    here, there = value(node).shape, value(source).shape
-    if node.target in IDENTITIES or node.target in DTYPES:
-        return source, axes
-    if node.target in EXPANSIONS:
-        own = axes[len(axes) - len(there) :]
-        return source, tuple(None if same_size(n, 1) else a for a, n in zip(own, there, strict=True))
-    if node.target in _PERMUTED:
-        return source, tuple(unpermuted(node, axes))
-    if node.target is aten.slice.Tensor and all(map(same_size, here, there)):
-        return source, axes
-    if node.target in RESHAPES | FOLDS | UNIT_DIMS:
-        if (places := long_places(node)) is not None:
-            return source, tuple(axes[places[d]] if d in places else None for d in range(len(there)))
-    return None
+    if node.target is aten.slice.Tensor and same_shape(node, node.args[0]):  # type: ignore[arg-type]
+        return node.args[0], axes  # type: ignore[return-value]
+    own = below(node, axes, None)
+    return None if own is None else (node.args[0], tuple(own))  # type: ignore[return-value]
 
 
 def named_rows(node: Any, axes: Axes) -> Named | None:
@@ -221,7 +206,6 @@ def _dim(node: Node) -> int:
     return (node.args[1] if len(node.args) > 1 else 0) % value(node).dim()  # type: ignore[operator]
 
 
-_PERMUTED = frozenset({aten.transpose.int, aten.permute.default, aten.mT.default})
 _SCATTERS = (aten.scatter.value, aten.scatter.src)
 _EQUAL = (aten.eq.Tensor, aten.ne.Tensor)
 # Reduction -> the value at rows that are not named, beside which the one that is named decides.

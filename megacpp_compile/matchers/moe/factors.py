@@ -18,7 +18,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.views import IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.moe.index_reads import READS, read_of_every
-from megacpp_compile.reader.dims import permutation, reduced_dims, unpermuted
+from megacpp_compile.reader.dims import below, reduced_dims
 from megacpp_compile.reader.products import Product, contraction
 
 aten = torch.ops.aten
@@ -167,8 +167,8 @@ def _through(node: Node, dims: Dims) -> Dims | None:
     target, args = node.target, node.args
     shape = value(args[0]).shape
     n = len(shape)
-    if target in IDENTITIES or is_cast(node):
-        return dims
+    if (own := below(node, dims, ())) is not None:
+        return tuple(own)
     if (read := read_of_every(node)) is not None:
         tensor, numbers = read
         shown = value(numbers).dim()
@@ -176,13 +176,6 @@ def _through(node: Node, dims: Dims) -> Dims | None:
         behind = dims[1:] if target is aten.gather.default else dims[shown:]
         by_rows = len(counted) == 1 and not set(counted[0]) & {axis for dim in behind for axis in dim}
         return (*counted, *behind) if by_rows else None
-    if target is aten.unsqueeze.default:
-        at = args[1] % (n + 1)  # type: ignore[operator]
-        return dims[:at] + dims[at + 1 :]
-    if permutation(node) is not None:
-        return tuple(unpermuted(node, dims))
-    if target is aten.expand.default:
-        return broadcast(args[0], dims)
     if target is aten.repeat.default:
         times = list(args[1])[len(args[1]) - n :]  # type: ignore[arg-type]
         rows = [_cut(d, r, False) for d, r in zip(dims[len(dims) - n :], times, strict=True)]

@@ -23,6 +23,7 @@ from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_m
 from megacpp_compile.matchers.views import is_cast, is_outer_view
 from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.links import through
+from megacpp_compile.reader.parts import column_of, part_of
 
 aten = torch.ops.aten
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -241,25 +242,8 @@ def _without_last_dim(node: Node) -> Node:
 def match_column(node: Node) -> tuple[Node, int] | None:
     """(matrix [.., E], e) where `node` is its column e, as [.., 1] or [..]."""
     node = _without_last_dim(node)
-    target, args = node.target, node.args
-    if str(target) == "<built-in function getitem>" and isinstance(args[0], Node):
-        parts, index = args
-        if parts.target not in (aten.unbind.int, aten.split.Tensor):
-            return None  # such as a result of a call that capture carries around
-        matrix = parts.args[0]
-        wide = value(matrix).dim() if isinstance(matrix, Node) else 0
-        by_one = parts.target is aten.unbind.int or parts.target is aten.split.Tensor and parts.args[1] == 1
-        dim = [*parts.args, 0][1 if parts.target is aten.unbind.int else 2]
-        return (matrix, index) if by_one and dim in (-1, wide - 1) else None  # type: ignore[return-value]
-    if target not in (aten.select.int, aten.slice.Tensor) or not isinstance(args[0], Node):
-        return None
-    matrix, dim, at = args[:3]
-    wide = value(matrix).dim()
-    if not isinstance(at, int) or not isinstance(value(matrix).shape[dim], int):  # type: ignore[index]
-        return None
-    if target is aten.slice.Tensor and (len(args) != 4 or args[3] != at + 1):
-        return None
-    at %= value(matrix).shape[dim]  # type: ignore[index]
-    if wide == 2 and dim in (0, -2) and matrix.target in (aten.t.default, aten.transpose.int, aten.permute.default):
-        return matrix.args[0], at  # type: ignore[return-value]
-    return (matrix, at) if dim in (-1, wide - 1) else None
+    part = part_of(node)
+    if part is not None and part.dim == 0 and permutation(part.source) == [1, 0]:
+        one = isinstance(part.start, int) and isinstance(part.whole, int) and same_size(part.size, 1)
+        return (part.source.args[0], part.start) if one else None  # type: ignore[return-value]
+    return column_of(node)

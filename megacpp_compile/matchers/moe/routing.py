@@ -19,6 +19,7 @@ from megacpp_compile.fx.views import EXPANSIONS, PERMUTATIONS, REPETITIONS, UNIT
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.dims import permutation, permuted, reduced_dims
 from megacpp_compile.reader.links import through
+from megacpp_compile.reader.parts import column_of
 
 aten = torch.ops.aten
 _CASTS = (aten._to_copy.default, aten.to.dtype)
@@ -174,13 +175,10 @@ def one_choice(node: Node) -> tuple[Node, int | None]:
     """(choices [.., k], column) where `node` is one column of them, in the tokens' dimensions or in one for all; (node,
     None) for anything else."""
     node = through(node, is_cast)
-    column = through(node, lambda n: n.target in RESHAPES and value(node).dim() == 1, is_cast)
-    last = value(column.args[0]).dim() - 1 if column.target is aten.select.int else 0
-    if last > 0 and column.args[1] in (last, -1):
-        width = value(column.args[0]).shape[-1]
-        if isinstance(column.args[2], int) and isinstance(width, int):
-            return _plain(column.args[0]), column.args[2] % width  # type: ignore[arg-type]
-    return node, None
+    column = column_of(through(node, lambda n: n.target in RESHAPES and value(node).dim() == 1, is_cast))
+    if column is None or value(node).dim() >= value(column[0]).dim():
+        return node, None
+    return _plain(column[0]), column[1]
 
 
 def _compared(node: Node) -> Mask | None:

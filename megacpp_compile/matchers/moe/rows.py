@@ -24,6 +24,7 @@ from megacpp_compile.matchers.moe.slot_parts import expert_of_part, whole_of
 from megacpp_compile.matchers.moe.slot_rows import numbers_each_slot, order_of_tokens, slot_over
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.links import through
+from megacpp_compile.reader.parts import column_of
 
 aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze.dim, aten.squeeze.default, *RESHAPES)
@@ -57,13 +58,10 @@ def match_rows(node: Any) -> Rows | None:
         found = node.args[0]  # type: ignore[assignment]
         if value(node).dim() != 1:
             return None
-    elif node.target is aten.select.int and node.args[1] in (1, -1):
-        found, column = node.args[0], node.args[2]  # type: ignore[assignment]
+    elif (one := column_of(node)) is not None:
+        found, column = one
     elif node.target is operator.getitem:
-        found, column = node.args  # type: ignore[assignment]
-        targets = _FINDS_COLUMNS
-        if isinstance(found, Node) and found.target is aten.unbind.int and [*found.args, 0][1] in (1, -1):
-            found, targets = found.args[0], (aten.nonzero.default,)  # type: ignore[assignment]
+        (found, column), targets = node.args, _FINDS_COLUMNS  # type: ignore[assignment]
     else:
         return _of_slots(node)
     if not isinstance(found, Node) or found.target not in targets or not isinstance(column, int):

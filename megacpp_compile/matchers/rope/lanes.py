@@ -71,10 +71,6 @@ class Lanes:
     terms: list[Term]
     complex: bool = False
 
-    @property
-    def lane_axes(self) -> list[int]:
-        return [i for i, k in enumerate(self.kinds) if k == "l"]
-
     def axis(self, dim: int) -> int:
         """The array axis of lane dimension `dim`."""
         return self.kinds[:dim].count("l")

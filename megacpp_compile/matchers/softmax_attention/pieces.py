@@ -7,11 +7,10 @@ import dataclasses
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_size
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, UNIT_DIMS
 from megacpp_compile.matchers.softmax_attention.parts import Groups
-from megacpp_compile.matchers.ssd.atoms import is_one
-from megacpp_compile.reader.dims import unpermuted
+from megacpp_compile.reader.dims import below
 from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
@@ -40,17 +39,13 @@ def _wider(piece: Piece) -> Piece | None:
     node, dims, starts = piece.node, piece.dims, piece.starts
     if node.op != "call_function" or not node.args or not isinstance(source := node.args[0], Node):
         return None
-    if node.target in COPIES:
-        return Piece(source, dims, starts)
-    if node.target in PERMUTATIONS:
-        return Piece(source, tuple(unpermuted(node, dims)), tuple(unpermuted(node, starts)))
-    if node.target in UNIT_DIMS:
-        shapes = value(node).shape, value(source).shape
-        kept = iter([one for one, n in zip(zip(dims, starts, strict=True), shapes[0], strict=True) if not is_one(n)])
-        sides = [((), None) if is_one(n) else next(kept) for n in shapes[1]]
-        whole = all(start is None for start, n in zip(starts, shapes[0], strict=True) if is_one(n))
-        return Piece(source, tuple(d for d, _ in sides), tuple(s for _, s in sides)) if whole else None
-    return _cut(node, dims, starts)
+    if node.target not in COPIES | PERMUTATIONS | UNIT_DIMS:
+        return _cut(node, dims, starts)
+    if (sides := below(node, list(zip(dims, starts, strict=True)), ((), None))) is None:
+        return None
+    own, first = tuple(d for d, _ in sides), tuple(s for _, s in sides)
+    lost = sum(start is not None for start in starts) - sum(start is not None for start in first)
+    return None if lost else Piece(source, own, first)
 
 
 def _cut(node: Node, dims: Groups, starts: tuple[int | None, ...]) -> Piece | None:

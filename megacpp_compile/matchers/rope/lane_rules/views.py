@@ -12,10 +12,11 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PERMUTATIONS, RESHAPES, SPLITS, SQUEEZES
+from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PERMUTATIONS, RESHAPES, SQUEEZES
 from megacpp_compile.matchers.rope.lane_dims import drop, insert_outer, permute, reshape, select, take
 from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, axis_of, is_one, precision, rule_table
 from megacpp_compile.reader.dims import permutation
+from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
 RULES, rule = rule_table()
@@ -41,29 +42,18 @@ def _cast(it: LaneContext, node: Node) -> Lanes:
     return x
 
 
-@rule(operator.getitem)
-def _getitem(it: LaneContext, node: Node) -> Lanes:
-    parent, index = node.args
-    assert isinstance(parent, Node)
-    source = parent.args[0] if parent.args else None
-    x = it.get(source)
-    n = len(x.kinds)
-    if parent.target is aten.unbind.int:
-        return select(x, axis_of(parent.args[1] if len(parent.args) > 1 else 0, n), index)
-    if parent.target not in SPLITS:
+@rule(operator.getitem, aten.select.int, aten.slice.Tensor)
+def _part(it: LaneContext, node: Node) -> Lanes:
+    if (part := part_of(node)) is None:
         raise Opaque
-    dim = axis_of(parent.args[2] if len(parent.args) > 2 else 0, n)
-    sizes = [v.shape[dim] for v in value(parent)]
-    if x.kinds[dim] != "l" or not all(isinstance(s, int) for s in sizes):
+    x, start, size, step = it.get(part.source), part.start, part.size, part.step
+    if not part.kept:
+        return select(x, part.dim, start)
+    if same_size(size, part.whole):
+        return x
+    if x.kinds[part.dim] != "l" or not all(isinstance(n, int) for n in (start, size, step)):
         raise Opaque
-    start = sum(sizes[:index])
-    return take(x, dim, slice(start, start + sizes[index]))
-
-
-@rule(aten.select.int)
-def _select_rule(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
-    return select(x, axis_of(node.args[1], len(x.kinds)), node.args[2])
+    return take(x, part.dim, slice(start, start + size * step, step))
 
 
 def bounds(node: Node, first: int, sizes: tuple[Any, ...]) -> tuple[int, slice, bool]:
@@ -77,17 +67,6 @@ def bounds(node: Node, first: int, sizes: tuple[Any, ...]) -> tuple[int, slice, 
     if not whole and not all(isinstance(v, int) or v is None for v in (start, end, step)):
         raise Opaque
     return dim, slice(start, end, step), whole
-
-
-@rule(aten.slice.Tensor)
-def _slice(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
-    dim, index, whole = bounds(node, 1, x.sizes)
-    if whole:
-        return x
-    if x.kinds[dim] != "l":
-        raise Opaque
-    return take(x, dim, index)
 
 
 @rule(aten.flip.default)
