@@ -1,0 +1,34 @@
+"""How many statements the package has, by folder: `python -m tests.statements [FOLDER]`. Blank lines, docstrings, imports
+and signatures are none."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from pathlib import Path
+
+_NONE = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def statements(text: str) -> int:
+    """Those of a module's source."""
+    found = list(ast.walk(ast.parse(text)))
+    documented = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    docstrings = sum(ast.get_docstring(n) is not None for n in found if isinstance(n, documented))
+    return sum(isinstance(n, ast.stmt) and not isinstance(n, _NONE) for n in found) - docstrings
+
+
+def by_folder(root: Path) -> Counter[str]:
+    counts = Counter[str]()
+    for path in root.rglob("*.py"):
+        below = path.relative_to(root).parts
+        counts[below[0] if len(below) > 1 else "."] += statements(path.read_text())
+    return counts
+
+
+if __name__ == "__main__":
+    counted = by_folder(Path(sys.argv[1] if len(sys.argv) > 1 else "megacpp_compile"))
+    for folder, count in sorted(counted.items()):
+        print(f"{folder:16} {count:6}")
+    print(f"{'all':16} {counted.total():6}")
