@@ -35,7 +35,8 @@ KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuz
 	tests/lowerings/test_mla_decode.py::TestKernels tests/lowerings/test_moe_float8.py::TestKernels \
 	tests/lowerings/test_moe_sorted.py::test_float8_kernels tests/lowerings/test_linear_cross_entropy_kernels.py \
 	tests/lowerings/test_compressed_linear_kernels.py tests/lowerings/test_gated_delta_rule_kernels.py \
-	tests/lowerings/test_gated_delta_rule_backward_kernels.py tests/lowerings/test_fp8_delayed_cast_kernels.py
+	tests/lowerings/test_gated_delta_rule_backward_kernels.py \
+	tests/lowerings/test_gated_linear_attention_kernels.py tests/lowerings/test_fp8_delayed_cast_kernels.py
 
 # Neither needs torch: the documentation is read off the source as text.
 DOCS_VENV  := .venv-docs

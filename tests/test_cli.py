@@ -300,4 +300,4 @@ def test_passes_are_told_whole(capsys):
         about[name or list(about)[-1]] = f"{about.get(name or list(about)[-1], '')} {text}".strip()
     assert tuple(about) == pass_names() and all(text.endswith(".") for text in about.values())
     off = {name for name, text in about.items() if text.endswith("Off by default.")}
-    assert off == {"gated_linear_attention", "hyper_connection", "stream_update", "norm_linear"}
+    assert off == {"hyper_connection", "stream_update", "norm_linear"}

@@ -7,7 +7,7 @@ After:  `o, final_state, states = megacpp.gated_linear_attention(q, k, v, g, ini
 Safe because the matcher (`matchers/ssd/linear.py`) runs the subgraph at small sizes on random operands and compares it
 with the recurrence that the op computes; the op computes in float32 or better.
 Refused: parts under different grad or autocast modes. What is no such attention is told by `ssd_scan`, which knows the
-same decays. Off by default: on CUDA the op has no kernel yet, and code in chunks may be as fast as it is.
+same decays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from megacpp_compile.passes._rule import Match, in_other_modes
 name = "gated_linear_attention"
 op = "megacpp::gated_linear_attention"
 after: tuple[str, ...] = ("gated_delta_rule",)  # a delta rule is no near miss of this pass
-by_default = False
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:

@@ -24,7 +24,6 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.index_scores import IndexScores, index_scores_of, is_relu
 from megacpp_compile.matchers.softmax_attention.scores import VIEWS
-from megacpp_compile.passes import token_loop
 from megacpp_compile.passes._rewrites.arrange import arrange
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 from megacpp_compile.reader.links import chain
@@ -32,6 +31,10 @@ from megacpp_compile.reader.links import chain
 name = "index_scores"
 op = "megacpp::index_scores"
 after: tuple[str, ...] = ("linear", "rope_qk")
+
+
+def on_cuda(node: Node) -> bool:
+    return value(node).device.type == "cuda"
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
@@ -46,7 +49,7 @@ def _decide(view: GraphView, found: IndexScores) -> Match | MatchFailure:
     if (other := in_other_modes(view, sorted(found.inside), found.result)) is not None:
         return other
     dtypes = [_dtype(o.node, value(found.product).dtype) for o in (found.q, found.k)]
-    if token_loop.on_cuda(found.result) and not {*dtypes} <= {torch.float16, torch.bfloat16}:
+    if on_cuda(found.result) and not {*dtypes} <= {torch.float16, torch.bfloat16}:
         reason = "products in float32: kernels multiply half precision, and Inductor's own code is no slower there"
         return MatchFailure(found.relu, "dtype", reason)
     inputs = list(dict.fromkeys([*(uncast(o.node) for o in (found.q, found.k)), found.weights[0]]))

@@ -39,8 +39,6 @@ aten = torch.ops.aten
 name = "token_loop"
 op = "megacpp::gated_delta_rule"
 after: tuple[str, ...] = ()
-# (tag, reason) of a linear attention with gates of its tokens: `gated_linear_attention` has no kernel.
-NO_KERNEL = ("cuda", "linear attention with gates of its tokens has no kernel on CUDA: it stays as it is written")
 # Tokens from one saved state of a selective scan to the next.
 SELECTIVE_CHUNK = 256
 
@@ -63,8 +61,6 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
     operands = Operands(found)
     if (problem := operands.problem()) is not None:
         return MatchFailure(root, *problem)
-    if on_cuda(root) and not (found.delta or found.scan or found.rates) and not operands.one_rate():
-        return MatchFailure(root, *NO_KERNEL)
     ends = [last] if any(u not in loop.inside and u is not root for u in last.users) else []
     outputs = [root] if loop.read is None else loop.everywhere(loop.read)
     inputs = list(dict.fromkeys(operands.read()))
@@ -80,10 +76,6 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
         return node, new
 
     return Match(root, inputs, [*outputs, *ends], rewrite)
-
-
-def on_cuda(root: Node) -> bool:
-    return value(root).device.type == "cuda"
 
 
 def _emitter(operands: Operands) -> Callable[[Builder, Operands, torch.dtype], tuple[Node, Leaf, Leaf]]:

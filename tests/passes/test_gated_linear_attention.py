@@ -1,4 +1,4 @@
-"""Linear attention with gates is found in chunks and as one triangle, where the pass is asked for."""
+"""Linear attention with gates, a head or a channel, is found in chunks and as one triangle."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def test_states_in_and_out_in_float64(name):
     assert_fires(NAME, *delta(LINEAR[name], 8, torch.float64, given=True, state=True), config=ON)
 
 
-def test_is_off_by_default_and_told_by_ssd_scan():
-    frames = check_graph(*delta(LINEAR["one_triangle"], 12))
-    assert not frames.counts[NAME] and "no-step" in frames.tags("ssd_scan")
+def test_is_on_by_default():
+    assert check_graph(*delta(LINEAR["one_triangle"], 12)).counts[NAME] == 1
 
 
 def triangle(diagonal=0, sums=lambda g: g.cumsum(1)):

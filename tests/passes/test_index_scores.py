@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megacpp_compile.passes import token_loop
+from megacpp_compile.passes import index_scores
 from tests.frames import check_graph, render
 
 from .conditions import conditions, shown
@@ -172,7 +172,7 @@ def test_refused(tag):
 
 def test_float32_stays_on_a_gpu(monkeypatch):
     """Told by the result's device; bfloat16 fires there."""
-    monkeypatch.setattr(token_loop, "on_cuda", lambda node: True)
+    monkeypatch.setattr(index_scores, "on_cuda", lambda node: True)
     assert_refused(NAME, "dtype", *build(by_einsums))
     assert_fires(NAME, *build(by_matmul, torch.bfloat16))
 

@@ -93,10 +93,3 @@ def test_near_misses_stay(near):
     module, args = block(NEAR[near], given=True, state=True)
     frames = check_graph(module, args)
     assert not [n for g in frames.graphs for n in g.graph.nodes if "selective_scan" in str(n.target)]
-
-
-def test_fires_where_kernels_serve(monkeypatch):
-    from megacpp_compile.passes import token_loop
-
-    monkeypatch.setattr(token_loop, "on_cuda", lambda root: True)
-    assert_fires(NAME, *block())

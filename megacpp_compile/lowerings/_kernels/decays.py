@@ -16,6 +16,8 @@ from torch import Tensor
 
 # Rows of a sub-block of a chunk, for gates a channel.
 BLOCK = 16
+# A step that leaves nothing of a float64: -inf as a number, so that the difference of two sums is none but 0.
+LEAST = -1e3
 
 
 class HeadDecay:
@@ -35,7 +37,7 @@ class HeadDecay:
         self.total = self._exp(last).transpose(-1, -2)
 
     def _sums(self, gates: Tensor) -> Tensor:
-        return gates.to(self.wide).cumsum(-2)
+        return gates.to(self.wide).clamp(min=LEAST).cumsum(-2)
 
     def _exp(self, logarithm: Tensor) -> Tensor:
         return logarithm.to(self.dtype).exp()

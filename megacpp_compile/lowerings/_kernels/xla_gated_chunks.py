@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.decays import BLOCK, ChannelDecay, HeadDecay
+from megacpp_compile.lowerings._kernels.decays import BLOCK, LEAST, ChannelDecay, HeadDecay
 from megacpp_compile.lowerings._kernels.paired_sums import scanned
 
 
@@ -17,7 +17,7 @@ class _Paired(HeadDecay):
 
     def _sums(self, gates: Tensor) -> Tensor:
         self.wide = gates.dtype
-        steps = gates.transpose(-1, -2)
+        steps = gates.clamp(min=LEAST).transpose(-1, -2)
         return scanned(steps, torch.zeros_like(steps)).transpose(-1, -2)
 
     def _exp(self, logarithm: Tensor) -> Tensor:

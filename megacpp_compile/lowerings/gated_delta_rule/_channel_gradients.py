@@ -65,7 +65,7 @@ def in_triton(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
         _triton_mild_gradients.grads(
             grid, {"num_warps": 1, "num_stages": 1, "ROWS": ROWS}, q=call.q, k=call.k, g=call.g,
             d_queries=d_queries, d_keys=d_keys, d_out_keys=d_out_keys, d_end=d_end, dq=dq, dk=dk, dg=dg,
-            per_key=call.per_key, eps=call.eps or 0.0, NORM=int(call.eps is not None), **only(made, "ends"),
+            per_key=call.per_key, eps=call.eps or 0.0, NORM=int(call.eps is not None), READS=1, **only(made, "ends"),
             **call.strides_of("q", "k", "g"), **without,
         )  # fmt: skip
     return dq, dk, dv, dg, dbeta, d_between

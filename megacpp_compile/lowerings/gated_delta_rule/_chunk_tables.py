@@ -13,7 +13,7 @@ class ChunkTables:
     behind the last have no tokens.
 
     All int32. chunks [most, 2]: the first token, and the document's end. starts [most]: the document that begins with a
-    chunk, or -1. documents [n, 2]: the first chunk, and how many.
+    chunk, or -1; stops: the one that ends with it. documents [n, 2]: the first chunk, and how many.
     """
 
     def __init__(self, cu_seqlens: Tensor, chunk_size: int, most: Any) -> None:
@@ -28,4 +28,5 @@ class ChunkTables:
         first = begin[owner] + inside * chunk_size
         self.chunks = torch.stack((first * used, end[owner] * used), 1).int()
         self.starts = torch.where(used & (inside == 0), owner, -1).int()
+        self.stops = torch.where(used & (inside + 1 == counts[owner]), owner, -1).int()
         self.documents = torch.stack((before, counts), 1).int()

@@ -24,7 +24,7 @@ AT_ONCE = 64
 
 
 @triton.jit
-def _to_cut(r, c, log):
+def to_cut(r, c, log):
     """[t, j]: whether token j lies between t and the first row behind the cut of its block of 2 << log rows."""
     t, j = r[:, None], c[None, :]
     cut = (t >> (log + 1) << (log + 1)) + (1 << log)
@@ -32,7 +32,7 @@ def _to_cut(r, c, log):
 
 
 @triton.jit
-def _load(x, x_t, n, there):
+def load_rows(x, x_t, n, there):
     """Channels n of the rows of x that are there."""
     r = tl.arange(0, there.shape[0])
     return tl.load(x + (r[:, None] * x_t + n[None, :]), mask=there[:, None], other=0)
@@ -64,8 +64,8 @@ def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated
             g_rows = g + b * g_b + h * g_h + begin * g_t
             every = tl.arange(0, K)
             chunk = (b * chunks + c) * heads + h
-            k_norm = inverse_norm(_load(k_rows, k_t, every, there), eps, NORM)
-            q_norm = inverse_norm(_load(q_rows, q_t, every, there), eps, NORM)
+            k_norm = inverse_norm(load_rows(k_rows, k_t, every, there), eps, NORM)
+            q_norm = inverse_norm(load_rows(q_rows, q_t, every, there), eps, NORM)
             if BETA:
                 beta_rows = beta + b * beta_b + h * beta_h + begin * beta_t
                 step = tl.load(beta_rows + r * beta_t, mask=there, other=0).to(tl.float32)
@@ -76,9 +76,9 @@ def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated
             scores = tl.zeros([C, C], tl.float32)
             for part in range(K // BK):
                 n = part * BK + tl.arange(0, BK)
-                keys = _load(k_rows, k_t, n, there).to(tl.float32) * k_norm[:, None]
-                queries = _load(q_rows, q_t, n, there).to(tl.float32) * q_norm[:, None]
-                gates = _load(g_rows, g_t, n, there).to(tl.float32) * LOG2_E
+                keys = load_rows(k_rows, k_t, n, there).to(tl.float32) * k_norm[:, None]
+                queries = load_rows(q_rows, q_t, n, there).to(tl.float32) * q_norm[:, None]
+                gates = load_rows(g_rows, g_t, n, there).to(tl.float32) * LOG2_E
                 at = r[:, None] * (heads * K) + n[None, :]
                 decay = tl.exp2(sums(r[:, None] >= r[None, :], gates, WIDE))
                 tl.store(gated_q + out * K + at, as_stored(queries * decay, gated_q), mask=there[:, None])
@@ -90,7 +90,7 @@ def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated
                 tl.store(ends + chunk * 3 * K + 2 * K + n, tl.zeros([BK], tl.float32))
                 scores += tl.where(r[:, None] == r[None, :], tl.sum(queries * keys, 1)[:, None], 0.0)
                 for log in range(4 + C // 32):
-                    decay = tl.exp2(sums(_to_cut(r, r, log), gates, WIDE))
+                    decay = tl.exp2(sums(to_cut(r, r, log), gates, WIDE))
                     parted = ((r[:, None] ^ r[None, :]) >> log == 1) & (r[:, None] > r[None, :])
                     across = tl.trans(keys * decay)
                     lower += tl.where(parted, dot(keys * decay, across, None, WIDE), 0.0)

@@ -142,9 +142,9 @@ def _through_norm(grad, unit, norm, NORM: tl.constexpr):
 def gated_delta_rule_grads_mild(q, k, g, table, mild, ends, d_scores, d_queries, d_keys, d_out_keys, d_end, dq, dk, dg,
                                 tokens, chunks, heads, per_key, eps, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
                                 C: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
-                                PACKED: tl.constexpr):  # fmt: skip
+                                READS: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """What a value head gives to dq and dk [b, t, h, K], and dg: a warp walks back over the rows, ROWS unrolled, with G
-    and the sum of the gates' gradient in registers."""
+    and the sum of the gates' gradient in registers. READS: keys read the state as well, as the delta rule's do."""
     eps = single(eps)
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
@@ -176,9 +176,14 @@ def gated_delta_rule_grads_mild(q, k, g, table, mild, ends, d_scores, d_queries,
             d *= reader
             tl.store(dq + at, as_stored(_through_norm(d + diagonal * key, query, of_q, NORM), dq), mask=there)
             writer = tl.exp2(0 - apart)
-            d, written = tl.load(d_keys + within + r * K), tl.load(d_out_keys + within + r * K)
-            gate += as_multiplied(key * reader, False) * d - as_multiplied(key * writer, False) * written
-            d = _through_norm(d * reader + written * writer + diagonal * query, key, of_k, NORM)
+            written = tl.load(d_out_keys + within + r * K)
+            gate -= as_multiplied(key * writer, False) * written
+            written = written * writer + diagonal * query
+            if READS:
+                d = tl.load(d_keys + within + r * K)
+                gate += as_multiplied(key * reader, False) * d
+                written += d * reader
+            d = _through_norm(written, key, of_k, NORM)
             tl.store(dk + at, as_stored(d, dk), mask=there)
             tl.store(dg + at, as_stored(gate, dg), mask=there)
             apart -= tl.load(g + r * g_t, mask=there, other=0).to(tl.float32) * LOG2_E

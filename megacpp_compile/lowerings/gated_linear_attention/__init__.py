@@ -3,8 +3,8 @@ RetNet, lightning attention, and with no gate plain causal linear attention.
 
     q, k           [b, t, hk, k]  any floating dtype, any strides; value head i reads key head i // (hv // hk)
     v              [b, t, hv, v]
-    g              natural logarithms of decays, at most 0: [b, t, hv] one a head (a constant of a head: `expand`ed),
-                   [b, t, hv, k] one a channel, or None
+    g              natural logarithms of decays, at most 0 (-inf clears the state): [b, t, hv] one a head (a constant of
+                   a head: `expand`ed), [b, t, hv, k] one a channel, or None
     initial_state  [n, hv, k, v] or None (zeros); n = b, or the number of documents
     cu_seqlens     None, or int32 [n + 1] with b = 1: documents, as in `gated_delta_rule`
     scale          multiplies o
@@ -23,8 +23,6 @@ one dt for both, so that a step of one leaves room for a constant decay a head o
 divided out of x again, by numbers that are zero where nothing decays, and a decay a channel has no place at all. It is
 not `gated_delta_rule` with a flag either: that saves the inverse of a matrix that is the identity here, and its
 backward recomputes what each token lacks. The two share their chunks (`_kernels.gated_chunks`).
-On CUDA the reference serves for now: GEMMs batched over chunks and, for the state, a loop over chunks with three
-launches each. A graph that was chunked itself may be as fast, so a pass decides by target whether to put the op there.
 Source: https://arxiv.org/abs/2312.06635 (gates, and the form over a chunk with gates a channel),
 https://arxiv.org/abs/2307.08621 (constant decays).
 """
@@ -42,8 +40,6 @@ from megacpp_compile.lowerings._kernels.gated_chunks import operand_problem
 from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate, shaped_like
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_linear_attention import reference
-
-REFERENCE_SERVES = {"cuda": "its GEMMs are cuBLAS's, and no kernel is written yet"}
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int) -> None:
