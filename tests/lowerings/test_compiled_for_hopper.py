@@ -39,6 +39,15 @@ KERNELS = {
         for name in ("prepare", "prepare_channels", "states", "reverse_walk", "query_grad_channels", "value_grad",
                      "read_grad_channels", "key_grad_channels", "query_grad_mild", "key_grad_mild", "grads_mild")
     },
+    ("gated_linear_attention", "gate_a_head"): {"gla_decay", "gla_join", "gla_output"},
+    ("gated_linear_attention", "gate_a_channel"): {"delta_mild_chunks", "gla_rows", "gla_join", "gla_output"},
+    ("gated_linear_attention_backward", "two_segments"): {
+        "gla_decay", "gla_walk", "gla_join", "gla_query_gradients", "gla_key_gradients"
+    },
+    ("gated_linear_attention_backward", "gate_a_channel"): {
+        "delta_mild_chunks", "gla_rows", "gla_walk", "gla_join", "gla_query_gradients", "gla_key_gradients",
+        "gated_delta_rule_grads_mild", "gla_rows_gradient"
+    },
     ("attention", "dropout"): {"attention_forward"},
     ("attention", "dropout_of_nearly_all_at_once"): {"attention_forward"},
     ("attention", "prefix_beside_all"): {"attention_forward"},

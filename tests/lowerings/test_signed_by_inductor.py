@@ -40,6 +40,10 @@ WITH_FLOATS = {
           for kernel in ("prepare", "reverse_walk", "query_grad", "prepare_channels", "query_grad_channels",
                          "read_grad_channels", "key_grad_channels", "query_grad_mild", "grads_mild")),
     },
+    "gated_linear_attention": {"delta_mild_chunks", "gla_walk", "gla_output"},
+    "gated_linear_attention_backward": {
+        "delta_mild_chunks", "gla_walk", "gla_query_gradients", "gla_key_gradients", DELTA + "grads_mild"
+    },
     "compressed_linear": {"random_signs"},
     "compressed_linear_backward": {"random_signs"},
     "gated_rms_norm": {"gated_rms_norm_rows"},
