@@ -101,6 +101,18 @@ def test_a_kernel(rand, name, label):
     assert KERNELS[name, label] <= set(compiled), compiled
 
 
+def symbolic_tokens():
+    """What fakes are made by, a number of tokens of theirs, and what makes them."""
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+
+    def operand(*shape, dtype=torch.bfloat16):
+        with fakes:
+            return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+    return fakes, fakes.from_tensor(torch.empty(8192), symbolic_context=context).shape[0], operand
+
+
 IN_GLUON = {("gated_delta_rule", "gate_a_head"): ["walk"], ("gated_delta_rule", "gate_a_channel"): ["mild_chunks"],
             ("gated_delta_rule_backward", "gate_a_head"): ["backward"],
             ("gated_delta_rule_backward", "gate_a_channel"): ["mild_chunks", "backward_channels"]}
@@ -117,14 +129,7 @@ def test_a_recurrence_over_symbolic_tokens(monkeypatch, name, label, gluon):
     if gluon and _hopper.kernels.missing:
         pytest.skip(_hopper.kernels.missing)
     monkeypatch.setattr("megacpp_compile.lowerings._kernels.hopper.on_hopper", lambda device: gluon)
-    fakes = FakeTensorMode(shape_env=ShapeEnv())
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-    tokens = fakes.from_tensor(torch.empty(8192), symbolic_context=context).shape[0]
-
-    def operand(*shape, dtype=torch.bfloat16):
-        with fakes:
-            return torch.empty(shape, dtype=dtype, device="cuda:0")
-
+    fakes, tokens, operand = symbolic_tokens()
     q, k, v = (operand(1, tokens, heads, 128) for heads in (16, 16, 32))
     gates = operand(1, tokens, 32, *([128] if label == "gate_a_channel" else []), dtype=torch.float32)
     given = [q, k, v, gates, operand(1, tokens, 32, dtype=torch.float32), None, None]
@@ -138,6 +143,18 @@ def test_a_recurrence_over_symbolic_tokens(monkeypatch, name, label, gluon):
     in_gluon = [f"megacpp_delta.{op}.default" for op in IN_GLUON[name, label]]
     assert [op for op in ops if "megacpp_delta" in op] == (in_gluon if gluon else [])
     assert (KERNELS[name, label] <= set(compiled)) != gluon, compiled
+
+
+@pytest.mark.end_to_end
+def test_linear_attention_over_symbolic_tokens():
+    name = "gated_linear_attention_backward"
+    fakes, tokens, operand = symbolic_tokens()
+    q, k, v = (operand(1, tokens, heads, 128) for heads in (16, 16, 32))
+    g = operand(1, tokens, 32, dtype=torch.float32)
+    states = operand(1, segments_bound(tokens, 64, None), 32, 128, 128, dtype=torch.float32)
+    with tracing(TracingContext(fakes)):
+        compiled, _ = compile_for_hopper(name, [v, None, q, k, v, g, None, None, states, 0.1, 64])
+    assert KERNELS[name, "two_segments"] <= set(compiled), compiled
 
 
 @pytest.mark.end_to_end
