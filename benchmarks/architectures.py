@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from benchmarks import arguments
 from benchmarks.conditions import conditions
 from benchmarks.harness import kernel_times, once, order_of
+from benchmarks.variants import registered
 
 ROWS: dict[str, dict[str, Any]] = {
     "inductor": {},
@@ -85,7 +86,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     "mixtral": {"hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 16},
 }
 NOT_SLOWER = 1.01  # of Inductor's least time; above it the kernels of each row are written down
-SPELLED_OUT = {"gemma2", "gpt_oss", "mimo_v2_flash"}  # softcaps and sinks: no kernel of torch's has them
+# Softcaps and sinks, which no kernel of torch's has, and models that transformers has no other attention of.
+SPELLED_OUT = {"gemma2", "gpt_oss", "mimo_v2_flash", "gptj", "codegen", "mpt"}
 NO_ATTENTION = {"mamba2"}
 
 
@@ -251,6 +253,7 @@ def measure(name: str, rows: Sequence[str], file: Path, turns: int = 7) -> None:
     """One model here; `file` has what is known after each step of the way."""
     torch.cuda.set_per_process_memory_fraction(0.97 / int(os.environ.get("SLOTS", "1")))
     torch.compile(lambda x: (x * 2).sin())(torch.ones(8, device=DEVICE))  # what a process compiles once
+    registered()
     subject = Subject(name)
     with alone():
         known: dict[str, Any] = {**subject.about, "eager": subject.eager()}

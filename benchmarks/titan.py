@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from benchmarks import arguments
 from benchmarks.conditions import conditions
+from benchmarks.variants import registered
 
 # compiler's options (None: Inductor's own), torchtitan's checkpointing
 ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {
@@ -95,8 +96,7 @@ def run(a: Any) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(megacpp_compile.record())
         if options is not None:
-            if "megacpp" not in torch._dynamo.list_backends(None):  # a checkout that is not installed
-                torch._dynamo.register_backend(compiler_fn=megacpp_compile.backend, name="megacpp")
+            registered()
             stack.enter_context(megacpp_compile.enable(options))
         made = trainer(a, checkpoint, compiled=True)
         losses: list[float] = []

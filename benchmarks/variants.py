@@ -34,6 +34,14 @@ class Variant:
         return made() if self.options.get("cache_weight_casts") else contextlib.nullcontext()
 
 
+def registered() -> None:
+    """Make `backend="megacpp"` known by its name in a checkout that is not installed, too."""
+    import megacpp_compile
+
+    if "megacpp" not in torch._dynamo.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(compiler_fn=megacpp_compile.backend, name="megacpp")
+
+
 def without_fa4() -> str:
     """Why FlashAttention-4 cannot be asked; without it the row would be the default's once more."""
     from megacpp_compile.nn.attention import fa4_runtime
