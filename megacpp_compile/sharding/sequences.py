@@ -52,13 +52,13 @@ def sharded_sequences(group: Any, order: Order = "contiguous") -> Iterator[None]
             into twice as many pieces, and rank r of R has the r-th and, behind it, the (2 R - 1 - r)-th, as torch's
             `context_parallel` has it where it balances ranks' work.
 
-    Raises BadOptionError for another order, ValueError for a mesh of several dimensions.
+    Raises BadOptionError for another order and for a mesh of several dimensions.
     """
     if order not in get_args(Order):
         raise BadOptionError("order", order, " or ".join(map(repr, get_args(Order))))
     if hasattr(group, "get_group"):
         if group.ndim != 1:
-            raise ValueError(f"a mesh of one dimension is needed, as mesh['context']; this one has {group.ndim}")
+            raise BadOptionError("group", group, "a process group, or a mesh of one dimension, as mesh['context']")
         group = group.get_group()
     _said.append(_parts("sharded_sequences is in force", group, order == "head_tail", by_user=True))
     try:

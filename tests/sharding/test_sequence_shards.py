@@ -200,7 +200,7 @@ def test_what_the_user_says_of_parts(two_ranks):
     with pytest.raises(BadOptionError, match="head_tail"), sharded_sequences(two_ranks, "zigzag"):
         pass
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
-    with pytest.raises(ValueError, match="one dimension"), sharded_sequences(grid):
+    with pytest.raises(BadOptionError, match="one dimension"), sharded_sequences(grid):
         pass
     with sharded_sequences(grid["b"]):
         assert parts_in_force() is None
