@@ -29,7 +29,8 @@ def ranks_of(group: str) -> list[int]:
     """The ranks of the group that is called so; none where no group is."""
     from megacpp_compile._torch import ranks
 
+    named: Any = ranks.group_named
     try:
-        return list(dist.get_process_group_ranks(ranks.group_named(group)))
+        return list(dist.get_process_group_ranks(named(group)))
     except (LookupError, RuntimeError, ValueError):
         return []

@@ -233,6 +233,8 @@ _ROWS = (
            "finding the ranks that meet in a frame", "each rank decides by itself", instead=lambda: {}.__getitem__),
     Symbol("ddp.DDPOptimizer", "torch._dynamo.backends.distributed.DDPOptimizer", "telling where DDP cuts a graph",
            "the report does not say which sites are cut", instead=lambda: None),
+    Symbol("", "torch._dynamo.backends.distributed.DDPOptimizer.add_param_args", "having DDP cut between sites",
+           "its buckets end where they are full, and the report says which sites are cut"),
     Symbol("dynamo.CatchErrorsWrapper", "torch._dynamo.convert_frame.CatchErrorsWrapper",
            "finding the call that a frame is compiled for", "every frame counts as a whole model",
            instead=lambda: _NoInstance),

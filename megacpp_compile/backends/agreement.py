@@ -37,10 +37,12 @@ from megacpp_compile.errors import RanksDifferError
 from megacpp_compile.frontend.dtensors import is_dtensor, leaves
 from megacpp_compile.fx.edit import all_nodes, called, dynamo_value
 from megacpp_compile.fx.provenance import modules_called
+from megacpp_compile.report import log
 
 # Calls on DTensors that communicate, or whose gradients do.
 _ON_DTENSORS = frozenset({"redistribute", "full_tensor", "from_local", "to_local", "distribute_tensor"})
 _POLLS = 0.001, 0.05  # seconds between two looks into the store, at first and at most
+_SILENT = 30.0  # seconds, after which a rank that waits says so
 T = TypeVar("T")
 
 
@@ -131,6 +133,7 @@ class Meeting:
         store, key, found, met = shared_store(), self.tell(own), dict[int, Outcome](), set(self.ranks)
         seconds = store.timeout.total_seconds()
         ends, pause = time.monotonic() + seconds, _POLLS[0]
+        tell = ends - seconds + _SILENT
         while missing := sorted(met - found.keys() - {dist.get_rank()}):
             came = [rank for rank in missing if store.check([f"{key}/{rank}"])]
             for rank in came:
@@ -141,6 +144,9 @@ class Meeting:
                 continue
             if time.monotonic() > ends:
                 raise RanksDifferError(self.place, missing, f"did not compile it within {seconds:.0f} s")
+            if tell < time.monotonic():
+                tell = ends
+                log.logger.warning("%s waits for rank %s to compile it", self.place, ", ".join(map(str, missing)))
             time.sleep(pause)
             pause = min(2 * pause, _POLLS[1])
         self.met = met

@@ -59,6 +59,17 @@ class LowRank(nn.Module):
         return self.up(self.norm(self.down(x)))
 
 
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LowRank() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
 class Mean(LowRank):
     """Scaled by what all ranks make of their rows, of which each may have another number."""
 
@@ -170,7 +181,7 @@ def one_compiles_again(mesh: DeviceMesh) -> dict[str, Any]:
 def under_ddp(mesh: DeviceMesh) -> dict[str, Any]:
     """Buckets of a product each, of which two are a site; ranks have different rows, and gradients are the mean."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(LowRank() for _ in range(3)))
+    model = Stack()
     x = torch.randn(2, 5, 32)[dist.get_rank()]
     _, *want = step(model, model, x)
     for grad in want:
@@ -192,7 +203,7 @@ def _error(call: Callable[[], Any]) -> str:
 CASES = {
     f.__name__: f
     for f in (alike, one_is_refused, one_has_a_defect, one_has_other_options, one_is_refused_the_second_time,
-              one_is_strict_and_refused,              one_does_not_come, one_is_refused_later, one_compiles_again, under_ddp)
+              one_is_strict_and_refused, one_does_not_come, one_is_refused_later, one_compiles_again, under_ddp)
 }  # fmt: skip
 
 

@@ -77,4 +77,5 @@ def test_a_rank_that_compiles_again_waits_for_nobody(case, seen):
 @pytest.mark.parametrize("case", ["under_ddp"])
 def test_buckets_of_ddp_end_between_sites(case, seen):
     for rank in seen(case):
-        assert fired(rank) == {"down_norm_up": 3} and rank["frames"] == [[True, ""]] * 3
+        assert fired(rank) == {"down_norm_up": 3}
+        assert [captured for captured, _ in rank["frames"]].count(True) == 3  # a bucket each, and what is around DDP's call
