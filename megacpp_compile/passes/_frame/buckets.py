@@ -60,9 +60,10 @@ def follow_sites(piece: GraphModule, config: Config) -> None:
     if split is None or split.index or not any(miss for *_, miss in _cuts_of(split, config).sites):
         return
     order = [node.name for node in split.gm.graph.nodes]
+    place = {name: i for i, name in enumerate(order)}
     behind = set[str]()
     for *_, names in _found[split.optimizer]:
-        places = [order.index(name) for name in names]
+        places = [place[name] for name in names]
         behind.update(order[min(places) + 1 : max(places) + 1])
     if keep_together(split, behind):
         raise Retrace(restart_reason="megacpp: DDP's buckets are to end between sites")
