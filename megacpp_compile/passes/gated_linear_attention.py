@@ -7,7 +7,7 @@ After:  `o, final_state, states = megacpp.gated_linear_attention(q, k, v, g, ini
 Safe because the matcher (`matchers/ssd/linear.py`) runs the subgraph at small sizes on random operands and compares it
 with the recurrence that the op computes; the op computes in float32 or better.
 Refused: parts under different grad or autocast modes. What is no such attention is told by `ssd_scan`, which knows the
-same decays.
+same decays; a scan, which has its step in them, is left to it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.linear import LinearAttention, find_linear_attention
+from megacpp_compile.matchers.ssd.scan import Scan, find_scans
 from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size, leading, results
 from megacpp_compile.passes._rule import Match, in_other_modes
 
@@ -30,8 +31,13 @@ after: tuple[str, ...] = ("gated_delta_rule",)  # a delta rule is no near miss o
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    for found in find_linear_attention(view.graph):
-        yield _check(view, found)
+    found = list(find_linear_attention(view.graph))
+    scanned = set[Node]()
+    if found:  # a scan is one, too, whose values have its step in them
+        scanned = scanned.union(*(scan.inside for scan in find_scans(view.graph) if isinstance(scan, Scan)))
+    for attention in found:
+        if not attention.inside & scanned:
+            yield _check(view, attention)
 
 
 def _check(view: GraphView, found: LinearAttention) -> Match | MatchFailure:

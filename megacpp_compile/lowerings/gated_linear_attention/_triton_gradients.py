@@ -23,14 +23,19 @@ from megacpp_compile.lowerings.gated_linear_attention._triton_output import betw
 
 
 @triton.jit
-def gla_query_gradients(q, k, v, do, decay, mild, table, states, dq, reads, d_scores,
+def gla_query_gradients(q, k, v, do, decay, mild, dots, scores, table, states, dq, reads, d_scores,
                         tokens, chunks, heads, key_heads, scale, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
                         do_b, do_t, do_h,
                         C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HB: tl.constexpr,
                         GATED: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
                         WIDE: tl.constexpr):  # fmt: skip
-    """dq [b, t, hk, K], summed over the HB value heads of a key head; GATED, reads [b, c, h, C]: what a token's reading
-    of the state gives to the logarithms of its decay; CHANNELS, d_scores [b, c, h, C, C], the gradient of P."""
+    """dq [b, t, hk, K], summed over the HB value heads of a key head, and d_scores [b, c, h, C, C], the gradient of the
+    product of q and k, CHANNELS of P.
+
+    GATED, reads [b, c, h, C]: what a token gives to the logarithm of decays by reading the state, and by pairs. A pair
+    gives nothing to gates that are not between the two tokens: what is added in the reader's row and taken away in the
+    writer's are rows and columns of one product.
+    """
     scale = single(scale)
     c, key_head = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
@@ -57,13 +62,20 @@ def gla_query_gradients(q, k, v, do, decay, mild, table, states, dq, reads, d_sc
             total = tl.load(decay + row * C + r)
             into *= tl.exp2(total)[:, None]
             queries = tl.load(q + (r[:, None] * q_t + n), mask=there, other=0)
-            tl.store(reads + row * C + r, tl.sum(queries.to(tl.float32) * into, 1))
+            gate = tl.sum(queries.to(tl.float32) * into, 1)
+            grads += into
+            keys = tl.load(k + (r[:, None] * k_t + n), mask=there, other=0)
+            weights = pairs(queries, keys, total, length, heads, mild, dots, scores, C, GATED, CHANNELS, WIDE)
+            moved = tl.where(r[:, None] > r[None, :], d * weights, 0)
+            tl.store(reads + row * C + r, gate + tl.sum(moved, 1) - tl.sum(moved, 0))
             d *= between(total, r)
+        else:
+            grads += into
+            keys = tl.load(k + (r[:, None] * k_t + n), mask=there, other=0)
+        tl.store(d_scores + row * C * C + (r[:, None] * C + r[None, :]), as_stored(d, d_scores))
         if CHANNELS:
-            tl.store(d_scores + row * C * C + (r[:, None] * C + r[None, :]), as_stored(d, d_scores))
             d = tl.where((r[:, None] > r[None, :]) & (tl.load(mild + row) != 0), d, 0)
-        keys = tl.load(k + (r[:, None] * k_t + n), mask=there, other=0)
-        grads = add_product(grads + into, d, keys, WIDE)
+        grads = add_product(grads, d, keys, WIDE)
     if CHANNELS:
         tl.store(dq + ((b * chunks + c) * heads + key_head) * C * K + (r[:, None] * K + n), grads)
     else:
@@ -72,18 +84,16 @@ def gla_query_gradients(q, k, v, do, decay, mild, table, states, dq, reads, d_sc
 
 
 @triton.jit
-def gla_key_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d_states, reads, dk, dv, dg, d_end,
+def gla_key_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d_states, reads, d_scores, dk, dv, dg,
+                      d_end,
                       tokens, chunks, heads, key_heads, scale, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
                       do_b, do_t, do_h,
                       C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HB: tl.constexpr,
                       GATED: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
                       WIDE: tl.constexpr):  # fmt: skip
     """dk [b, t, hk, K], summed over the HB value heads of a key head, dv [b, t, h, V], and, GATED, dg [b, t, h].
-
-    A pair of tokens gives nothing to gates that are not between the two: what is added in the reader's row and taken
-    away in the writer's are rows and columns of one product. CHANNELS, d_end [b, c, h, K]: the gradient of the
-    logarithm of the chunk's whole decay, in mild chunks with what keys write.
-    """
+    CHANNELS, d_end [b, c, h, K]: the gradient of the logarithm of the chunk's whole decay, in mild chunks with what
+    keys write."""
     scale = single(scale)
     c, key_head = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
@@ -106,7 +116,7 @@ def gla_key_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d_s
             scores + row * C * C, C, GATED, CHANNELS, WIDE,
         )  # fmt: skip
         turned = tl.trans(operand(weights * scale, WIDE))
-        d, out = tl.zeros([C, C], tl.float32), tl.zeros([C, K], tl.float32)
+        out = tl.zeros([C, K], tl.float32)
         inner = tl.zeros([K], tl.float32)
         for j in range(V // BV):
             p = j * BV + tl.arange(0, BV)[None, :]
@@ -116,7 +126,6 @@ def gla_key_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d_s
             if GATED or CHANNELS:
                 state = tl.load(states + row * K * V + (m * V + p))
                 inner += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
-            d = add_product(d, grad, tl.trans(operand(values, WIDE)), WIDE)
             out = add_product(out, values, tl.trans(d_state), WIDE)
             written = product(keys, d_state, WIDE)
             if GATED:
@@ -126,15 +135,13 @@ def gla_key_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d_s
             tl.store(dv + at, as_stored(written, dv), mask=there)
         if GATED:
             out *= left
-            moved = tl.where(r[:, None] > r[None, :], d * scale * weights, 0)
-            gate = tl.sum(moved, 1) - tl.sum(moved, 0) + tl.load(reads + row * C + r)
+            gate = tl.load(reads + row * C + r)
             leaving = tl.sum(keys.to(tl.float32) * out, 1)
             gate = tl.sum(gate, 0) - tl.cumsum(gate, 0) + gate + tl.cumsum(leaving, 0) - leaving
             gate += tl.sum(inner, 0) * tl.exp2(end)
             at = (b * tokens + first) * heads + h + r * heads
             tl.store(dg + at, as_stored(gate, dg), mask=r < length)
-            d *= between(total, r)
-        d = tl.where(r[:, None] >= r[None, :], d * scale, 0)
+        d = tl.load(d_scores + row * C * C + (r[:, None] * C + r[None, :]))
         if CHANNELS:
             is_mild = tl.load(mild + row) != 0
             inner += tl.where(is_mild, tl.sum(keys.to(tl.float32) * out, 0), 0)

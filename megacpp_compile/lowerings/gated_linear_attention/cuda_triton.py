@@ -152,23 +152,24 @@ def _backward(
     states, _ = call.states(rows, call.v, initial_state, kept)
     left = call.entering(rows, do, dfinal, reverse=True)
     d_states, d_initial = call.states(rows, do, dfinal, left, reverse=True)
-    dv, d_scores, d_end = call.new(*call.v.shape, dtype=call.v.dtype), call.nothing, call.nothing
+    dv, d_end = call.new(*call.v.shape, dtype=call.v.dtype), call.nothing
+    d_scores = call.by_chunk(call.C, call.C, dtype=call.inner)
     dg = call.new(0)
     if channels is None:
         dq, dk = (call.new(*t.shape, dtype=t.dtype) for t in (call.q, call.k))
         dg = dg if call.g is None else call.new(*call.g.shape, dtype=call.g.dtype)
     else:
         dq, dk = (call.by_chunk(call.C, call.K) for _ in range(2))
-        d_scores, d_end = call.by_chunk(call.C, call.C, dtype=call.inner), call.by_chunk(call.K)
+        d_end = call.by_chunk(call.K)
     key_heads = call.key_heads if channels is None else call.heads
     reads = call.by_chunk(call.C) if call.gated else call.nothing
-    shared = {"v": call.v, "do": do, "states": states, "reads": reads, "key_heads": key_heads, "HB": rows["per_key"],
+    shared = {"v": call.v, "do": do, "states": states, "reads": reads, "d_scores": d_scores,
+              "key_heads": key_heads, "HB": rows["per_key"],
               "scale": call.scale, "K": call.K, "V": call.V, "BV": call.at_once, **strides("q", rows["q"], "bth"),
               **strides("k", rows["k"], "bth"), **strides("v", call.v, "bth"), **strides("do", do, "bth"),
               **without(rows, "per_key", "ends"), **call.common}  # fmt: skip
     _triton_gradients.query_gradients(
-        lambda meta: (call.chunks * key_heads, call.batch), QUERY_GRADIENTS, dq=dq, d_scores=d_scores,
-        **without(shared, "dots", "scores"),
+        lambda meta: (call.chunks * key_heads, call.batch), QUERY_GRADIENTS, dq=dq, **shared,
     )  # fmt: skip
     _triton_gradients.key_gradients(
         lambda meta: (call.chunks * key_heads, call.batch), KEY_GRADIENTS, d_states=d_states, dk=dk, dv=dv, dg=dg,
