@@ -48,8 +48,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     if heads > MOST_BLOCKS or isinstance(sequences, int) and sequences > MOST_BLOCKS:
         return f"more than {MOST_BLOCKS} heads or sequences"
     if backward:
-        return _too_large(shared_memory(args[13], keys, any(t.dtype != torch.bfloat16 for t in (q, k, v))), v.device)
-    return _too_large(_shared_memory(args[9], keys, g is not None and g.dim() == 4), v.device)
+        return too_large(shared_memory(args[13], keys, any(t.dtype != torch.bfloat16 for t in (q, k, v))), v.device)
+    return too_large(_shared_memory(args[9], keys, g is not None and g.dim() == 4), v.device)
 
 
 def _shared_memory(chunk: int, keys: int, per_channel: bool) -> int:
@@ -59,7 +59,7 @@ def _shared_memory(chunk: int, keys: int, per_channel: bool) -> int:
     return 2 * (STAGES * operands + COLUMNS * (keys + 2 * chunk))
 
 
-def _too_large(needed: int, device: torch.device) -> str | None:
+def too_large(needed: int, device: torch.device) -> str | None:
     """Why the GPU has no room for a program of the walk, or None."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None

@@ -55,6 +55,16 @@ class Call:
     def at_once(self) -> int:
         return min(self.V, WIDE_COLUMNS if self.wide else COLUMNS)
 
+    @property
+    def warps(self) -> int:
+        """Of programs that have a state in registers."""
+        return 8 if self.wide or self.K > 128 else 4
+
+    @property
+    def stages(self) -> int:
+        """Chunks that the walk over queries, keys and values has in shared memory; walks over two have one more."""
+        return 1 if self.wide else 2
+
     def new(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.v.device)
 
@@ -129,7 +139,7 @@ class Call:
         written = {"totals": totals, "states": states, "last": last}
         _triton_walk.walk(
             lambda meta: (self.segments * self.heads, self.V // self.at_once, self.batch),
-            {"num_warps": 8 if self.K > 128 else 4, "num_stages": 2 if self.wide else 3}, x=x, y=y, edges=edges,
+            {"num_warps": self.warps, "num_stages": self.stages + 1}, x=x, y=y, edges=edges,
             others=others, entering=entering, scale=self.scale, **strides("x", x, "bth"), **strides("y", y, "bth"),
             REVERSE=int(reverse), STATES=int(states is not None), **self.outside(outside),
             **{name: self.nothing if t is None else t for name, t in written.items()}, **self.walked,

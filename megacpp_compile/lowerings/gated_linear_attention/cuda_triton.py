@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens, power_of_2, strides
+from megacpp_compile.lowerings.gated_delta_rule.cuda_triton import too_large
 from megacpp_compile.lowerings.gated_linear_attention import _triton_gradients, _triton_output
-from megacpp_compile.lowerings.gated_linear_attention._call import Call, without
+from megacpp_compile.lowerings.gated_linear_attention._call import COLUMNS, Call, without
 from megacpp_compile.lowerings.gated_linear_attention._channels import Channels
 
 __all__ = ["gated_linear_attention", "gated_linear_attention_backward", "supports"]
@@ -42,12 +43,21 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     if not all(isinstance(size, int) for size in sizes):
         return f"symbolic heads or head sizes: {sizes}"
     _, keys, heads, values = sizes
-    most = MOST_KEYS if all(t.dtype == torch.bfloat16 for t in (q, k, v)) else MOST_WIDE_KEYS
+    wide = any(t.dtype != torch.bfloat16 for t in (q, k, v))
+    most = MOST_WIDE_KEYS if wide else MOST_KEYS
     if not 0 < keys <= most or not values:
         return f"keys of {keys} with values of {values}: kernels of these dtypes have up to {most}"
     if heads > MOST_BLOCKS or isinstance(k.shape[0], int) and k.shape[0] > MOST_BLOCKS:
         return f"more than {MOST_BLOCKS} heads or sequences"
-    return None
+    chunk = args[10 if name.endswith("_backward") else 7]
+    return too_large(_shared_memory(chunk, _padded(keys, values)[0], wide), v.device)
+
+
+def _shared_memory(chunk: int, keys: int, wide: bool) -> int:
+    """Bytes that a program of the walk over queries, keys and values takes, the most of all kernels."""
+    if wide:
+        return 4 * 3 * chunk * keys
+    return 2 * (2 * chunk * (2 * keys + COLUMNS) + keys * COLUMNS + chunk * chunk)
 
 
 def _padded(keys: int, values: int) -> tuple[int, int]:
@@ -96,7 +106,7 @@ def gated_linear_attention(
     last, (starts, stops) = call.result(initial_state), call.edges()
     _triton_output.output(
         lambda meta: (call.segments * call.heads, call.V // call.at_once, call.batch),
-        {"num_warps": 8 if call.K > 128 else 4, "num_stages": 1 if call.wide else 2}, v=call.v, starts=starts,
+        {"num_warps": call.warps, "num_stages": call.stages}, v=call.v, starts=starts,
         stops=stops, entering=states, o=o, last=last, scale=call.scale, **strides("v", call.v, "bth"), **rows,
         **strides("q", rows["q"], "bth"), **strides("k", rows["k"], "bth"), **call.outside(initial_state),
         **call.walked,
