@@ -10,6 +10,7 @@ from megacpp_compile.lowerings.gated_linear_attention import gated_linear_attent
 from megacpp_compile.lowerings.ssd_scan import ssd_scan
 
 from .delta_cases import attention
+from .delta_recurrence import linear_attention
 
 
 def test_a_constant_decay_is_a_scan_with_a_step_of_one(rand):
@@ -21,6 +22,15 @@ def test_a_constant_decay_is_a_scan_with_a_step_of_one(rand):
     y, left, _ = ssd_scan(v, steps, rates, k, q, None, state.mT.contiguous(), chunk, dtype)
     torch.testing.assert_close(o, y)
     torch.testing.assert_close(final, left.mT)
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_a_gate_of_minus_infinity_clears_the_state(rand, gate):
+    args = list(attention(rand, torch.float64, gate=gate))
+    args[3] = args[3].clone()
+    args[3][:, 7], args[3][:, 18:20] = -torch.inf, -torch.inf
+    o, final, _ = gated_linear_attention(*args)
+    torch.testing.assert_close((o, final), linear_attention(*args))
 
 
 def test_operands_that_do_not_go_together(rand):
