@@ -110,7 +110,7 @@ def test_every_picture_is_shown_and_every_pass_has_a_column():
     assert {path.name for path in ROOT.glob("docs/figures/*")} == shown
     # Linears that an option names; attention that is written out, which the page's models leave to torch's own op; and
     # what has come since its results.
-    wanted = {"index_scores", "selective_scan", "linear", "compressed_linear", "attention"}
+    wanted = {"gated_linear_attention", "index_scores", "selective_scan", "linear", "compressed_linear", "attention"}
     assert {p.name for p in enabled_passes(Config())} - wanted == set(recall_table.PASSES)
 
 
