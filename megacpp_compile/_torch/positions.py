@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from megacpp_compile._torch import variables
 from megacpp_compile._torch._registry import find
 
 PATHS = {
-    "RangeIterator": "torch._dynamo.variables.lists.RangeIteratorVariable",
     "SliceVariable": "torch._dynamo.variables.lists.SliceVariable",
     "SymNodeVariable": "torch._dynamo.variables.SymNodeVariable",
     "ConstantSource": "torch._dynamo.source.ConstantSource",
@@ -34,24 +34,9 @@ class Position:
     bounds: Any
 
 
-def range_of(variable: Any) -> tuple[int, int, int] | None:
-    """(first, stride, how many) of what is left of an iterator over a `range`; None for anything else."""
-    held = variable.realize() if hasattr(variable, "realize") else variable
-    if not isinstance(held, find(PATHS["RangeIterator"])):
-        return None
-    found = held.start, held.step, held.len
-    return found if all(type(v) is int for v in found) else None
-
-
-def exhaust(variable: Any) -> None:
-    """Have the iterator given all its numbers."""
-    held = variable.realize()
-    held.start, held.len = held.start + held.step * held.len, 0
-
-
-def position(translator: Any, op: Any, loop: int, start: int, stride: int, count: int) -> tuple[Position, Any]:
-    """A symbol from 0 to `count`, and what Dynamo holds for the number that a range has there. op: is called for it in
-    the graph, with `loop` and `count`."""
+def position(translator: Any, op: Any, loop: int, count: int) -> tuple[Position, Any]:
+    """A symbol from 0 to `count`, and what Dynamo holds for it. op: is called for it in the graph, with `loop` and
+    `count`."""
     output = translator.output
     env, tracer = output.shape_env, output.current_tracer
     source, hint = find(PATHS["ConstantSource"])(f"megacpp_loop_{loop}"), min(_HINT, count - 1)
@@ -60,14 +45,20 @@ def position(translator: Any, op: Any, loop: int, start: int, stride: int, count
     number = env.create_symintnode(symbol, hint=hint, source=source)
     proxy = output.create_proxy("call_function", op, (loop, count), {})
     tracer.bound_symbols[symbol] = proxy  # else it would become an input
-    cls = find(PATHS["SymNodeVariable"])
-    made = cls.create(translator, proxy, number)
+    return Position(symbol, bounds), find(PATHS["SymNodeVariable"]).create(translator, proxy, number)
+
+
+def scaled(translator: Any, position: Any, stride: int, start: int) -> Any:
+    """What Dynamo holds for `position * stride + start`. position: a number, or what it holds for a symbol."""
+    if type(position) is int:
+        return variables.constant(position * stride + start)
+    made = position
     for function, operand, neutral in ((operator.mul, stride, 1), (operator.add, start, 0)):
         if operand != neutral:
-            number = function(number, operand)
-            proxy = output.create_proxy("call_function", function, (proxy, operand), {})
-            made = cls.create(translator, proxy, number)
-    return Position(symbol, bounds), made
+            number, proxy = function(made.sym_num, operand), (made.as_proxy(), operand)
+            proxy = translator.output.create_proxy("call_function", function, proxy, {})
+            made = find(PATHS["SymNodeVariable"]).create(translator, proxy, number)
+    return made
 
 
 def unknown(translator: Any, at: Position) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megacpp_compile._torch import variables
+from megacpp_compile._torch import iterators, variables
 from megacpp_compile._torch._registry import find
 
 _PATHS = {
@@ -23,10 +23,12 @@ _PATHS = {
     "TorchRuntimeError": "torch._dynamo.exc.TorchRuntimeError",
 }
 _METHODS = ("Translator.__init__", "Translator.step", "SideEffects.check_allowed_side_effect",
-            "MutationType.__init__", "TensorVariable.call_method")  # fmt: skip
+            "MutationType.__init__", "TensorVariable.call_method", "TensorVariable.unpack_var_sequence",
+            "Iterator.__init__")  # fmt: skip
 _LISTS = "torch._dynamo.variables.lists.CommonListMethodsVariable"
 _FUNCTIONS = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
-_JOINS = ("stack", "cat", "concat", "concatenate")
+# Functions that a list is given to, or that give a tuple of parts; the latter are methods, too.
+_JOINS, _CUTS = ("stack", "cat", "concat", "concatenate"), ("unbind", "split", "chunk")
 _READS = ("item", "tolist")
 # What of a frame's grows with effects that are replayed behind its graph.
 _GROWING = ("random_calls", "debug_locals", "tensor_hooks", "save_for_backward")
@@ -48,10 +50,11 @@ class Watcher(Protocol):
         """In the place of appending `added` to a list."""
 
     def changes(self, born: int) -> None:
-        """A value of Python's is changed that was made at the time `born` (`now`), or before the frame (-1)."""
+        """A value of Python's is changed, or an iterator goes on, that was made at the time `born` (`now`), or before
+        the frame (-1)."""
 
-    def join(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
-        """In the place of calling one of torch's own functions."""
+    def call(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
+        """In the place of calling one of torch's own functions that join lists, or cut tensors into parts."""
 
 
 class Together:
@@ -69,8 +72,8 @@ class Together:
     def append(self, variable: Any, added: Any, proceed: Callable[[], Any]) -> Any:
         return self._around(lambda w, go_on: w.append(variable, added, go_on), proceed)
 
-    def join(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
-        return self._around(lambda w, go_on: w.join(translator, function, args, kwargs, go_on), proceed)
+    def call(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
+        return self._around(lambda w, go_on: w.call(translator, function, args, kwargs, go_on), proceed)
 
     def changes(self, born: int) -> None:
         for watcher in self._watchers:
@@ -95,7 +98,7 @@ _left = contextvars.ContextVar("megacpp_left", default=None)
 
 def install() -> bool:
     """Let translations be watched; False where Dynamo is built otherwise, and nothing is done."""
-    parts = {name: find(path) for name, path in {**_PATHS, **variables.PATHS}.items()}
+    parts = {name: find(path) for name, path in {**_PATHS, **variables.PATHS, **iterators.PATHS}.items()}
     if any(part is None for part in parts.values()):
         return False
     for method in _METHODS:
@@ -106,6 +109,8 @@ def install() -> bool:
     step, check = translator.step, effects.check_allowed_side_effect
     init, begin = mutation.__init__, translator.__init__
     tensors, call = parts["TensorVariable"], parts["TensorVariable"].call_method
+    unpack, iterator_class = tensors.unpack_var_sequence, parts["Iterator"]
+    start = iterator_class.__init__
     skip = find("torch._dynamo.exc.SkipFrame", ())
     if hasattr(step, "__wrapped__"):
         return True
@@ -136,9 +141,21 @@ def install() -> bool:
     @functools.wraps(call)
     def watched_call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         watcher = _watcher.get()
+        if watcher is not None and name in _CUTS:
+            whole = [self, *args]
+            return watcher.call(tx, getattr(torch, name), whole, kwargs, lambda: call(self, tx, name, args, kwargs))
         if watcher is None or name not in _READS:
             return call(self, tx, name, args, kwargs)
         return watcher.read(tx, self, lambda: call(self, tx, name, args, kwargs))
+
+    @functools.wraps(unpack)
+    def watched_unpack(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        """What iterating over a tensor goes by."""
+        watcher, rows = _watcher.get(), functools.partial(unpack, self, tx, *args, **kwargs)
+        if watcher is None or args or kwargs or type(self) is not tensors:
+            return rows()
+        made = watcher.call(tx, torch.unbind, [self], {}, rows)
+        return made if isinstance(made, list) else made.items
 
     @functools.wraps(init)
     def stamped_init(self: Any, typ: Any) -> None:
@@ -146,12 +163,26 @@ def install() -> bool:
         if typ.name == "New":
             setattr(self, _BORN, now())
 
+    @functools.wraps(start)
+    def stamped_start(self: Any, *args: Any, **kwargs: Any) -> None:
+        born = kwargs.pop(_BORN, None)  # of what it is a clone of
+        start(self, *args, **kwargs)
+        setattr(self, _BORN, now() if born is None else born)  # not each has a `mutation_type`
+
+    def advanced(iterator: Any) -> None:
+        if (watcher := _watcher.get()) is not None:
+            stamped = iterator if iterator.mutation_type is None else iterator.mutation_type
+            watcher.changes(getattr(stamped, _BORN, -1))
+
+    if not iterators.install(advanced):
+        return False
     if (lists := find(_LISTS)) is not None and "call_method" in vars(lists):
         lists.call_method = _watched_appends(lists.call_method)
     if (functions := find(_FUNCTIONS)) is not None and "call_function" in vars(functions):
-        functions.call_function = _watched_joins(functions.call_function)
+        functions.call_function = _watched_functions(functions.call_function)
     translator.step, effects.check_allowed_side_effect = watched_step, watched_check
     mutation.__init__, translator.__init__, tensors.call_method = stamped_init, stamped_begin, watched_call
+    iterator_class.__init__, tensors.unpack_var_sequence = stamped_start, watched_unpack
     return True
 
 
@@ -176,15 +207,15 @@ def _watched_appends(call: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-def _watched_joins(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a method of Dynamo's that calls torch's own functions, with those that join lists left to the watcher."""
+def _watched_functions(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a method of Dynamo's that calls torch's own functions, with `_JOINS` and `_CUTS` left to the watcher."""
 
     @functools.wraps(call)
     def watched(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         watcher = _watcher.get()
-        if watcher is None or getattr(self.value, "__name__", "") not in _JOINS:
+        if watcher is None or getattr(self.value, "__name__", "") not in _JOINS + _CUTS:
             return call(self, tx, args, kwargs)
-        return watcher.join(tx, self.value, args, kwargs, lambda: call(self, tx, args, kwargs))
+        return watcher.call(tx, self.value, args, kwargs, lambda: call(self, tx, args, kwargs))
 
     return watched
 
@@ -237,6 +268,14 @@ def hands_on(translator: Any) -> bool:
     return f"{os.sep}polyfills{os.sep}" in str(translator.f_code.co_filename)
 
 
+def inlined(translator: Any, op: Any) -> bool:
+    """Whether what is translated goes to the frame's own graph, or to ones that the higher-order `op` calls."""
+    tracer = translator.output.current_tracer
+    while tracer.parent is not None and tracer.source_target is op:
+        tracer = tracer.parent
+    return tracer.parent is None
+
+
 def list_born(variable: Any) -> int:
     """When a list of the frame's own was made; -1 for any other."""
     own = variables.python_type(variable) is list and hasattr(variable, "items")
@@ -252,36 +291,6 @@ def callee(translator: Any, inst: Any) -> Any:
         if callable(found):
             return found
     return None
-
-
-def watch_entries(variable: Any, read: Callable[[], None]) -> None:
-    """Call `read` before anything looks at the entries of a list, or at how many these are."""
-    if not isinstance(variable.items, _Watched):
-        variable.items = _Watched(variable.items, read)
-
-
-class _Watched(list[Any]):
-    """A list that tells before it is read. Appending is no reading."""
-
-    def __init__(self, entries: list[Any], read: Callable[[], None]) -> None:
-        super().__init__(entries)
-        self._read = read
-
-
-def _telling(name: str) -> Callable[..., Any]:
-    method = getattr(list, name)
-
-    def told(self: _Watched, *args: Any) -> Any:
-        self._read()
-        return method(self, *args)
-
-    return told
-
-
-for _name in ("__iter__", "__len__", "__getitem__", "__reversed__", "__contains__", "__add__", "__mul__", "__rmul__",
-              "__iadd__", "__imul__", "__setitem__", "__delitem__", "__eq__", "copy", "count", "index", "insert", "pop",
-              "remove", "reverse", "sort", "clear", "extend"):  # fmt: skip
-    setattr(_Watched, _name, _telling(_name))
 
 
 def go_to(translator: Any, instruction: Any) -> None:

@@ -18,7 +18,8 @@ from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.selective_checkpoint import decide
 from megacpp_compile.fx.edit import all_nodes, attribute_of
 
-_HOP = torch.ops.higher_order.tag_activation_checkpoint
+HOP = torch.ops.higher_order.tag_activation_checkpoint
+TAGS = ("recompute", "ac_graph_id")
 _CALLS = ("call_function", "call_method", "call_module")
 _ids = itertools.count(1 << 20)  # away from the ids torch itself hands out within one graph
 
@@ -28,14 +29,14 @@ def inline_checkpoints(gm: GraphModule, mode: FakeTensorMode) -> GraphModule:
 
     Raises CaptureError for a selective region (`context_fn`) that cannot be asked what it saves.
     """
-    if not any(n.target is _HOP for n in gm.graph.nodes):
+    if not any(n.target is HOP for n in gm.graph.nodes):
         return gm
     graph = fx.Graph()
     env: dict[Node, Node] = {}
     out = GraphModule(gm, gm.graph)  # shares the submodules; its own attribute table
     out.meta.update(gm.meta)
     for node in gm.graph.nodes:
-        if node.target is _HOP:
+        if node.target is HOP:
             env[node] = _inline(node, gm, out, graph, env, node.name, mode)  # type: ignore[assignment]
         elif node.op == "output":
             graph.output(_map(node.args[0], env))
@@ -50,7 +51,7 @@ def inline_checkpoints(gm: GraphModule, mode: FakeTensorMode) -> GraphModule:
 
 def has_regions(gm: GraphModule) -> bool:
     """Whether there is a checkpoint region in `gm`, inlined or not."""
-    return any(n.target is _HOP or "ac_graph_id" in n.meta for n in all_nodes(gm))
+    return any(n.target is HOP or "ac_graph_id" in n.meta for n in all_nodes(gm))
 
 
 def checkpoint_tags(graph: fx.Graph) -> tuple[tuple[int, int, int], ...]:
@@ -95,7 +96,7 @@ def _inline(  # type: ignore[no-untyped-def]
             inner[n] = _map(next(values), env)
         elif n.op == "output":
             result = _map(n.args[0], inner)
-        elif n.target is _HOP:
+        elif n.target is HOP:
             inner[n] = _inline(n, body, out, graph, inner, f"{prefix}_{n.name}", mode)
         else:
             new = _copy(n, graph, inner)

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
-from megacpp_compile.frontend import rolled_loops
-from tests.frontend.loops_of_steps import DIFFERENT, SAME, TOKENS
+from megacpp_compile.frontend import rolled_loops, unbacked_shapes
+from megacpp_compile.fx.edit import all_nodes
+from tests.frontend.loops_of_steps import DIFFERENT, ONE_STEP, SAME, TOKENS
 
 pytestmark = pytest.mark.usefixtures("fresh", "eager_backend")
 
 
-def drawn():
-    q, k, v, g = (torch.randn(2, 3, TOKENS, 4) for _ in range(4))
+def drawn(tokens=TOKENS):
+    q, k, v, g = (torch.randn(2, 3, tokens, 4) for _ in range(4))
     return [x.requires_grad_() for x in (q, k, v, -g.abs())]
 
 
@@ -48,6 +50,60 @@ def test_is_traced_once(name):
     report, short = compiled(SAME[name])
     assert short and {site.pass_name for site in report.sites} == {"token_loop"}
     assert len(report.sites) == 1 + (name == "twice_in_a_row")
+
+
+class Translated(BaseException):
+    """The frame's graph, as Dynamo has made it."""
+
+
+def nodes_translated(f, tokens):
+    """How many nodes Dynamo makes of `f`, a loop over `tokens`, of which one step is to be in the graph."""
+
+    def stop(gm):
+        raise Translated(len(all_nodes(gm)))
+
+    torch.compiler.reset()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Translated) as seen:
+        patch.setattr(unbacked_shapes, "repeated", stop)
+        torch.compile(f, backend="megacpp", options={"rolled_loops": True})(*(x * 1 for x in drawn(tokens)))
+    return seen.value.args[0]
+
+
+@pytest.mark.parametrize("name", [n for n in (*SAME, *ONE_STEP) if n != "lists_its_parts_first"])
+def test_graph_does_not_grow_with_tokens(name):
+    f = (SAME | ONE_STEP)[name]
+    assert nodes_translated(f, TOKENS) == nodes_translated(f, 5 * TOKENS)
+
+
+@pytest.mark.parametrize("name", ONE_STEP)
+def test_what_is_no_op_is_eager(name):
+    _, short = compiled(ONE_STEP[name])
+    assert not short
+
+
+def checkpointed(f):
+    return lambda *inputs: checkpoint(f, *inputs, use_reentrant=False)
+
+
+def test_checkpointed_block_is_traced_once():
+    f, tagged = checkpointed(SAME["zips_unbound_tensors"]), []
+    before = rolled_loops.check
+    with pytest.MonkeyPatch.context() as patch:
+
+        def check(gm, rewritten):
+            before(gm, rewritten)
+            tagged.extend("recompute" in n.meta for n in rewritten.graph.nodes if "megacpp." in str(n.target))
+
+        patch.setattr(rolled_loops, "check", check)
+        report, short = compiled(f)
+    assert short and [site.pass_name for site in report.sites] == ["token_loop"] and tagged and all(tagged)
+    assert nodes_translated(f, TOKENS) == nodes_translated(f, 5 * TOKENS)
+
+
+@pytest.mark.parametrize("name", ["goes_by_parity", "reads_its_parts_again"])
+def test_checkpointed_block_is_traced_step_by_step(name):
+    _, short = compiled(checkpointed(DIFFERENT[name]))
+    assert not short
 
 
 @pytest.mark.sampled(3)

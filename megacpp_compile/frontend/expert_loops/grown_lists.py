@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megacpp_compile._torch import translator as translation
+from megacpp_compile._torch import watched_lists
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 _SKIPS = ("PRECALL", "CACHE", "EXTENDED_ARG", "NOP", "TO_BOOL", "COPY")
@@ -29,7 +30,7 @@ class GrownLists:
         self._translator: Any = None
 
     def grow(self, variable: Any) -> None:
-        translation.watch_entries(variable, self._told)
+        watched_lists.watch_entries(variable, self._told)
 
     def before(self, translator: Any, inst: Any) -> None:
         """Let the coming instruction read entries if it joins them all, or asks whether there are any."""

@@ -72,7 +72,7 @@ class OpenRegion:
         self.start = translation.now()
         self._names = dict(translator.symbolic_locals)
         self._stack = _identities(translator.stack[:-1] if given else translator.stack)
-        self._state = _state(translator)
+        self._state = translation.effects(translator)
 
     def changes(self, born: int) -> None:
         """Raises Refused for a change of what was there before."""
@@ -95,7 +95,8 @@ class OpenRegion:
         if any(_counts_in_place(node) for node in self._made()):
             raise Refused("it writes to a tensor of numbers or truth values")
         stack, depth = translator.stack, len(self._stack)
-        if _identities(stack[:depth]) != self._stack or len(stack) > depth + 1 or _state(translator) != self._state:
+        found = _identities(stack[:depth]), translation.effects(translator)
+        if found != (self._stack, self._state) or len(stack) > depth + 1:
             raise Refused(_LEFT)
         for left in stack[depth:]:
             if not self._leaves(_ON_STACK, None, left):
@@ -188,19 +189,6 @@ class OpenRegion:
 
 def _identities(held: list[Any]) -> list[int]:
     return [id(variables.realized(v)) for v in held]
-
-
-def _state(translator: Any) -> tuple[Any, ...]:
-    return (*translation.effects(translator), *_cursors(translator))
-
-
-def _cursors(translator: Any) -> Iterator[Any]:
-    """How far iterators have come that names hold: not each tells when it goes on."""
-    while translator is not None:
-        for name, variable in translator.symbolic_locals.items():
-            if isinstance(index := getattr(variable, "index", None), int):
-                yield name, index
-        translator = getattr(translator, "parent", None)
 
 
 def _counts_in_place(node: Node) -> bool:

@@ -171,7 +171,7 @@ class Loops:
         with translation.reading(translator):
             return proceed()
 
-    def join(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
+    def call(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
         return proceed()
 
     def _slicing(self, translator: Any, inst: Any) -> AbstractContextManager[None]:

@@ -16,9 +16,11 @@ import torch
 from torch import fx
 from torch.fx import Graph, GraphModule, Node
 
+from megacpp_compile._torch.fakes import FakeTensor
+from megacpp_compile.frontend.checkpoint import TAGS, inline_checkpoints
 from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
 from megacpp_compile.fx import short_loops
-from megacpp_compile.fx.edit import dynamo_value
+from megacpp_compile.fx.edit import all_nodes, dynamo_value
 
 # How many steps stand for all: a number that divides no size beside them.
 STEPS = (5, 7, 11, 13, 17)
@@ -53,7 +55,7 @@ class _Loop:
 
 def rolled(gm: GraphModule) -> bool:
     """Whether the graph has a loop of which it holds one step."""
-    return any(n.target is short_loops.position for n in gm.graph.nodes)
+    return any(n.target is short_loops.position for n in all_nodes(gm))
 
 
 def short(gm: GraphModule) -> list[Node]:
@@ -69,6 +71,10 @@ def check(gm: GraphModule, rewritten: GraphModule | None) -> None:
 
 def repeated(gm: GraphModule) -> GraphModule:
     """`gm`, of whose loops a few steps are repeated, with marks on what they take and leave. Raises CannotRepeat."""
+    whole = gm
+    fakes = (v for n in gm.graph.nodes if isinstance(v := dynamo_value(n), FakeTensor))
+    if (fake := next(fakes, None)) is not None:
+        gm = inline_checkpoints(gm, fake.fake_mode)  # loops are put into the frame's own graph
     loops = list(_loops(gm.graph))
     short = _steps(gm.graph)
     by_position = {loop.position: loop for loop in loops}
@@ -85,8 +91,8 @@ def repeated(gm: GraphModule) -> GraphModule:
     new = GraphModule(gm, graph)
     new.meta.update(gm.meta)
     for name in ("compile_subgraph_reason", "_param_name_to_source"):
-        if hasattr(gm, name):
-            setattr(new, name, getattr(gm, name))
+        if hasattr(whole, name):
+            setattr(new, name, getattr(whole, name))
     return new
 
 
@@ -210,9 +216,10 @@ def _steps(graph: Graph) -> int:
 
 def _repeat(graph: Graph, env: dict[Node, Any], loop: _Loop, short: int) -> None:
     local: dict[Node, Any] = {}
+    tags = {name: loop.position.meta[name] for name in TAGS if name in loop.position.meta}
     for source, dim in loop.sources.items():
         args = (env[source], dim, short, loop.count)
-        local[source] = _mark(graph, short_loops.shortened, args, dynamo_value(source))
+        local[source] = _mark(graph, short_loops.shortened, args, dynamo_value(source), tags)
     carried = {r.args[0]: env[r.args[0]] for r in loop.results}
     for at in range(short):
         step: dict[Node, Any] = {loop.position: at}
@@ -222,10 +229,10 @@ def _repeat(graph: Graph, env: dict[Node, Any], loop: _Loop, short: int) -> None
         loop.steps.append(step)
     for result in loop.results:
         args = (carried[result.args[0]], -1, short, loop.count)
-        env[result] = _mark(graph, short_loops.lengthened, args, dynamo_value(result))
+        env[result] = _mark(graph, short_loops.lengthened, args, dynamo_value(result), tags)
     for source in loop.written:
         args = (local[source], loop.sources[source], short, loop.count)
-        env[source] = _mark(graph, short_loops.lengthened, args, dynamo_value(source))
+        env[source] = _mark(graph, short_loops.lengthened, args, dynamo_value(source), tags)
 
 
 def _step(
@@ -260,11 +267,14 @@ def _collect(graph: Graph, env: dict[Node, Any], node: Node, loop: _Loop, short:
     made.meta = dict(node.meta)
     fake = dynamo_value(node)
     made.meta["example_value"] = _fake(short_loops.resized, fake, dim, loop.count, short)
-    env[node] = _mark(graph, short_loops.lengthened, (made, dim, short, loop.count), fake)
+    tags = {name: node.meta[name] for name in TAGS if name in node.meta}
+    env[node] = _mark(graph, short_loops.lengthened, (made, dim, short, loop.count), fake, tags)
 
 
-def _mark(graph: Graph, op: Any, args: tuple[Any, ...], whole: torch.Tensor) -> Node:
+def _mark(graph: Graph, op: Any, args: tuple[Any, ...], whole: torch.Tensor, tags: dict[str, Any]) -> Node:
+    """tags: of a checkpointed block around it."""
     node = graph.call_function(op, args)
+    node.meta |= tags
     _, dim, short, count = args
     long = op is short_loops.lengthened
     node.meta["example_value"] = _fake(short_loops.resized, whole, dim, count, count if long else short)

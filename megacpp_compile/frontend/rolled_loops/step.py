@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,21 +20,22 @@ class Refused(Exception):
 
 
 class Step:
-    """A step of `count`, of the loop whose head is the instruction `head`.
+    """A step of the loop whose head is the instruction `head`, and whose iterator has `items` left.
 
-    position: the symbol that it is translated at, None where it is only looked at. loop: the loop's number then.
+    starts: whether the iterator is about to give it its item. position: the symbol that it is translated at, None where
+    it is only looked at. loop: the loop's number then.
     grown: the lists of the frame's own that it appends to, each with the tensor.
     """
 
-    def __init__(self, translator: Any, head: Any, count: int) -> None:
-        self.translator, self.head, self.count = translator, head, count
+    def __init__(self, translator: Any, head: Any, items: Any) -> None:
+        self.translator, self.head, self.items, self.starts = translator, head, items, False
         self.place = (translator.f_code, head.offset)
         self.position: positions.Position | None = None
         self.loop = 0
         self.grown: list[tuple[Any, Any]] = []
         self.names = dict(translator.symbolic_locals)
         self.start, self.nodes = translation.now(), len(translator.output.graph.nodes)
-        self._stack, self._state = _identities(translator.stack), _state(translator)
+        self._stack, self._state = _identities(translator.stack), translation.effects(translator)
         index = {id(inst): i for i, inst in enumerate(translator.instructions)}
         self._inside = range(index[id(head)], index[id(head.target)])
 
@@ -89,7 +89,7 @@ class Step:
         """At the loop's head again: the names of tensors that the step replaced. Raises Refused for any other change of
         Python's state."""
         translator = self.translator
-        if _identities(translator.stack) != self._stack or _state(translator) != self._state:
+        if _identities(translator.stack) != self._stack or translation.effects(translator) != self._state:
             raise Refused("what it leaves behind is not what it found")
         found = []
         for name in sorted(live_names(translator.instructions, self.head)):
@@ -115,22 +115,6 @@ def _is_basic(entry: Any) -> bool:
 
 def _identities(held: list[Any]) -> list[int]:
     return [id(variables.realized(v)) if hasattr(v, "realize") else id(v) for v in held]
-
-
-def _state(translator: Any) -> tuple[Any, ...]:
-    return (*translation.effects(translator), *_cursors(translator))
-
-
-def _cursors(translator: Any) -> Iterator[Any]:
-    """How far iterators have come that names or stacks hold, but for the loop's own, the last one."""
-    stack = translator.stack[:-1]
-    while translator is not None:
-        for variable in (*translator.symbolic_locals.values(), *stack):
-            if variable is not None and hasattr(variable, "is_realized") and variable.is_realized():
-                held = vars(variables.realized(variable))
-                yield from (held[key] for key in ("index", "start", "len") if isinstance(held.get(key), int))
-        translator = getattr(translator, "parent", None)
-        stack = getattr(translator, "stack", [])
 
 
 def _alike(before: Any, after: Any) -> bool:

@@ -5,22 +5,27 @@ What a step does depends on its position where Dynamo has to know it: to index a
 is a guard on the symbol, or an error, and the frame is translated anew with all steps. So it is where Python's state is
 not as it was before the step, but for tensors that it replaces by tensors of the same kind, and lists of the frame's
 own that it appends a tensor to. The first step is only looked at: a loop over layers costs nothing.
+
+Parts that a tensor is cut into are not put in the graph until something other than such a loop looks at them; then the
+frame is translated anew with all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from megacpp_compile._torch import positions, variables
+from megacpp_compile._torch import iterators, positions, variables, watched_lists
 from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch.dynamo import RestartAnalysis
+from megacpp_compile.frontend import checkpoint
 from megacpp_compile.frontend.rolled_loops.step import Refused, Step
 from megacpp_compile.fx import short_loops
 from megacpp_compile.report import log
 
+Result = TypeVar("Result")
 # Loops of fewer steps are translated step by step.
 LEAST = 16
 
@@ -30,7 +35,7 @@ class RolledLoops:
     are, each with its line (a `FrameSummary`)."""
 
     def __init__(self, restart: Callable[[], NoReturn]) -> None:
-        self.restart, self.enabled = restart, True
+        self.restart, self.enabled, self._cuts = restart, True, True
         self.refused: list[tuple[str, Any]] = []
         self._left, self._rolls = set[Any](), set[Any]()  # places of loops
         self._number = 0
@@ -55,12 +60,14 @@ class RolledLoops:
         step, self._open = self._open, None
         assert step is not None
         self._left.add(step.place)
+        if step.items.unread and step.position is None:
+            self._uncut()
         if step.position is not None:
             log.logger.info("a loop is traced step by step: %s", why)
             self.refused.append((why, step.translator.frame_summary()))
             self._restart()
 
-    def _try(self, part: Callable[..., bool | None], *args: Any) -> bool | None:
+    def _try(self, part: Callable[..., Result | None], *args: Any) -> Result | None:
         """A defect here, or a Dynamo that is built otherwise, must not become the user's error."""
         try:
             return part(*args)
@@ -72,6 +79,12 @@ class RolledLoops:
         except Exception as error:
             self.give_up(f"{type(error).__name__}: {error}")
 
+    def _uncut(self) -> None:
+        """Have the frame translated anew with the parts of all tensors in the graph."""
+        if self.enabled and self._cuts:
+            self._cuts = False
+            self._restart()
+
     def step(self, translator: Any, proceed: Callable[[], bool]) -> bool:
         if not self.enabled or translator.instruction_pointer is None:
             return proceed()
@@ -82,8 +95,15 @@ class RolledLoops:
         if self._open is None and inst.opname != "FOR_ITER":
             return proceed()
         done = self._try(self._before, translator, inst)
-        if done is not None or self._open is None or self._open.position is None:
-            return proceed() if done is None else done
+        if done is not None:
+            return done
+        if self._open is not None and self._open.starts:  # a step of its iterator's own is no part of it
+            step, self._open = self._open, None
+            goes_on = proceed()
+            self._open, step.starts = step, False
+            return goes_on
+        if self._open is None or self._open.position is None:
+            return proceed()
         try:
             return proceed()
         except RestartAnalysis:
@@ -110,21 +130,22 @@ class RolledLoops:
         return None
 
     def _enter(self, translator: Any, head: Any) -> bool | None:
-        found = positions.range_of(translator.stack[-1])
-        nested = translator.output.current_tracer.parent is not None  # the graph of a checkpointed block
-        if found is None or found[2] < LEAST or nested or translation.hands_on(translator):
+        left = translation.hands_on(translator) or (translator.f_code, head.offset) in self._left
+        if left or not translation.inlined(translator, checkpoint.HOP):
             return None
-        start, stride, count = found
-        step = Step(translator, head, count)
-        if step.place in self._left:
+        items = iterators.left(translator.stack[-1])
+        if items is None or not LEAST <= items.count < iterators.ENDLESS:
             return None
-        self._open = step
-        if step.place not in self._rolls:
+        self._open = step = Step(translator, head, items)
+        at: Any = 0
+        if step.place in self._rolls:
+            self._number += 1
+            step.loop = self._number
+            step.position, at = positions.position(translator, short_loops.position, step.loop, items.count)
+        elif not items.unread:
+            step.starts = True
             return None
-        self._number += 1
-        step.loop = self._number
-        step.position, at = positions.position(translator, short_loops.position, step.loop, start, stride, count)
-        translator.stack.append(at)
+        translator.stack.append(items.at(translator, at))
         translation.go_to(translator, translator.instructions[translator.instruction_pointer + 1])
         return True
 
@@ -139,11 +160,11 @@ class RolledLoops:
             translator.symbolic_locals[name] = left
         for variable, each in step.grown:
             self._lists[id(variable)] = (variable, each, step)
-            translation.watch_entries(variable, self._entries_read)
+            watched_lists.watch_entries(variable, self._entries_read)
         variables.emit(translator, short_loops.end, step.loop)
         for name in translator.symbolic_locals.keys() - step.names.keys():
             del translator.symbolic_locals[name]  # nothing reads them
-        positions.exhaust(translator.stack[-1])
+        iterators.exhaust(translator.stack[-1])
         self._open = None
 
     def changes(self, born: int) -> None:
@@ -168,19 +189,32 @@ class RolledLoops:
         if self.enabled:
             self.give_up("more is done with a list that a loop appends to than to stack or concatenate it")
 
-    def join(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
-        """Put what a loop collects in the place of a list that is stacked or concatenated."""
-        held = self._lists.get(id(variables.realized(args[0]))) if self.enabled and args else None
-        if held is None:
+    def call(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
+        if not self.enabled:
             return proceed()
-        _, each, step = held
+        if function in (torch.unbind, torch.split, torch.chunk):
+            parts = self._try(_cut, function, args, kwargs) if self._cuts else None
+            if parts is None:
+                return proceed()
+            made = variables.row([])
+            made.items = iterators.Cut(parts, self._uncut)
+            return made
+        held = self._lists.get(id(variables.realized(args[0]))) if args else None
+        return proceed() if held is None else self._collected(translator, function, args, kwargs, *held[1:])
+
+    def _collected(self, translator: Any, function: Any, args: Any, kwargs: Any, each: Any, step: Step) -> Any:
+        """What stands in the place of a list that a loop collects, and that is stacked or concatenated."""
         given = [*args[1:], *kwargs.values()]
         dim = variables.plain(variables.realized(given[0])) if given else 0
         if len(given) > 1 or type(dim) is not int or not kwargs.keys() <= {"dim", "axis"}:
             self.give_up("a list that a loop appends to is joined in another way than by a dimension")
         joined, rank = function is not torch.stack, variables.tensor(each)[1].dim()  # type: ignore[index]
         dim %= rank + (not joined)
-        return variables.computed(translator, short_loops.collected, each, dim, step.count, joined, step.loop)
+        return variables.computed(translator, short_loops.collected, each, dim, step.items.count, joined, step.loop)
+
+
+def _cut(function: Any, args: Any, kwargs: Any) -> iterators.Parts | None:
+    return iterators.cut(function, args, kwargs, LEAST)
 
 
 def _refuses(why: str) -> NoReturn:
