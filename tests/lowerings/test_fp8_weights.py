@@ -14,7 +14,7 @@ from megacpp_compile.lowerings.moe_sorted import reference as sorted_experts
 
 from . import relative_error
 from .agreement import DEVICE, on, seldom
-from .contract import identical
+from .contract import agree
 from .fp8_cases import EXPERTS_WEIGHTS, WEIGHTS, experts_weights
 from .test_moe_float8 import FP8, ON_GPUS, SIZES, call, gradients_of, kernels, rounding_to_nearest
 
@@ -44,7 +44,8 @@ def test_experts_given_their_payloads(rand, label):
     args = call(rand, torch.float64, **SIZES[label])
     seed = rand(*args[0].shape)
     plain = gradients_of(experts, args, seed)
-    identical(gradients_given_payloads(experts, reference, args, seed), plain)
+    # Not to the last bit: some processors sum a small product otherwise where an operand is transposed.
+    agree(gradients_given_payloads(experts, reference, args, seed), plain)
 
 
 @pytest.mark.parametrize("label", ["pair_separate", "gate_up_stacked", "biased", "hidden_not_kept"])
@@ -76,7 +77,7 @@ def test_sorted_experts_given_their_payloads(rand, label):
         turned = given[1::3]
         outs = sorted_experts.moe_sorted_backward(y, x, *weights, kept, ends, *form, FP8, *biases, *turned)
         results.append((y, *outs[:3]))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    agree(*results)
 
 
 class TestKernels:
