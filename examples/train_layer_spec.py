@@ -14,6 +14,7 @@ import dataclasses
 import json
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 from train_mla import standard_library_text
 
 from megacpp_compile import NativeLayerSpec, te_layer_spec
+from megacpp_compile.precision.layer_spec import LayerSpec
 
-SPECS = {"native": NativeLayerSpec, "te": te_layer_spec}
+SPECS: dict[str, Callable[[], LayerSpec]] = {"native": NativeLayerSpec, "te": te_layer_spec}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Model(nn.Module):
         return nn.functional.linear(self.norm(x), self.embedding.weight)
 
 
-def built(name: str, c: Config, device: str) -> Model:
+def built(name: str, c: Config, device: str) -> nn.Module:
     """The model of a run, with the weights that plain PyTorch's classes draw on CPU under the current seed."""
     weights = Model(NativeLayerSpec(), c).state_dict()
     nn.init.normal_(weights["embedding.weight"], std=0.02)
@@ -134,10 +136,10 @@ def main() -> int:
     if failed := [run for run in runs if run.failed]:
         print(f"FAILED: {failed[0].backend}: {failed[0].failed}")
         return 1
-    second = next(iter(far), None)
+    second = next(iter(far.values()), 0.0)
     for name, value in far.items():
-        if not value <= args.ratio * far[second]:
-            print(f"FAILED: {name} is {value / far[second]:.2f} as far from {runs[0].backend} as {second} is")
+        if not value <= args.ratio * second:
+            print(f"FAILED: {name} is {value / second:.2f} as far from {runs[0].backend} as the second run")
             return 1
     print(f"OK: no run is more than {args.ratio} times as far from {runs[0].backend} as the second")
     return 0
