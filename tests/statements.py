@@ -1,10 +1,12 @@
-"""How many statements the package has, by folder: `python -m tests.statements [FOLDER]`. Blank lines, docstrings, imports
-and signatures are none."""
+"""How many statements the package has, by folder. Blank lines, docstrings, imports and signatures are none.
+
+    python -m tests.statements
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -28,7 +30,9 @@ def by_folder(root: Path) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    counted = by_folder(Path(sys.argv[1] if len(sys.argv) > 1 else "megacpp_compile"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("megacpp_compile"), help="what to count")
+    counted = by_folder(parser.parse_args().folder)
     for folder, count in sorted(counted.items()):
         print(f"{folder:16} {count:6}")
     print(f"{'all':16} {counted.total():6}")

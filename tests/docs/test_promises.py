@@ -27,6 +27,7 @@ LEFT_OUT: dict[str, str] = {}
 PYTHONS_OWN = {
     "__init__.py": {"AttributeError"},  # of the module
     "_torch/_theme.py": {"AttributeError"}, "_torch/_registry.py": {"AttributeError"},
+    "_torch/iterators.py": {"ValueError"},  # the loop is traced with all its steps
     "backends/serialized.py": {"RuntimeError"},  # torch compiles anew
     "cli.py": {"ValueError"},  # printed
     "fx/size_nodes.py": {"LookupError"},  # the site stays plain

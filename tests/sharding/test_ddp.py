@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections import Counter
 
 import pytest
@@ -52,10 +53,19 @@ class Layer(nn.Module):
         return x + self.up(self.norm(self.down(x)))
 
 
+class LongLayer(Layer):
+    """Of as many calls as it takes to pay for a graph of its own."""
+
+    def forward(self, x):
+        for _ in range(8):
+            x = super().forward(x)
+        return x
+
+
 class Model(nn.Module):
-    def __init__(self, layer=Layer):
+    def __init__(self, layer=Layer, layers=LAYERS):
         super().__init__()
-        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(layer() for _ in range(layers))
 
     def forward(self, x):
         for layer in self.layers:
@@ -152,7 +162,7 @@ def test_a_reducer_in_compiled_autograd_cuts_nothing(no_kernels, small):
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"), autograd:
         report = under_ddp(Model(), {"require": {"down_norm_up": LAYERS}}, **small)
     assert report.counts["down_norm_up"] == LAYERS and not cut(report)
-    assert [f.name for f in report.frames] == ["forward (test_ddp.py:60)", "backward (compiled autograd)"]
+    assert [re.sub(r":\d+", "", f.name) for f in report.frames] == ["forward (test_ddp.py)", "backward (compiled autograd)"]
 
 
 def test_a_larger_bucket_leaves_the_cut_behind_the_first(no_kernels, small, cut_as_it_is):
@@ -165,11 +175,12 @@ def test_a_larger_bucket_leaves_the_cut_behind_the_first(no_kernels, small, cut_
 def test_blocks_of_a_whole_graph_are_functions_of_their_own(no_kernels, small):
     """What is advised where buckets cannot follow sites: gradients of a layer are there when its backward is done."""
     with torch._dynamo.config.patch(optimize_ddp=False):
-        model, order = Model(), []
+        model, order = Model(LongLayer, 5), []
         for name, p in model.named_parameters():
             p.register_post_accumulate_grad_hook(lambda p, name=name: order.append(name.split(".")[1]))
         report = under_ddp(model, {"repeated_blocks": True}, **small)
-    assert report.counts["down_norm_up"] == 1 and report.frames[0].blocks == LAYERS and not cut(report)
+    assert report.counts["down_norm_up"] == 8 and not cut(report)
+    assert [f.blocks for f in report.frames if f.captured and f.blocks] == [5]
     assert order == sorted(order, reverse=True)
 
 
