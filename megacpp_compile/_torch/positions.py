@@ -6,6 +6,7 @@ import dataclasses
 import operator
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 
 from megacpp_compile._torch import variables
@@ -62,13 +63,28 @@ def scaled(translator: Any, position: Any, stride: int, start: int) -> Any:
 
 
 def unknown(translator: Any, at: Position) -> bool:
-    """Whether nothing has come to know, or to depend on, where the position is."""
+    """Whether nothing has come to know, or to depend on, where the position is. Where it was compared with a size that
+    is a symbol, as it is when it chooses a row, the guard is on the first and the last position instead."""
     env = translator.output.shape_env
-    guarded = any(at.symbol in guard.expr.free_symbols for guard in env.guards)
+    guards = [guard for guard in env.guards if at.symbol in guard.expr.free_symbols]
+    guarded = not all(_holds_throughout(env, guard.expr, at) for guard in guards)
+    env.guards[:] = [guard for guard in env.guards if guarded or guard not in guards]
     deferred = getattr(env, "deferred_runtime_asserts", {})
     asserted = any(at.symbol in each.expr.free_symbols for found in deferred.values() for each in found)
     known = guarded or asserted or at.symbol in env.replacements
     return not known and bool(env.var_to_range.get(at.symbol) == at.bounds)
+
+
+def _holds_throughout(env: Any, relation: Any, at: Position) -> bool:
+    """Whether an inequality that is linear in the position holds at its ends, and so between; guards that it does."""
+    if getattr(relation, "rel_op", "") not in ("<", "<=", ">", ">="):
+        return False
+    if not sympy.diff(relation.lhs - relation.rhs, at.symbol).is_number:
+        return False
+    if at.symbol in relation.lts.free_symbols:  # the last of its rows is the tensor's last: the size is the loop's
+        env.evaluate_expr(sympy.Eq(relation.gts - relation.lts.subs(at.symbol, at.bounds.upper), 1))
+    ends = (relation.subs(at.symbol, end) for end in (at.bounds.lower, at.bounds.upper))
+    return all(bool(env.evaluate_expr(end)) for end in ends)
 
 
 def is_symbol(variable: Any) -> bool:

@@ -90,6 +90,7 @@ RUNS = {
     "python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager --steps 2 --batch 1 --length 32 --no-plot": [
         "python examples/train_hybrid.py --dtype bfloat16 --steps 200 --backends eager:float32 eager megacpp"],
     "make help": ["make help"],
+    "python -m tests.statements": ["python -m tests.statements"],
     # What these would run is printed, and every file and module in it is there.
     **{f"make -n {what}": [f"make {what}"] for what in TARGETS}, "make -n test-repeat N=20": ["make test-repeat N=20"],
     "make -n test-repeat N=20 TIER=unit": ["make test-repeat N=20 TIER=unit"],

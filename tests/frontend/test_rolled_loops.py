@@ -27,9 +27,9 @@ def results(f, inputs):
     return [*outputs, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True))]
 
 
-def compiled(f, **options):
+def compiled(f, tokens=TOKENS, **options):
     """(the report, marks of the loops that are compiled from a few steps) of `f`, held to eager."""
-    inputs, short = drawn(), []
+    inputs, short = drawn(tokens), []
     before = rolled_loops.check
     step = torch.compile(f, backend="megacpp", options={"rolled_loops": True} | options)
     with pytest.MonkeyPatch.context() as patch, megacpp_compile.record() as report:
@@ -50,6 +50,22 @@ def test_is_traced_once(name):
     report, short = compiled(SAME[name])
     assert short and {site.pass_name for site in report.sites} == {"token_loop"}
     assert len(report.sites) == 1 + (name == "twice_in_a_row")
+
+
+# What these iterate over, or read by slices of several tokens, is known to be regular of sizes that are numbers only.
+ALL_STEPS_OF_A_SECOND_LENGTH = {
+    "slices_and_concatenates", "zips_unbound_tensors", "zips_splits_and_chunks", "enumerates_a_tuple",
+    "enumerates_zipped", "iterates_over_tensors", "lists_its_parts_first", "counts_from_one",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_second_length_is_traced_once(name):
+    """Dynamo has a symbol for the tokens of each tensor then, with which positions are compared."""
+    compiled(SAME[name])
+    report, short = compiled(SAME[name], 2 * TOKENS)
+    assert bool(short) == (name not in ALL_STEPS_OF_A_SECOND_LENGTH)
+    assert {site.pass_name for site in report.sites} == {"token_loop"}
 
 
 class Translated(BaseException):

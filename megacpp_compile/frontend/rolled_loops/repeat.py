@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -191,23 +191,30 @@ def _dimension(loop: _Loop, whole: torch.Tensor, part: torch.Tensor) -> int:
     if each is None or not each.is_Integer or (moved - each * loop.symbol).expand() != 0:
         raise CannotRepeat("a tensor is not read from its beginning on, part by part")
     found = []
-    for dim, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
-        if not isinstance(size, int) or not isinstance(stride, int) or size % loop.count or size == 1 or not stride:
+    for dim, (size, stride) in enumerate(zip(_numbers(whole.shape), _numbers(whole.stride()), strict=True)):
+        if not stride or size % loop.count or size == 1:
             continue
         if stride * (size // loop.count) == int(each):
             found.append(dim)
     if len(found) != 1:
         raise CannotRepeat("a tensor is not read whole, part by part")
-    length = whole.shape[found[0]] // loop.count
+    length = _numbers(whole.shape)[found[0]] // loop.count
     own = [s for s, stride in zip(part.shape, part.stride(), strict=True) if stride == whole.stride()[found[0]]]
     if length > 1 and length not in own or length == 1 and part.dim() == whole.dim() and part.shape[found[0]] != 1:
         raise CannotRepeat("a tensor is read with gaps or overlaps")
     return found[0]
 
 
+def _numbers(sizes: Iterable[Any]) -> list[int]:
+    """Sizes or strides, of which a guard may have made numbers."""
+    found = [n if isinstance(n, int) else n.node.maybe_as_int() for n in sizes]
+    if None in found:
+        raise CannotRepeat("a size is not known before the frame runs")
+    return found
+
+
 def _steps(graph: Graph) -> int:
-    sizes = {s for n in graph.nodes if isinstance(v := dynamo_value(n), torch.Tensor) for s in v.shape}
-    whole = {int(s) for s in sizes if isinstance(s, int)}
+    whole = {s for n in graph.nodes if isinstance(v := dynamo_value(n), torch.Tensor) for s in _numbers(v.shape)}
     for steps in STEPS:
         if not any(s % steps == 0 for s in whole if s):
             return steps
