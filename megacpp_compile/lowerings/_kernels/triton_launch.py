@@ -17,6 +17,8 @@ from megacpp_compile.lowerings._kernels.trace_options import measuring, traced
 
 # Choices that are the compiler's, not arguments of the kernel.
 LAUNCH = ("num_warps", "num_stages")
+# Blocks a launch can have along a dimension other than the first.
+MOST_BLOCKS = 65535
 
 
 class Kernel:
@@ -50,6 +52,26 @@ class Kernel:
             return
         kernel, sizes = (self.tuned, {}) if measuring() and compiled else (self.fn, static)
         (wrap_triton(kernel) if traced() else kernel)[grid](**args, **sizes)
+
+
+def unfit(operands: Sequence[Tensor | None], sizes: tuple[Any, ...]) -> str | None:
+    """Why kernels that multiply in tensor cores take no such operands, of heads of such sizes, or None."""
+    given = [t for t in operands if t is not None]
+    if any(t.dtype == torch.float64 for t in given):
+        return "float64: tensor cores multiply in float32 at most"
+    if any(not t.dtype.is_floating_point or t.dtype.itemsize < 2 for t in given):
+        return "an operand is neither float32, float16 nor bfloat16"
+    if not all(isinstance(size, int) for size in sizes):
+        return f"symbolic heads or head sizes: {sizes}"
+    return None
+
+
+def too_large(needed: int, device: torch.device) -> str | None:
+    """Why the GPU has no room for a program with so many bytes of shared memory, or None."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    there = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", needed)
+    return f"{needed >> 10} KiB of shared memory, where this GPU has {there >> 10}" if needed > there else None
 
 
 def power_of_2(n: int) -> int:

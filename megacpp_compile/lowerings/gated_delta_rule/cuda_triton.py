@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_compile.lowerings._kernels.triton_launch import MOST_BLOCKS, too_large, unfit
 from megacpp_compile.lowerings.gated_delta_rule import _triton_channels, _triton_prepare
 from megacpp_compile.lowerings.gated_delta_rule._forward_call import COLUMNS, STAGES, Call
 from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import MildChunks
@@ -25,22 +26,15 @@ __all__ = ["gated_delta_rule", "gated_delta_rule_backward", "supports"]
 
 KEY_SIZES = (16, 32, 64, 128)
 VALUE_SIZES = (16, 32, 64, 128, 256)
-# Blocks a launch can have along a dimension other than the first.
-MOST_BLOCKS = 65535
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernels cannot serve this call, or None."""
     backward = name.endswith("_backward")
     q, k, v, g, beta, initial_state, cu_seqlens = args[2:9] if backward else args[:7]
-    given = [t for t in (q, k, v, g, beta, initial_state) if t is not None]
-    if any(t.dtype == torch.float64 for t in given):
-        return "float64: tensor cores multiply in float32 at most"
-    if any(not t.dtype.is_floating_point or t.dtype.itemsize < 2 for t in given):
-        return "an operand is neither float32, float16 nor bfloat16"
     sizes = (*k.shape[2:], *v.shape[2:])
-    if not all(isinstance(size, int) for size in sizes):
-        return f"symbolic heads or head sizes: {sizes}"
+    if (why := unfit((q, k, v, g, beta, initial_state), sizes)) is not None:
+        return why
     _, keys, heads, values = sizes
     if keys not in KEY_SIZES or values not in VALUE_SIZES:
         return f"keys of {keys} with values of {values}: kernels have {KEY_SIZES} and {VALUE_SIZES}"
@@ -57,14 +51,6 @@ def _shared_memory(chunk: int, keys: int, per_channel: bool) -> int:
     one. float32 operands take two stages, and no more."""
     operands = chunk * (keys * (3 if per_channel else 2) + 2 * chunk + COLUMNS)
     return 2 * (STAGES * operands + COLUMNS * (keys + 2 * chunk))
-
-
-def too_large(needed: int, device: torch.device) -> str | None:
-    """Why the GPU has no room for a program of the walk, or None."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    there = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", needed)
-    return f"{needed >> 10} KiB of shared memory, where this GPU has {there >> 10}" if needed > there else None
 
 
 def gated_delta_rule(

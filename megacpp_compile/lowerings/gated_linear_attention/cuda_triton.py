@@ -16,8 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens, power_of_2, strides
-from megacpp_compile.lowerings.gated_delta_rule.cuda_triton import too_large
+from megacpp_compile.lowerings._kernels.triton_launch import (
+    MOST_BLOCKS,
+    in_sixteens,
+    power_of_2,
+    strides,
+    too_large,
+    unfit,
+)
 from megacpp_compile.lowerings.gated_linear_attention import _triton_gradients, _triton_output
 from megacpp_compile.lowerings.gated_linear_attention._call import COLUMNS, Call, without
 from megacpp_compile.lowerings.gated_linear_attention._channels import Channels
@@ -27,21 +33,14 @@ __all__ = ["gated_linear_attention", "gated_linear_attention_backward", "support
 # Channels of keys that kernels have at most, of bfloat16 operands and of others.
 MOST_KEYS, MOST_WIDE_KEYS = 256, 128
 QUERY_GRADIENTS, KEY_GRADIENTS = {"num_warps": 8, "num_stages": 1}, {"num_warps": 8, "num_stages": 1}
-# Blocks a launch can have along a dimension other than the first.
-MOST_BLOCKS = 65535
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernels cannot serve this call, or None."""
     q, k, v, g, initial_state = args[2:7] if name.endswith("_backward") else args[:5]
-    given = [t for t in (q, k, v, g, initial_state) if t is not None]
-    if any(t.dtype == torch.float64 for t in given):
-        return "float64: tensor cores multiply in float32 at most"
-    if any(not t.dtype.is_floating_point or t.dtype.itemsize < 2 for t in given):
-        return "an operand is neither float32, float16 nor bfloat16"
     sizes = (*k.shape[2:], *v.shape[2:])
-    if not all(isinstance(size, int) for size in sizes):
-        return f"symbolic heads or head sizes: {sizes}"
+    if (why := unfit((q, k, v, g, initial_state), sizes)) is not None:
+        return why
     _, keys, heads, values = sizes
     wide = any(t.dtype != torch.bfloat16 for t in (q, k, v))
     most = MOST_WIDE_KEYS if wide else MOST_KEYS

@@ -15,7 +15,14 @@ import triton
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import hint
-from megacpp_compile.lowerings._kernels.triton_launch import Kernel, last_dim_contiguous, multiply, power_of_2, strides
+from megacpp_compile.lowerings._kernels.triton_launch import (
+    MOST_BLOCKS,
+    Kernel,
+    last_dim_contiguous,
+    multiply,
+    power_of_2,
+    strides,
+)
 from megacpp_compile.lowerings.mla_decode import _triton_kernels as kernels
 
 __all__ = ["mla_decode", "supports"]
@@ -26,8 +33,6 @@ MAX_VALUE_CHANNELS, MAX_REST_CHANNELS = 512, 128
 SMS = 132
 # What a part takes beside its tiles, and its share of combining, in tiles.
 START, COMBINE = 3, 0.01
-# Blocks a launch can have along its second and third dimension.
-MOST_BLOCKS = 65535
 
 _TILES = [
     {"BH": bh, "BK": bk, "num_warps": warps, "num_stages": stages}

@@ -18,15 +18,13 @@ import triton
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, power_of_2, strides
+from megacpp_compile.lowerings._kernels.triton_launch import MOST_BLOCKS, last_dim_contiguous, power_of_2, strides
 from megacpp_compile.lowerings.selective_scan import _triton_gradients, _triton_walk
 from megacpp_compile.lowerings.selective_scan.reference import all_of
 
 __all__ = ["selective_scan", "selective_scan_backward", "supports"]
 
 MOST_STATES = 64
-# Blocks a launch can have along a dimension other than the first.
-MOST_BLOCKS = 65535
 # Numbers of a state that a program has: channels times states; in backward fewer, as it has them for `KEPT` tokens.
 FORWARD, BACKWARD = 1024, 256
 KEPT = 4

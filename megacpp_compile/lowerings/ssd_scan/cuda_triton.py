@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.columns import Columns
-from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens
+from megacpp_compile.lowerings._kernels.triton_launch import MOST_BLOCKS, in_sixteens, unfit
 from megacpp_compile.lowerings.ssd_scan import _gradients, _hopper
 from megacpp_compile.lowerings.ssd_scan._call import Call
 
@@ -31,8 +31,6 @@ __all__ = ["ssd_scan", "ssd_scan_backward", "supports", "writes_into"]
 
 HEAD_SIZES = (16, 32, 64, 128)
 STATE_SIZES = (16, 32, 64, 128, 256)
-# Blocks a launch can have along a dimension other than the first.
-MOST_BLOCKS = 65535
 # Results of backward that Hopper's kernels write side by side: the gradients of x, B and C, which a mixer makes of one.
 _JOINED = (0, 3, 4)
 
@@ -40,14 +38,9 @@ _JOINED = (0, 3, 4)
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernels cannot serve this call, or None."""
     x, dt, A, B, C, D, initial_state = args[2:9] if name == "ssd_scan_backward" else args[:7]
-    given = [t for t in (x, dt, A, B, C, D, initial_state) if t is not None]
-    if any(t.dtype == torch.float64 for t in given):
-        return "float64: tensor cores multiply in float32 at most"
-    if any(not t.dtype.is_floating_point or t.dtype.itemsize < 2 for t in given):
-        return "an operand is neither float32, float16 nor bfloat16"
     sizes = (*x.shape[2:], *B.shape[2:])
-    if not all(isinstance(size, int) for size in sizes):
-        return f"symbolic heads or head sizes: {sizes}"
+    if (why := unfit((x, dt, A, B, C, D, initial_state), sizes)) is not None:
+        return why
     heads, p, groups, n = sizes
     if p not in HEAD_SIZES or n not in STATE_SIZES:
         return f"heads of {p} with states of {n}: kernels have {HEAD_SIZES} and {STATE_SIZES}"
