@@ -314,6 +314,8 @@ _ROWS = (
            "policy auto, offloading", RAISES),
     Symbol("inductor.AsyncCompile", "torch._inductor.async_compile.AsyncCompile", "torch's launcher for our kernels",
            "Triton launches them"),
+    Symbol("", "torch._inductor.codegen.wrapper.PythonWrapperCodegen.define_kernel",
+           "kernels compiled while code is written", "they wait until it is loaded"),
     Symbol("inductor.get_compile_threads", "torch._inductor.async_compile.get_compile_threads",
            "torch's launcher for our kernels", "Triton launches them"),
     Symbol("inductor.maybe_warm_pool", "torch._inductor.async_compile.maybe_warm_pool", "workers started ahead",

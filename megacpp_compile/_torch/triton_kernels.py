@@ -1,12 +1,17 @@
-"""Which of its arguments a Triton kernel writes to, as torch reads it off the kernel.
+"""How Inductor takes Triton kernels that it did not write: which arguments they write to, and when they are compiled.
 
-Torch makes Triton's IR of a kernel for that, some 30 ms, and makes it anew for every call of a graph: a hundred casts
-to float8 by one kernel took three seconds of a compilation.
+To read off a kernel what it writes to, torch makes Triton's IR of it, some 30 ms, and makes it anew for every call of a
+graph: a hundred casts to float8 by one kernel took three seconds of a compilation.
+
+Inductor's own kernels are handed to its compile workers as soon as their source is written. Those of others wait until
+the code around them is written and loaded, though they are the ones that take longest.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,45 +25,82 @@ from megacpp_compile._torch.fakes import FakeTensor
 _WHERE = "torch._higher_order_ops.triton_kernel_wrap"
 # As releases of torch have called the function, the newest first.
 _READERS = ("identify_accessed_tensors", "identify_mutated_tensors")
+_WRAPPER, _COMPILES = "torch._inductor.codegen.wrapper.PythonWrapperCodegen", "async_compile.triton("
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool, sympy.Expr)
+_logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def kernels_read_once() -> Iterator[None]:
     """What is compiled inside has a kernel read once for all its calls with arguments of the same types, sizes and
-    constants; without effect on a torch that reads kernels elsewhere. From the first to enter to the last to leave, in
-    whichever threads."""
-    with _lock:
-        _replaced.enter()
-    try:
+    constants; without effect on a torch that reads kernels elsewhere."""
+    with _readers.replaced():
         yield
-    finally:
-        with _lock:
-            _replaced.leave()
+
+
+@contextlib.contextmanager
+def kernels_begun_when_written() -> Iterator[None]:
+    """What is compiled inside has each Triton kernel handed to Inductor's compile workers as soon as its source is
+    written; without effect where there are none."""
+    with _definitions.replaced():
+        yield
 
 
 class _Replaced:
-    """How many are inside, and torch's own functions while any is."""
+    """Attributes of something of torch's, each replaced by `around` it from the first to enter to the last to leave, in
+    whichever threads. Those that this torch lacks are left out."""
 
-    def __init__(self) -> None:
-        self.inside, self.before = 0, dict[str, Any]()
+    def __init__(self, where: str, names: tuple[str, ...], around: Callable[[Any], Any]) -> None:
+        self.where, self.names, self.around = where, names, around
+        self.inside, self.before, self.lock = 0, dict[str, Any](), threading.Lock()
 
-    def enter(self) -> None:
-        module = find(_WHERE)
-        if self.inside == 0:
-            self.before = {name: getattr(module, name) for name in _READERS if hasattr(module, name)}
-            for name, read in self.before.items():
-                setattr(module, name, _remembering(read))
-        self.inside += 1
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        with self.lock:
+            if self.inside == 0:
+                there = find(self.where)
+                self.before = {name: getattr(there, name) for name in self.names if hasattr(there, name)}
+                for name, given in self.before.items():
+                    setattr(there, name, self.around(given))
+            self.inside += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.inside -= 1
+                if self.inside == 0:
+                    for name, given in self.before.items():
+                        setattr(find(self.where), name, given)
 
-    def leave(self) -> None:
-        self.inside -= 1
-        if self.inside == 0:
-            for name, read in self.before.items():
-                setattr(find(_WHERE), name, read)
+
+def _beginning(define: Callable[..., Any]) -> Callable[..., Any]:
+    def defining(wrapper: Any, kernel_name: str, kernel_body: str, *more: Any, **named: Any) -> Any:
+        defined = define(wrapper, kernel_name, kernel_body, *more, **named)
+        try:
+            _begin(kernel_body)
+        except Exception as error:  # it is compiled where the code is loaded, and what is wrong is said then
+            _logger.info("kernel %s was not begun ahead: %s: %s", kernel_name, type(error).__name__, error)
+        return defined
+
+    return defining
 
 
-_lock, _replaced = threading.Lock(), _Replaced()
+def _begin(body: str) -> None:
+    """Hand the kernel that the call in `body` compiles to the workers, where that call will find it."""
+    from megacpp_compile._torch.inductor import AsyncCompile
+
+    if not body.startswith(_COMPILES) or not AsyncCompile.use_process_pool():
+        return
+    # As `IndentedBuffer.splice` writes lines into the module: kernels are found by their source.
+    lines = (line if line.strip() else "" for line in body.split("\n"))
+    call = ast.parse("\n".join(lines).strip(), mode="eval").body
+    assert isinstance(call, ast.Call)
+    name, source = map(ast.literal_eval, call.args[:2])
+    AsyncCompile().triton(name, source)
+
+
+_readers = _Replaced(_WHERE, _READERS, lambda read: _remembering(read))
+_definitions = _Replaced(_WRAPPER, ("define_kernel",), _beginning)
 
 
 def _remembering(read: Callable[..., Any]) -> Callable[..., Any]:

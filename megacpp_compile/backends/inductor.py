@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from megacpp_compile._torch.functorch import backward_with_forward, floats_of_the_frame, keep_saved_tensors
 from megacpp_compile._torch.inductor import attention_left
 from megacpp_compile._torch.inductor import config as inductor_config
-from megacpp_compile._torch.triton_kernels import kernels_read_once
+from megacpp_compile._torch.triton_kernels import kernels_begun_when_written, kernels_read_once
 from megacpp_compile.backends import cuda_graphs, static_launch
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
@@ -123,7 +123,13 @@ def _compile(
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
     if own := inner.get("inner_compile", usual and usual.default):
         inner = {"inner_compile": functools.partial(_keeping_saved_tensors, own)}
-    with backward_with_forward(), kernels_read_once(), floats_of_the_frame(), attention_left(_no_kernel_serves):
+    with (
+        backward_with_forward(),
+        kernels_read_once(),
+        kernels_begun_when_written(),
+        floats_of_the_frame(),
+        attention_left(_no_kernel_serves),
+    ):
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
 
 

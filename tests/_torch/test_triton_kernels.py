@@ -1,4 +1,5 @@
-"""A Triton kernel is read once for all its calls that are alike, and what is read is what torch reads."""
+"""A Triton kernel is read once for all its calls that are alike, and what is read is what torch reads. It is compiled
+from when its source is written."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from megacpp_compile._torch._registry import find
 from megacpp_compile._torch.fakes import FakeTensorMode
-from megacpp_compile._torch.triton_kernels import kernels_read_once
+from megacpp_compile._torch.triton_kernels import kernels_begun_when_written, kernels_read_once
 
 wrap = find("torch._higher_order_ops.triton_kernel_wrap")
 NAME = next(name for name in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(wrap, name))
@@ -120,3 +121,56 @@ def test_a_kernel_of_ours_is_read_as_torch_reads_it(request):
         got = [getattr(wrap, NAME)(fp8_delayed_cast, arguments(*case), {}) for case in cases]
     assert got == want and got[0] is got[2] and got[3] is got[5] and got[0] is not got[1]
     assert got[0] != got[3], "turned is written where it is asked for"
+
+
+class TestKernelsBegunWhenWritten:
+    """Inductor finds a kernel that is being compiled by its source, to the letter."""
+
+    SOURCE = "\nimport triton\n   \n\t\n@triton.jit\ndef scale(x):\n    \\'\\'\\'a line\\'\\'\\'\n\n    x\n"
+    BODY = f"async_compile.triton('scale', '''{SOURCE}''', device_str='cuda')\n"
+
+    @pytest.fixture
+    def begun(self, monkeypatch):
+        from torch._inductor.async_compile import AsyncCompile
+
+        calls = []
+        monkeypatch.setattr(AsyncCompile, "use_process_pool", classmethod(lambda cls: True))
+        monkeypatch.setattr(AsyncCompile, "triton", lambda self, *call, device_str="cuda": calls.append(call))
+        return calls
+
+    def written(self, body):
+        """What Inductor's wrapper writes for a kernel, as the module that is loaded has it."""
+        from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+        from torch._inductor.utils import IndentedBuffer
+
+        class Wrapper:
+            writeline = staticmethod(lambda line: None)
+
+        PythonWrapperCodegen.define_kernel(Wrapper(), "scale_0", body, "# Original path: scale.py:1")
+        header = IndentedBuffer()
+        header.splice(PythonWrapperCodegen._format_kernel_definition("scale_0", body, "# Original path: scale.py:1"))
+        return header.getvalue()
+
+    def test_under_the_source_that_the_module_asks_for(self, begun):
+        from torch._inductor.async_compile import AsyncCompile
+
+        with kernels_begun_when_written():
+            module = self.written(self.BODY)
+        assert len(begun) == 1
+        exec(module, {"async_compile": AsyncCompile()})
+        assert begun[0] == begun[1] and begun[0][0] == "scale" and "'''a line'''" in begun[0][1]
+
+    def test_nothing_is_begun_outside_without_workers_or_for_other_code(self, begun, monkeypatch):
+        from torch._inductor.async_compile import AsyncCompile
+
+        self.written(self.BODY)
+        with kernels_begun_when_written():
+            self.written("async_compile.cpp_pybinding(['float*'], r'''\nint main() {}\n''')\n")
+            monkeypatch.setattr(AsyncCompile, "use_process_pool", classmethod(lambda cls: False))
+            self.written(self.BODY)
+        assert not begun
+
+    def test_what_fails_is_left_to_where_the_code_is_loaded(self, begun, caplog):
+        with kernels_begun_when_written(), caplog.at_level("INFO"):
+            assert "scale_0 = async_compile" in self.written("async_compile.triton('scale', '''\n")
+        assert not begun and "kernel scale_0 was not begun ahead: SyntaxError" in caplog.text
