@@ -332,6 +332,7 @@ _ROWS = (
            "Triton launches them"),
     Symbol("", "torch._inductor.config.post_grad_custom_pre_pass", "lowering the semantic ops", ALONE),
     Symbol("", "torch._inductor.config.post_grad_custom_post_pass", "choosing GEMM kernels by measurement", ALONE),
+    Symbol("", "torch._inductor.config.joint_custom_pre_pass", "choosing GEMM kernels by measurement", ALONE),
     Symbol("", "torch._inductor.config.joint_custom_post_pass", "a policy", RAISES),
     Symbol("", "torch._inductor.config.custom_partitioner_fn", "offloading", RAISES),
     Symbol("", "torch._inductor.config.allow_buffer_reuse", "a policy", RAISES),

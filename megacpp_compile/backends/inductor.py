@@ -31,7 +31,8 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import fake_inputs
 from megacpp_compile.frontend.checkpoint import checkpoint_tags, has_regions
 from megacpp_compile.fx.edit import value
-from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
+from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms, BeginSearch
+from megacpp_compile.lowerings._gemm.cublaslt import searches_end
 from megacpp_compile.remat.offload import Offload
 from megacpp_compile.remat.plan import StepContext
 from megacpp_compile.remat.tagging import KeepChoices, TagForRemat
@@ -43,6 +44,7 @@ def refusal(gm: GraphModule, patches: Mapping[str, Any], config: Config, grad: b
     return why_alone(patches, config, grad)
 
 
+@searches_end()
 def compile_lowered(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     """Compile a rewritten frame, its backward included; without Inductor's own patterns where one of these fails on it.
 
@@ -87,11 +89,13 @@ def _errors_held_back() -> Iterator[list[logging.LogRecord]]:
 
 
 def gemm_patches(settings: Settings) -> dict[str, Any]:
-    """The patches, and where large GEMMs are cuBLAS's a pass behind Inductor's own that times candidates for them."""
+    """The patches, and where large GEMMs are cuBLAS's two passes around Inductor's own that time candidates for
+    them."""
     if not settings.target.cublas or not settings.config.autotune_gemms:
         return settings.patches
-    user = settings.patches.get("post_grad_custom_post_pass", inductor_config.post_grad_custom_post_pass)
-    return {**settings.patches, "post_grad_custom_post_pass": AutotuneGemms(user)}
+    passes = {"joint_custom_pre_pass": BeginSearch, "post_grad_custom_post_pass": AutotuneGemms}
+    user = {name: settings.patches.get(name, getattr(inductor_config, name)) for name in passes}
+    return {**settings.patches, **{name: make(user[name]) for name, make in passes.items()}}
 
 
 def compile_plain(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Callable
 
@@ -301,10 +302,79 @@ def test_products_are_tried_with_memory(monkeypatch):
 def test_what_was_tried_is_not_tried_again(monkeypatch):
     found = {cublaslt._key(*operands()): None, cublaslt._key(*operands(m=8)): object()}
     monkeypatch.setattr(cublaslt, "_gemms", found)
-    monkeypatch.setattr(cublaslt, "_filled", lambda like: pytest.fail("made operands to try it on"))
+    monkeypatch.setattr(cublaslt._Operand, "filled", lambda self: pytest.fail("made operands to try it on"))
     with FakeTensorMode() as mode:
         fakes = [[mode.from_tensor(t) for t in operands(m=m)] for m in (4, 8)]
     assert [cublaslt.gains(*pair) for pair in fakes] == [False, True]
+
+
+class TestSearchBegunAhead:
+    """GEMMs of a joint graph are tried in a thread, one after the other; whoever asks meanwhile waits, or goes first."""
+
+    @pytest.fixture(autouse=True)
+    def slow_search(self, monkeypatch):
+        self.tried, self.go, self.running = [], threading.Event(), threading.Event()
+
+        def gemm(a, b, out):
+            key = cublaslt._key(a, b)
+            with cublaslt._searching:
+                self.tried.append((a.shape[0], threading.current_thread().name.startswith("megacpp_gemms")))
+                if self.tried[-1][1]:
+                    self.running.set()
+                    assert self.go.wait(20)
+                cublaslt._gemms[key] = None if a.shape[0] == 8 else "serves"
+            return cublaslt._gemms[key]
+
+        monkeypatch.setattr(cublaslt, "available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(cublaslt, "_gemm", gemm)
+        monkeypatch.setattr(cublaslt, "_gemms", {})
+        monkeypatch.setattr(cublaslt, "_begun", {})
+        yield
+        self.go.set()
+
+    def test_each_gemm_once_and_the_answer_is_waited_for(self):
+        for m in (4, 8, 4):
+            cublaslt.begin(*operands(m=m))
+        self.go.set()
+        assert [cublaslt.gains(*operands(m=m)) for m in (4, 8, 4)] == [True, False, True]
+        assert [m for m, _ in self.tried] == [4, 8] and not cublaslt._begun
+
+    def test_one_that_waits_behind_another_is_tried_by_whoever_asks(self):
+        cublaslt.begin(*operands(m=4))
+        assert self.running.wait(20)
+        cublaslt.begin(*operands(m=8))
+        threading.Timer(0.1, self.go.set).start()  # the first holds the GPU until then
+        assert not cublaslt.gains(*operands(m=8))
+        assert self.tried == [(4, True), (8, False)]
+
+    def test_what_nobody_asked_for_is_dropped(self):
+        with pytest.raises(ZeroDivisionError), cublaslt.searches_end():
+            for m in (4, 8, 16):
+                cublaslt.begin(*operands(m=m))
+            assert self.running.wait(20)
+            threading.Timer(0.1, self.go.set).start()
+            raise ZeroDivisionError
+        assert not cublaslt._begun and self.tried == [(4, True)]
+        cublaslt._thread().submit(lambda: None).result(20)
+        assert self.tried == [(4, True)]
+
+    def test_large_gemms_of_a_joint_graph_are_begun(self, monkeypatch):
+        self.go.set()
+        monkeypatch.setattr(autotune, "_worth", lambda a, b: a.shape[0] != 16)
+
+        def joint(*given):
+            return [torch.mm(a, b) for a, b in zip(given[::2], given[1::2], strict=True)]
+
+        given = [t for m in (4, 8, 16) for t in operands(m=m)]
+        with FakeTensorMode() as mode:
+            graph = make_fx(joint)(*(mode.from_tensor(t) for t in given)).graph
+        before = str(graph)
+        with inductor_config.patch(max_autotune_gemm=True):
+            autotune.BeginSearch()(graph)
+        assert not cublaslt._begun
+        autotune.BeginSearch()(graph)
+        assert {key[3][0] for key in cublaslt._begun} == {4, 8} and str(graph) == before
 
 
 class TestKeptChoices:
@@ -368,6 +438,7 @@ def test_tuning_is_an_option_and_for_cuda(on):
         gave = inductor.gemm_patches(Settings(TARGETS[target], Config(autotune_gemms=on), given))
         if on and target == "cuda":
             assert isinstance(gave["post_grad_custom_post_pass"], AutotuneGemms)
+            assert isinstance(gave["joint_custom_pre_pass"], autotune.BeginSearch)
             gave["post_grad_custom_post_pass"](fx.Graph())
             assert seen == ["the user's"]
         else:

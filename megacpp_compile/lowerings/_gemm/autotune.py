@@ -2,8 +2,9 @@
 
 Inductor hands a GEMM to `torch.mm`, which takes the first kernel cuBLASLt's heuristic names. On an H200 a later one
 is 5 to 15 % faster for many GEMMs of a linear's forward and of its input's gradient; for the gradients of
-weights, which sum over tokens, the first is as good as any. `AutotuneGemms` tries the large GEMMs of a partitioned
-graph, behind Inductor's own patterns, and puts this op where a candidate gains more than a call from Python costs.
+weights, which sum over tokens, the first is as good as any. `BeginSearch` has the large GEMMs of a joint graph tried in
+a thread, while it is partitioned and lowered; `AutotuneGemms` puts this op into the partitioned graph, after Inductor's
+own patterns, where a candidate gains more than a call from Python costs.
 Results are bit for bit those of `torch.mm`: see `cublaslt`.
 """
 
@@ -48,27 +49,43 @@ def _flops(a: Tensor, b: Tensor) -> float:
 declare({"megacpp::tuned_mm": OpTraits(gemm=True, flops=_flops)})
 
 
-class AutotuneGemms(GraphPass):
-    """Turns large `aten.mm` of a partitioned CUDA graph into `megacpp::tuned_mm` where a candidate gains; does nothing
-    under Inductor's `max_autotune`, which measures by itself."""
+class _OverGemms(GraphPass):
+    """A pass that does nothing under Inductor's `max_autotune`, which measures by itself."""
 
     def __init__(self, before: Any = None) -> None:
         self.before = before
 
     def run(self, graph: fx.Graph) -> None:
-        if _has_its_own():
-            return
-        for node in graph.find_nodes(op="call_function", target=aten.mm.default):
-            if _takes(node):
-                node.target = torch.ops.megacpp.tuned_mm.default
-                # By these Inductor keeps the operands' layouts as the graph has them.
-                node.meta["eager_input_vals"] = tuple(fx.map_arg(list(node.args), value)), {}
+        if not _has_its_own():
+            for node in graph.find_nodes(op="call_function", target=aten.mm.default):
+                self.see(node)
+
+    def see(self, node: Node) -> None:
+        raise NotImplementedError
 
     def key(self) -> tuple[Any, ...]:
         return ()
 
     def __reduce__(self) -> Any:
-        return AutotuneGemms, (self.before,)
+        return type(self), (self.before,)
+
+
+class BeginSearch(_OverGemms):
+    """Begins in a thread, on a graph that is not partitioned yet, the search that `AutotuneGemms` waits for."""
+
+    def see(self, node: Node) -> None:
+        if _worth(*map(value, node.args)):
+            cublaslt.begin(*map(value, node.args))
+
+
+class AutotuneGemms(_OverGemms):
+    """Turns large `aten.mm` of a partitioned CUDA graph into `megacpp::tuned_mm` where a candidate gains."""
+
+    def see(self, node: Node) -> None:
+        if _takes(node):
+            node.target = torch.ops.megacpp.tuned_mm.default
+            # By these Inductor keeps the operands' layouts as the graph has them.
+            node.meta["eager_input_vals"] = tuple(fx.map_arg(list(node.args), value)), {}
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:

@@ -12,13 +12,15 @@ The C API is called through ctypes on the libcublasLt that torch itself has load
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ _SUM_IN_COMPUTE_TYPE = 2
 _WORKSPACE = 32 << 20
 _CANDIDATES = 16
 _ROUNDS, _FIRST_ROUNDS = 8, 2
+_TORCHS = -1  # the place of torch's own choice among the candidates
 # Candidates this far behind after the first rounds are dropped.
 _BEHIND = 1.1
 # A candidate serves where it takes at most this part of the time of torch's choice, and saves more, in ms, than a call
@@ -62,14 +65,15 @@ class _Candidate(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    """The library torch has loaded; raises OSError where there is none."""
+def _library(kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+    """The library torch has loaded, `ctypes.PyDLL` for calls that keep the interpreter; raises OSError where there is
+    none."""
     torch.cuda.current_blas_handle()
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "libcublasLt.so" in line}
     if not paths:
         raise OSError("torch has loaded no libcublasLt")
-    library = ctypes.CDLL(min(paths))
+    library = kind(min(paths))
     library.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
     library.cublasLtGetVersion.restype = c_size_t
     return library
@@ -172,47 +176,65 @@ class Gemm:
         """The fastest candidate, timed in turns; None where torch's choice is as good, or the bits differ."""
 
         def with_(candidate: _Candidate) -> Callable[[], None]:
-            return lambda: self.run(a, b, out, candidate)
+            return lambda: self.run(a, b, out, candidate, _library(ctypes.PyDLL))
 
-        calls: dict[int, Callable[[], Any]] = {-1: lambda: torch.mm(a, b, out=out)}
-        calls |= {i: with_(c) for i, c in enumerate(candidates)}
+        calls: dict[int, Callable[[], Any]] = {i: with_(c) for i, c in enumerate(candidates)}
+        calls[_TORCHS] = lambda: torch.mm(a, b, out=out)
         times: dict[int, list[float]] = {i: [] for i in calls}
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for turn in range(_ROUNDS + 1):
-            for i in list(times):
-                start.record()
-                try:
-                    calls[i]()
-                except RuntimeError:
-                    del times[i]
-                    continue
-                end.record()
-                end.synchronize()
-                if turn:
-                    times[i].append(start.elapsed_time(end))
+            took = _round({i: calls[i] for i in times})
+            times = {i: [*times[i], *([ms] if turn else [])] for i, ms in took.items()}
             if turn == _FIRST_ROUNDS:
                 least = min(min(t) for t in times.values())
-                times = {i: t for i, t in times.items() if i <= 0 or min(t) < _BEHIND * least}
+                times = {i: t for i, t in times.items() if i in (0, _TORCHS) or min(t) < _BEHIND * least}
         middle = {i: sorted(t)[len(t) // 2] for i, t in times.items()}
         best = min(middle, key=middle.__getitem__)
         # The first candidate is torch's, but for what torch's call itself takes.
-        torchs = min(middle[-1], middle.get(0, middle[-1]))
-        if best < 0 or middle[best] > min(_WORTH * torchs, torchs - _LEAST):
+        torchs = min(middle[_TORCHS], middle.get(0, middle[_TORCHS]))
+        if best == _TORCHS or middle[best] > min(_WORTH * torchs, torchs - _LEAST):
             return None
         return candidates[best] if self._has_torchs_bits(a, b, out, candidates[best]) else None
 
-    def run(self, a: Tensor, b: Tensor, out: Tensor, algorithm: _Candidate | None = None) -> None:
+    def run(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        algorithm: _Candidate | None = None,
+        library: ctypes.CDLL | None = None,
+    ) -> None:
         algorithm = algorithm or self.algorithm
         assert algorithm is not None
         stream = torch.cuda.current_stream(self.device).cuda_stream
         workspace = _workspace(self.device, stream).data_ptr()
         left, right, result = self.layouts
         target = out.data_ptr()
-        status = _library().cublasLtMatmul(
+        status = (library or _library()).cublasLtMatmul(
             _handle(self.device), self.desc, byref(self.alpha), b.data_ptr(), left, a.data_ptr(), right,
             byref(self.beta), target, result, target, result, byref(algorithm), workspace, _WORKSPACE, stream,
         )  # fmt: skip
         _check(status, "cublasLtMatmul")
+
+
+def _round(calls: dict[int, Callable[[], Any]]) -> dict[int, float]:
+    """Milliseconds of each call on the GPU, without those that fail.
+
+    All are launched before any is waited for, and none but torch's gives the interpreter away: where another thread has
+    it, a launch would come late by more than a GEMM takes. Torch's is the last, when the GPU has others to do.
+    """
+    marks: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+    for i, call in calls.items():
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        try:
+            call()
+        except RuntimeError:
+            continue
+        end.record()
+        marks[i] = start, end
+    for _, end in marks.values():
+        end.synchronize()
+    return {i: start.elapsed_time(end) for i, (start, end) in marks.items()}
 
 
 def _aligned(*tensors: Tensor) -> bool:
@@ -234,7 +256,9 @@ def _gemm(a: Tensor, b: Tensor, out: Tensor) -> Gemm | None:
     if (key := _key(a, b)) not in _gemms:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _gemms[key] = _prepare(a, b, out)
+        with _searching, torch.cuda.device(a.device):
+            if key not in _gemms:
+                _gemms[key] = _prepare(a, b, out)
     return _gemms[key]
 
 
@@ -264,21 +288,65 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 def gains(a: Tensor, b: Tensor) -> bool:
     """Whether a candidate is faster than torch's choice for such a GEMM: tried on operands of the shapes, strides,
     dtype and device of `a` and `b`, which may be fake, filled at random."""
-    if (key := _key(a, b)) in _gemms:  # by a layer before this one
+    key = _key(a, b)
+    if (search := _begun.pop(key, None)) is not None and not search.cancel():
+        search.result()
+    if key in _gemms:  # by a layer before this one
         return _gemms[key] is not None
     if not available() or torch.cuda.is_current_stream_capturing():
         return False
     # A lowering asks while it is functionalised, under which new tensors have no memory of their own.
-    with disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
-        try:
-            left, right = (_filled(t) for t in (a, b))
+    with disable_current_modes(), temporarily_clear_interpreter_stack():
+        return _tried(*(_Operand.like(t) for t in (a, b)))
+
+
+def begin(a: Tensor, b: Tensor) -> None:
+    """Begin to find out in a thread what `gains` will be asked of `a` and `b`; each GEMM once."""
+    if (key := _key(a, b)) in _gemms or key in _begun or not available() or torch.cuda.is_current_stream_capturing():
+        return
+    _begun[key] = _thread().submit(_tried, *(_Operand.like(t) for t in (a, b)))
+
+
+@contextlib.contextmanager
+def searches_end() -> Iterator[None]:
+    """At the end no search that was begun inside has the GPU: what nobody asked for is dropped."""
+    try:
+        yield
+    finally:
+        begun = [_begun.pop(key) for key in list(_begun)]
+        concurrent.futures.wait([search for search in begun if not search.cancel()])
+
+
+_begun: dict[tuple[Any, ...], concurrent.futures.Future[bool]] = {}
+_searching = threading.Lock()  # what is timed has the GPU to itself
+
+
+@functools.cache
+def _thread() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(1, "megacpp_gemms")
+
+
+class _Operand(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def like(cls, t: Tensor) -> _Operand:
+        return cls(t.shape, t.stride(), t.dtype, t.device)
+
+    def filled(self) -> Tensor:
+        """Random numbers in this memory layout, from a generator of their own."""
+        source = torch.Generator(self.device).manual_seed(0)
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return made.normal_(generator=source)
+
+
+def _tried(a: _Operand, b: _Operand) -> bool:
+    try:
+        with torch.no_grad():
+            left, right = a.filled(), b.filled()
             return _gemm(left, right, left.new_empty((left.shape[0], right.shape[1]))) is not None
-        except torch.cuda.OutOfMemoryError:
-            return False
-
-
-def _filled(like: Tensor) -> Tensor:
-    """Random numbers in `like`'s memory layout, from a generator of their own."""
-    source = torch.Generator(like.device).manual_seed(0)
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return made.normal_(generator=source)
+    except torch.cuda.OutOfMemoryError:
+        return False
