@@ -29,7 +29,7 @@ from megacpp_compile.fx.edit import drop_dead, value
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings import _sum_gradient
-from megacpp_compile.lowerings._gemm import shared_input
+from megacpp_compile.lowerings._gemm import outer_products, shared_input
 from megacpp_compile.lowerings._kernels.trace_options import autotune, tracing
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import Choice, choose, semantic_ops
@@ -73,6 +73,8 @@ class LowerSemanticOps(GraphPass):
             for join in dict.fromkeys(joins.values()):
                 join.finish(functools.partial(_copy, join.cat, self.target, traced))
         drop_dead(graph)
+        if self.target.cublas:
+            outer_products.multiply(graph)
         if self.config.fuse_shared_input_gemms and self.target.cublas:
             shared_input.merge(graph)
         for node in graph.nodes:

@@ -21,7 +21,8 @@ from torch.library import opcheck
 from megacpp_compile.backends import inductor
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.config.options import Config
-from megacpp_compile.lowerings._gemm import autotune, cublaslt
+from megacpp_compile.fx.edit import value
+from megacpp_compile.lowerings._gemm import autotune, cublaslt, outer_products
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
 from megacpp_compile.lowerings._gemm.shared_input import MAX_WIDTH, merge
 from megacpp_compile.targets import TARGETS
@@ -306,6 +307,44 @@ def test_what_was_tried_is_not_tried_again(monkeypatch):
     with FakeTensorMode() as mode:
         fakes = [[mode.from_tensor(t) for t in operands(m=m)] for m in (4, 8)]
     assert [cublaslt.gains(*pair) for pair in fakes] == [False, True]
+
+
+def table(frequencies, positions):
+    """As transformers has it: views behind need the GEMM's own memory layout."""
+    angles = (frequencies[None, :, None] @ positions[None, None, :]).transpose(1, 2)
+    return torch.cat((angles, angles), -1).cos(), (frequencies[:, None] @ positions[None]).view(-1)
+
+
+OUTER = {"a table of rotations": (table, (draw(4), draw(6))),
+         "rows": (lambda a, b: (a @ b).view(-1), (draw(5, 1), draw(1, 3))),
+         "a transposed column": (lambda a, b: a.t() @ b, (draw(1, 5), draw(1, 3))),
+         "a batch in another order": (lambda a, b: torch.bmm(a.transpose(0, 1), b).view(-1), (draw(5, 2, 1), draw(2, 1, 3))),
+         "bfloat16": (lambda a, b: a @ b, (draw(5, 1).bfloat16(), draw(1, 3).bfloat16())),
+         "rows without channels": (lambda a, b: a @ b, (draw(5, 1), draw(1, 0)))}
+
+
+@pytest.mark.parametrize("which", OUTER)
+def test_gemms_over_one_channel_are_multiplications(which):
+    function, given = OUTER[which]
+    gm = make_fx(function, tracing_mode="fake")(*given)
+    before = len(gm.graph.find_nodes(op="call_function", target=aten.bmm.default)) + gemms(gm.graph)
+    strides = [value(out).stride() for out in gm.graph.output_node().args[0]] if which == "a table of rotations" else None
+    assert outer_products.multiply(gm.graph) == before > 0
+    gm.graph.lint()
+    gm.recompile()
+    assert not gemms(gm.graph) and not gm.graph.find_nodes(op="call_function", target=aten.bmm.default)
+    torch.testing.assert_close(gm(*given), function(*given), rtol=0, atol=0)
+    if strides is not None:
+        assert [value(out).stride() for out in gm.graph.output_node().args[0]] == strides
+
+
+def test_other_gemms_stay():
+    def others(a, b, c, bias):
+        return a @ b, torch.addmm(bias, c, b[:1])
+
+    gm = make_fx(others, tracing_mode="symbolic")(draw(5, 2), draw(2, 3), draw(5, 1), draw(3))
+    before = str(gm.graph)
+    assert outer_products.multiply(gm.graph) == 0 and str(gm.graph) == before
 
 
 class TestSearchBegunAhead:
