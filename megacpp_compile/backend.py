@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from megacpp_compile._torch import dynamo
+from megacpp_compile.backends.static_launch import start_workers_for_gpus
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import BadOptionError, TorchTooOldError, wrapped_in
 from megacpp_compile.frontend import unbacked_shapes
@@ -113,6 +114,6 @@ sys.modules[__name__].__class__ = _Backend
 # `import megacpp_compile` does not come here; asking for the backend does.
 for _backend in (megacpp, sys.modules[__name__]):
     unbacked_shapes.traces_unbacked_shapes(_backend)
-unbacked_shapes.install()
+unbacked_shapes.install(start_workers_for_gpus)
 dynamo.registers_again(megacpp)
 dynamo.check_when_given((megacpp, sys.modules[__name__]), checked_options)

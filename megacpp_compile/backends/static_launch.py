@@ -48,6 +48,13 @@ def start_workers(target: Target) -> None:
         log.logger.info("compile workers were not started ahead: %s: %s", type(error).__name__, error)
 
 
+def start_workers_for_gpus() -> None:
+    """`start_workers` where this process uses a GPU already: before it is known what the frame to be translated is
+    for. The first worker is ready some ten seconds after it is asked for, as it imports torch."""
+    if torch.cuda.is_initialized():
+        start_workers(CUDA)
+
+
 def compile_ahead(graph: fx.Graph) -> None:
     """Begin to compile, in threads, what ops of ours in a lowered graph will launch: Inductor takes them for calls, and
     would have each kernel compiled where it first runs, one after the other."""

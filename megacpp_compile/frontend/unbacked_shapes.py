@@ -67,8 +67,9 @@ def traces_unbacked_shapes(backend: Backend) -> Backend:
     return backend
 
 
-def install() -> None:
-    """See to frames of backends that are marked. Where Dynamo is built otherwise, nothing is done."""
+def install(at_first: Callable[[], None] = lambda: None) -> None:
+    """See to frames of backends that are marked, `at_first` being called before such a frame is translated. Where
+    Dynamo is built otherwise, nothing is done."""
     original = frame_compiler()
     if original is None or hasattr(original, _MARK) or "compiler_fn" not in inspect.signature(original).parameters:
         return
@@ -80,6 +81,7 @@ def install() -> None:
         given = signature.bind_partial(*args, **kwargs).arguments
         if not getattr(_innermost(given.get("compiler_fn")), _OURS, False):
             return original(*args, **kwargs)
+        at_first()
         seen, token = len(graph_break_reasons), _retraced.set(False)
         traced = functools.partial(_traced_whole, original, args, kwargs)
         loops = Loops(_restart) if watches and graph_breaks.option(given["compiler_fn"], "expert_loops") else None

@@ -25,6 +25,7 @@ from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.backends.inductor import compile_lowered, compile_plain
 from megacpp_compile.backends.static_launch import SETTING
 from megacpp_compile.config.options import Config
+from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.targets import CUDA, TARGETS
 
 
@@ -165,6 +166,15 @@ def test_workers_start_before_a_cuda_frame_is_looked_at(started, eager_backend, 
     monkeypatch.setattr(pipeline, "analyse", lambda *args: seen.append(len(started)) or analyse(*args))
     torch.compile(nn.Linear(4, 4), backend=backend.megacpp)(torch.ones(2, 4))
     assert seen == [1]
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_workers_start_before_a_frame_is_translated_where_a_gpu_is_in_use(started, eager_backend, monkeypatch, initialized):
+    seen, translate = [], unbacked_shapes._traced_whole
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(unbacked_shapes, "_traced_whole", lambda *args: seen.append(len(started)) or translate(*args))
+    torch.compile(nn.Linear(4, 4), backend=backend.megacpp)(torch.ones(2, 4))
+    assert seen == [int(initialized)]
 
 
 @pytest.mark.parametrize(("target", "pools"), [("auto", 0), ("cuda", 1)])
