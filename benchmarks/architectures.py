@@ -81,6 +81,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "longcat_flash": {"hidden_size": 3072, "num_layers": 2, "n_routed_experts": 16, "zero_expert_num": 8},
     "gpt2": {"n_embd": 2048, "n_head": 16, "n_positions": 8192, "n_layer": 4},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "mpt": {"max_seq_len": 2 * TOKENS},
     "nemotron": {"num_key_value_heads": 8},
     "dots1": {"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4},
     "mixtral": {"hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 16},

@@ -416,6 +416,29 @@ class TestSearchBegunAhead:
         assert {key[3][0] for key in cublaslt._begun} == {4, 8} and str(graph) == before
 
 
+@pytest.mark.parametrize(("ms", "rounds"), [(0.1, [5, 5, 5, *[4] * 6]), (1.0, [5, 5, *[4] * 3])])
+def test_the_search_takes_fewer_rounds_where_gemms_are_long(monkeypatch, ms, rounds):
+    """One candidate, which is far behind, is dropped early; torch's own and the heuristic's first stay to the end."""
+    takes, timed = {0: 1.3, 1: 0.9, 2: 1.4, 3: 0.95, cublaslt._TORCHS: 1.25}, []
+
+    def one_round(calls):
+        timed.append(len(calls))
+        return {i: takes[i] * ms for i in calls}
+
+    monkeypatch.setattr(cublaslt, "_round", one_round)
+    monkeypatch.setattr(cublaslt, "_BEHIND", 1.3)
+    monkeypatch.setattr(cublaslt, "_library", lambda kind: None)
+    gemm = object.__new__(cublaslt.Gemm)
+    gemm._has_torchs_bits = lambda *_: True
+    candidates = ["first", "best", "far behind", "near"]
+    assert gemm._best(*operands(), None, candidates) == "best" and timed == rounds
+    takes[1] = takes[3] = 1.24  # 1 % of torch's is no gain
+    assert gemm._best(*operands(), None, candidates) is None
+    takes[1] = 0.9
+    gemm._has_torchs_bits = lambda *_: False
+    assert gemm._best(*operands(), None, candidates) is None
+
+
 class TestKeptChoices:
     """cuBLASLt's candidates stand for themselves here: what is kept of them, for which GEMM, and when it is believed."""
 

@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -40,6 +41,8 @@ _SUM_IN_COMPUTE_TYPE = 2
 _WORKSPACE = 32 << 20
 _CANDIDATES = 16
 _ROUNDS, _FIRST_ROUNDS = 8, 2
+# The same for GEMMs of at least so many ms, whose times scatter by less: a search of Cohere's takes seconds.
+_LONG, _ROUNDS_OF_LONG, _FIRST_OF_LONG = 0.3, 4, 1
 _TORCHS = -1  # the place of torch's own choice among the candidates
 # Candidates this far behind after the first rounds are dropped.
 _BEHIND = 1.1
@@ -181,10 +184,15 @@ class Gemm:
         calls: dict[int, Callable[[], Any]] = {i: with_(c) for i, c in enumerate(candidates)}
         calls[_TORCHS] = lambda: torch.mm(a, b, out=out)
         times: dict[int, list[float]] = {i: [] for i in calls}
-        for turn in range(_ROUNDS + 1):
+        rounds, first_rounds = _ROUNDS, _FIRST_ROUNDS
+        for turn in itertools.count():
             took = _round({i: calls[i] for i in times})
             times = {i: [*times[i], *([ms] if turn else [])] for i, ms in took.items()}
-            if turn == _FIRST_ROUNDS:
+            if turn == 1 and min(took.values()) > _LONG:
+                rounds, first_rounds = _ROUNDS_OF_LONG, _FIRST_OF_LONG
+            if turn == rounds:
+                break
+            if turn == first_rounds:
                 least = min(min(t) for t in times.values())
                 times = {i: t for i, t in times.items() if i in (0, _TORCHS) or min(t) < _BEHIND * least}
         middle = {i: sorted(t)[len(t) // 2] for i, t in times.items()}
