@@ -182,16 +182,16 @@ def _estimate(given: argparse.Namespace) -> None:
 
 
 def _plan(given: argparse.Namespace) -> None:
-    from megacpp_compile.memory import pareto
+    from megacpp_compile.memory import pareto, plot
 
+    if given.plot:
+        plot.check(given.plot)  # at once, not after the minutes that the policies take
     options = _options(given.option)
     model, args, kwargs = _load(given.target)
     found = pareto.points(model, *args, device=given.device, options=options, **kwargs)
     print(json.dumps([p.to_dict() for p in found], indent=1) if given.json else pareto.text(found))
     if given.plot:
-        from megacpp_compile.memory.plot import plot
-
-        plot(found, given.plot)
+        plot.plot(found, given.plot)
 
 
 def _passes(_: argparse.Namespace) -> None:
@@ -326,6 +326,7 @@ def _quiet(verbose: bool) -> Iterator[None]:
     if verbose or torch_logs():
         yield
         return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's library tells each start and stop, at a level of 5
     import torch
 
     assert torch  # has made its loggers, with levels of their own, by now

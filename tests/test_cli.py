@@ -7,9 +7,11 @@ import importlib.util
 import json
 import logging
 import re
+import subprocess
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from megacpp_compile.errors import BadOptionError, ForwardError, NotAModuleError
 from megacpp_compile.memory import pareto
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.report.report import Report
+
+ROOT = Path(__file__).parents[1]
 
 
 class Block(nn.Sequential):
@@ -266,6 +270,28 @@ def test_the_picture_of_a_plan(tmp_path, scale):
     labels = {label.get_text().split()[-1] for label in figure.axes[0].get_xticklabels()}
     assert labels <= ({"KiB", "B"} if scale == 1 else {"GiB"})
     assert "policy 3: 1.95 KiB, +3 µs" in figure.axes[0].texts[3].get_text() or scale > 1
+
+
+@pytest.mark.parametrize("missing, path, says", [
+    (True, "plan.png", "matplotlib"), (False, "plan.docx", "a file such as plan.png"), (False, "no/plan.png", "No such file"),
+])  # fmt: skip
+def test_a_picture_that_cannot_be_is_said_before_the_plan(built, capsys, monkeypatch, tmp_path, missing, path, says):
+    """A plan takes minutes, in which nobody waits for that sentence."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pareto, "points", lambda *_, **__: pytest.fail("planned before"))
+    if missing:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    else:
+        pytest.importorskip("matplotlib.figure")
+    assert says in sentence(capsys, "plan", "built:stack", "--plot", path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_profiler_is_quiet():
+    """Its library writes to stderr by itself; a process of its own, as it reads that setting once."""
+    code = "from megacpp_compile import cli; import sys; sys.exit(cli.main(['doctor', '--device', 'cpu', '--json']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert not done.stderr and json.loads(done.stdout)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacpp_compile.errors import BadOptionError, PackageMissingError
@@ -16,19 +17,34 @@ if TYPE_CHECKING:
 _GREY = "#999999"
 
 
+def check(path: str) -> None:
+    """That the picture can be drawn into the file `path`, before what it shows is computed. Raises PackageMissingError
+    without matplotlib, BadOptionError for an ending that matplotlib has no format for, and OSError where no file can be
+    written."""
+    figure = _figure()
+    ending = Path(path).suffix[1:].lower()
+    if ending and ending not in figure.canvas.get_supported_filetypes():
+        raise BadOptionError("--plot", path, "a file such as plan.png, plan.svg or plan.pdf")
+    there = Path(path).exists()
+    with open(path, "ab"):
+        pass
+    if not there:
+        Path(path).unlink()
+
+
 def plot(found: Sequence[Point], path: str) -> None:
-    """Draw the policies into the file `path`. Raises PackageMissingError without matplotlib, and OSError or
-    BadOptionError for a file that cannot be written."""
+    """Draw the policies into the file `path`. Raises what `check` does."""
+    figure = _figure()
+    draw(figure, found)
+    figure.savefig(path, dpi=150)
+
+
+def _figure() -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PackageMissingError("matplotlib", "--plot", str(error)) from error
-    figure = Figure()
-    draw(figure, found)
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:  # an extension that matplotlib has no format for
-        raise BadOptionError("--plot", path, "a file such as plan.png, plan.svg or plan.pdf") from error
+    return Figure()
 
 
 def draw(figure: Figure, found: Sequence[Point]) -> None:
