@@ -116,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
                    "megacpp plan examples.explain_hf:build --plot plan.png")  # fmt: skip
     plan.add_argument("--plot", metavar="FILE", help="draw them too (needs matplotlib)")
     for made in (estimate, plan):
-        made.add_argument("--device", help="device to estimate for (default: the model's own)")
+        made.add_argument("--device", help="device to estimate for, or a GPU that need not be here: a100, "
+                                             "h100, h200, b200 (default: the model's own)")  # fmt: skip
     command("passes", _passes, "list the passes in the order they run", "megacpp passes")
     tags = command("tags", _tags, "what tags of a report mean, and what to write instead", "megacpp tags escapes dtype")
     tags.add_argument("tags", nargs="*", metavar="TAG", help="a near miss's or an attention's (default: all)")
@@ -189,7 +190,7 @@ def _plan(given: argparse.Namespace) -> None:
     options = _options(given.option)
     model, args, kwargs = _load(given.target)
     found = pareto.points(model, *args, device=given.device, options=options, **kwargs)
-    print(json.dumps([p.to_dict() for p in found], indent=1) if given.json else pareto.text(found))
+    print(json.dumps([p.to_dict() for p in found], indent=1) if given.json else pareto.text(found, given.device))
     if given.plot:
         plot.plot(found, given.plot)
 

@@ -23,6 +23,7 @@ from megacpp_compile.errors import BadOptionError, ForwardError, NotAModuleError
 from megacpp_compile.memory import pareto
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.report.report import Report
+from megacpp_compile.report.text import bytes_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,7 +104,7 @@ def test_explain_writes_a_page_too(built, capsys, tmp_path):
 # Values that no command can mean, of every option that takes one but --option.
 MEANINGLESS = [
     *((command, "built:stack", "--device", device) for command in ("estimate", "plan")
-      for device in ("gpu", "h100", "RTX", "cuda:x", "cuda:-1", "", "5", "mps", "tpu", "xla", "cuda:99999", "no such device")),
+      for device in ("gpu", "gb200", "RTX", "cuda:x", "cuda:-1", "", "5", "mps", "tpu", "xla", "cuda:99999", "no such device")),
     *(("estimate", "built:stack", "--optimizer", name) for name in ("adam", "", "inf", "nan", "-3", "1e400")),
     ("plan", "built:stack", "--plot", "plan.png", "--device", "gpu"),
     *(("compile", "built:stack", "--output", file) for file in ("no_such_folder/code", ".", "")),
@@ -136,7 +137,7 @@ def test_a_value_without_a_meaning_costs_a_sentence(built, capsys, monkeypatch, 
     monkeypatch.setattr(pareto, "_candidates", lambda: iter([("none", pareto.CheckpointingPolicy())]))
     said = sentence(capsys, *command)
     assert "internal error" not in said and "please report" not in said
-    if command[-1] in ("gpu", "h100", "RTX"):
+    if command[-1] in ("gpu", "gb200", "RTX"):
         assert "Did you mean 'cuda'?" in said
 
 
@@ -270,6 +271,25 @@ def test_the_picture_of_a_plan(tmp_path, scale):
     labels = {label.get_text().split()[-1] for label in figure.axes[0].get_xticklabels()}
     assert labels <= ({"KiB", "B"} if scale == 1 else {"GiB"})
     assert "policy 3: 1.95 KiB, +3 µs" in figure.axes[0].texts[3].get_text() or scale > 1
+
+
+@pytest.mark.parametrize("name, size", [("h100", 80 * 2**30), ("H200", 141 * 10**9)])
+def test_a_gpu_that_is_not_here_is_estimated_for(built, capsys, name, size):
+    """Its memory is said, and policies cost what its rates make of them: more on the slower of two."""
+    assert cli.main(["estimate", "built:stack", "--device", name, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["gpu"], found["memory"]) == (name.lower(), size)
+    assert cli.main(["estimate", "built:stack", "--device", name]) == 0
+    assert f"{name.upper()} ({bytes_text(size)}): a step of" in capsys.readouterr().out
+
+
+def test_a_plan_goes_by_the_rates_of_the_gpu(built, capsys):
+    seconds = {}
+    for name in ("a100", "h200"):
+        assert cli.main(["plan", "built:stack", "--device", name, "--json"]) == 0
+        seconds[name] = max(p["seconds"] for p in json.loads(capsys.readouterr().out))
+    assert seconds["a100"] == pytest.approx(seconds["h200"] * 4800 / 2039, rel=0.01)
+    assert "fit into its" in pareto.text([pareto.Point("none", megacpp_compile.CheckpointingPolicy(), 1, 1, 0.0)], "b200")
 
 
 @pytest.mark.parametrize("missing, path, says", [

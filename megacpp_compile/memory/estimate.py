@@ -27,7 +27,7 @@ from megacpp_compile.report import collector
 from megacpp_compile.report.records import Frame
 from megacpp_compile.report.tables import family, table_text
 from megacpp_compile.report.text import bytes_text
-from megacpp_compile.targets import named_device
+from megacpp_compile.targets import gpus, named_device
 
 # Bytes of state for each trainable parameter.
 OPTIMIZERS = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0, "adamw_master": 12.0, "momentum": 4.0, "sgd": 0.0}
@@ -70,7 +70,8 @@ class Estimate:
         fields: what eager autograd keeps, in bytes by what it is (`memory.fields.FIELDS`): a router's input and scores,
             dispatch, gathered rows, experts' hiddens, combine, attention, convolutions, scans, streams of a residual,
             loops over depth, the head's logits, the results of other GEMMs, the rest. Their sum is `eager`.
-        device: what was estimated for; which attention runs, and so what it saves, depends on it.
+        device: where the step was traced; which attention runs, and so what it saves, depends on it.
+        gpu, memory: the GPU by name that was estimated for, "h100", and its bytes; "" and 0 where none was named.
         levers: under a policy, by kind of block ("ablock", ..., "" between blocks) over all blocks: bytes "saved" on
             the device, "offloaded" to main memory, and recomputed ("again") of what backward reads.
         seconds: under a policy, the modelled time of what a step recomputes and moves, on an idle device.
@@ -88,6 +89,8 @@ class Estimate:
     transient: int = 0
     seconds: float = 0.0
     fields: Mapping[str, int] = field(default_factory=dict)
+    gpu: str = ""
+    memory: int = 0
 
     @property
     def eager(self) -> int:
@@ -143,7 +146,15 @@ class Estimate:
             rows.append(("policy", kind or "between blocks", "", "", text or "0 B saved"))
         rows.append(("total", "", "", bytes_text(sum(state.values()) + self.eager), whole))
         title = f"estimated memory of a step on {self.device}"
-        return table_text(title, ("what", "module", "class", "eager", "megacpp"), rows)
+        table = table_text(title, ("what", "module", "class", "eager", "megacpp"), rows)
+        return f"{table.rstrip()}\n\n{self._of_gpu()}" if self.gpu else table
+
+    def _of_gpu(self) -> str:
+        needs = self.total if self.compiled is None else self.peak
+        verdict = "fits" if needs <= self.memory else "does not fit"
+        size = bytes_text(self.memory)
+        return (f"{self.gpu.upper()} ({size}): a step of {bytes_text(needs)} {verdict}. Traced on {self.device}: what "
+                "kernels save is that device's")  # fmt: skip
 
 
 def estimate(
@@ -161,7 +172,8 @@ def estimate(
     optimizer: a key of OPTIMIZERS ("adamw": two float32 moments; "adamw_master": and a float32 copy), or bytes a
         trainable parameter.
     device: the device to estimate for; by default the model's own, for a model on meta
-        "cuda" where there is one.
+        "cuda" where there is one. "a100", "h100", "h200" or "b200" need not be here: times go by the rates of that
+        GPU, its memory is in the result, and the step is traced on the GPU that is here, or on the CPU.
     compiled: also count what this compiler's graphs save, at the price of tracing every kind of block.
     options: fields of `Config`, or one, for what is compiled.
 
@@ -180,12 +192,15 @@ def estimate(
     per_parameter = _per_parameter(optimizer)
     config = Config.from_options(options, pass_names())
     parameters = list(model.parameters())
+    if (gpu := gpus.named(device)) is not None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     place = _place(device, parameters)
     rules.check_model(model, config)
     kinds = split_by_rules(model, find_kinds(model), config)
     run = FakeRun(model, args, kwargs, place, kinds)
-    eager = run.eager(config)
-    graphs = run.compiled(config) if compiled else None
+    with gpus.supposing(gpu):
+        eager = run.eager(config)
+        graphs = run.compiled(config) if compiled else None
     levers, transient, seconds = _levers(run.frames)
     trainable = [p for p in parameters if p.requires_grad]
     found = Estimate(
@@ -200,6 +215,8 @@ def estimate(
         transient=transient,
         seconds=seconds,
         fields=run.fields,
+        gpu=gpu.name if gpu else "",
+        memory=gpu.memory if gpu else 0,
     )
     collector.emit_estimate(found.to_dict())
     return found

@@ -20,6 +20,7 @@ from megacpp_compile.memory.estimate import estimate
 from megacpp_compile.memory.fit import matters, policy_candidates
 from megacpp_compile.report.tables import table_text
 from megacpp_compile.report.text import bytes_text, seconds_text
+from megacpp_compile.targets import gpus
 
 _BUDGETS = (0.8, 0.6, 0.4, 0.2)
 _LEGEND = "* no other policy takes as little time at as low a peak"
@@ -95,12 +96,17 @@ def _beats(one: Point, other: Point) -> bool:
     return one.peak <= other.peak and one.seconds <= other.seconds
 
 
-def text(found: Sequence[Point]) -> str:
-    """A table, and what its star means."""
+def text(found: Sequence[Point], device: str | torch.device | None = None) -> str:
+    """A table, what its star means, and for a GPU by name what its memory holds."""
     rows = [
         (" = ".join((p.name, *p.alike)), bytes_text(p.activations), bytes_text(p.peak), f"+{seconds_text(p.seconds)}",
          "*" if p.best else "")
         for p in found
     ]  # fmt: skip
     headers = ("policy", "activations", "peak of a step", "time (modelled)", "")
-    return f"{table_text('policies: time against peak memory', headers, rows).rstrip()}\n\n{_LEGEND}"
+    table = f"{table_text('policies: time against peak memory', headers, rows).rstrip()}\n\n{_LEGEND}"
+    if (gpu := gpus.named(device)) is None:
+        return table
+    fit = sum(p.peak <= gpu.memory for p in found)
+    size = bytes_text(gpu.memory)
+    return f"{table}\n  {gpu.name.upper()}: times by its rates; {fit} of {len(found)} fit into its {size}"

@@ -15,6 +15,8 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.sizes import hint, nbytes
 from megacpp_compile.fx.views import is_view
 from megacpp_compile.lowerings._traits import traits_of
+from megacpp_compile.targets import gpus
+from megacpp_compile.targets.rates import rates as rates_of_target
 
 # FLOP/s and bytes/s where nothing is known of the device. Only the order of costs matters.
 _FLOPS, _BYTES = 500e12, 3e12
@@ -22,10 +24,17 @@ _FLOPS, _BYTES = 500e12, 3e12
 TO_MAIN_MEMORY = 50e9
 
 
-@functools.cache
 def rates(device: str) -> tuple[float, float]:
     """(FLOP/s of 16-bit GEMMs, bytes/s) of a device type ("cuda"), by torch's own estimate where there is such a
-    device."""
+    device; of the GPU that is supposed, where one is."""
+    if gpus.supposed() is not None:
+        found = rates_of_target(device)
+        return found.flops, found.bytes
+    return _rates(device)
+
+
+@functools.cache
+def _rates(device: str) -> tuple[float, float]:
     if device == "cuda" and torch.cuda.is_available():
         from megacpp_compile._torch.inductor import get_device_tflops, get_gpu_dram_gbps
 

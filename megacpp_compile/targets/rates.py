@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megacpp_compile.targets import chips
+from megacpp_compile.targets import chips, gpus
 
 # What of a stated peak is reached.
 OF_FLOPS, OF_BYTES = 0.8, 0.89
@@ -34,7 +34,10 @@ TPU = Rates(OF_FLOPS * 197e12, OF_BYTES * 819e9, "tpu")
 
 def rates(target: str) -> Rates:
     """The rates of a target, on "cuda" of torch's current device; of sm_90 where its table says nothing of them, or
-    there is no such device."""
+    there is no such device. Of the GPU that is supposed, where one is (`gpus.supposing`)."""
+    if (gpu := gpus.supposed()) is not None:
+        peak = chips.of_capability(*gpu.capability).peaks["bf16"]
+        return Rates(OF_FLOPS * peak * 1e12, OF_BYTES * gpu.memory_gb_per_s * 1e9, gpu.name, LAUNCH)
     if target != "cuda":
         return TPU if target == "tpu" else CPU
     chip = chips.current()
