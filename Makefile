@@ -114,6 +114,10 @@ pages: $(READY)  ## rewrite the generated pages and pictures of docs/ that the r
 	$(BIN)/python -m benchmarks.architectures_page --figure docs/figures/architectures.png docs/generated/architectures.md
 	$(BIN)/python -m megacpp_compile.cli evidence status --page docs/generated/evidence.md
 	$(BIN)/python -m megacpp_compile.cli tags --page docs/troubleshooting.md
+	$(BIN)/python -m benchmarks.recall_table > docs/generated/.recall.md
+	mv docs/generated/.recall.md docs/generated/recall.md
+	$(BIN)/python -m benchmarks.coverage --page > docs/generated/.coverage.md
+	mv docs/generated/.coverage.md docs/generated/coverage.md
 	$(BIN)/python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md
 
 docs: $(DOCS_READY)  ## build the site with the API reference into site/; a broken link is an error

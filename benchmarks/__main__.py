@@ -9,11 +9,11 @@ there is a table, a JSON file with every repetition and the conditions, and a pl
 WRONG or failed (somebody else's rows are marked only), 2 when there is nothing to measure on.
 
 Other measurements, each with its own --help: benchmarks.compile_time, benchmarks.saved_for_backward,
-benchmarks.recall_table, benchmarks.rounding_loss, benchmarks.compression_loss. benchmarks.performance_page makes
-docs/generated/performance.md of JSON files, benchmarks.figures its pictures. On several GPUs, by torchrun:
-benchmarks.parallel, benchmarks.titan. On a GPU: benchmarks.fp8_gate,
-benchmarks.hybrid_lm, benchmarks.qwen3_next, benchmarks.decode_model, benchmarks.rope_in_block; with torch_xla:
-benchmarks.xla_programs, benchmarks.xla_sparse_mla, benchmarks.xla_zoo.
+benchmarks.recall_table, benchmarks.coverage, benchmarks.rounding_loss, benchmarks.compression_loss.
+benchmarks.performance_page makes docs/generated/performance.md of JSON files, benchmarks.figures its pictures. On
+several GPUs, by torchrun: benchmarks.parallel, benchmarks.titan. On a GPU: benchmarks.fp8_gate, benchmarks.hybrid_lm,
+benchmarks.qwen3_next, benchmarks.decode_model, benchmarks.rope_in_block; with torch_xla: benchmarks.xla_programs,
+benchmarks.xla_sparse_mla, benchmarks.xla_zoo.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from benchmarks import (
     architectures,
     architectures_page,
     compression_loss,
+    coverage,
     dynamo_table,
     harness,
     kernels,
@@ -32,7 +33,7 @@ from benchmarks import (
     variants,
 )
 from benchmarks.ceilings import Work
-from benchmarks.conditions import conditions
+from benchmarks.conditions import conditions, version
 from benchmarks.peers import transformer_engine
 from benchmarks.subjects import fp8_gemms, remat_peaks, rope
 
@@ -264,7 +265,7 @@ def test_without_a_gpu_it_says_so(capsys):
 @pytest.mark.parametrize(("module", "says"), [
     ("__main__", "--subject"), ("__main__", "benchmarks.compile_time"),
     *((module, "python -m benchmarks") for module in [
-        "performance_page", "compile_time", "saved_for_backward", "recall_table", "rounding_loss", "xla_programs",
+        "performance_page", "compile_time", "saved_for_backward", "recall_table", "coverage", "rounding_loss", "xla_programs",
         "xla_sparse_mla", "xla_zoo", "compression_loss", "parallel", "titan",
     ]),
 ])  # fmt: skip
@@ -293,6 +294,28 @@ def test_models_on_xla_are_judged_by_sites_and_errors(tmp_path, monkeypatch, cap
     xla_zoo.main()
     page = capsys.readouterr().out
     assert "Of 7 models 1 are equal, 1 as far off" in page and "| a | s==1 | yes | moe 1 | 1e-07 / - | 1e-06 / - |" in page
+
+
+@pytest.mark.end_to_end
+def test_coverage_is_what_explain_says_of_the_model():
+    """One of its rows again, on the releases that it was made with."""
+    document = json.loads(coverage.RESULTS.read_text())
+    where, wanted = document["conditions"], {model["name"]: model for model in document["models"]}
+    pytest.importorskip("transformers")
+    if (torch.__version__, version("transformers")) != (where["torch"], where["packages"]["transformers"]):
+        pytest.skip("other releases than the page's")
+    assert coverage.explained("flex_olmo") == wanted["flex_olmo"] and wanted["flex_olmo"]["sites"]["moe"] == 2
+
+
+def test_a_row_of_the_coverage_page():
+    refused = [["moe", "escapes", "why", 2], ["attention", "escapes", "why", 1]]
+    model = {"name": "a", "million_parameters": 7, "sites": {"moe": 1}, "refused": refused, "graphs": 2, "eager": ["why"]}
+    rows = {"inductor": {"least_ms": 4.0, "peak_mib": 2}, "megacpp": {"least_ms": 3.0, "peak_mib": 1, "sites": {"moe": 2}}}
+    assert coverage._row(model, None) == "| a | 7 | 1 moe | escapes 3 | 2, 1 in eager |  |  |"
+    assert coverage._row(model, rows) == "| a | 7 | 2 moe | escapes 3 | 2, 1 in eager | 0.75 | 0.50 |"
+    assert coverage._row({"name": "b", "error": "ForwardError: x|y"}, None) == r"| b |  | ForwardError: x\|y |  |  |  |  |"
+    failed = {"inductor": {"error": "no"}, "megacpp": {"least_ms": 3.0}}
+    assert coverage._row(model, failed).endswith("| Inductor fails |  |")
 
 
 def recalled(name, same=True, **counts):

@@ -42,9 +42,10 @@ RUNS = {
     "python -m benchmarks.performance_page --figures {tmp} docs/h200/block.json": [
         "python -m benchmarks.performance_page --figures docs/figures docs/h200/*.json > docs/generated/performance.md",
     ],
-    "python -m benchmarks.recall_table {tmp}/zoo.json": [
-        "python -m benchmarks.recall_table zoo.json",
-        "python -m benchmarks.recall_table zoo.json > docs/generated/recall.md"],
+    "python -m benchmarks.recall_table": [
+        "python -m benchmarks.recall_table", "python -m benchmarks.recall_table > docs/generated/recall.md"],
+    "python -m benchmarks.coverage --page": [
+        "python -m benchmarks.coverage --page", "python -m benchmarks.coverage --page > docs/generated/coverage.md"],
     "python -m benchmarks.recall_table --figure {tmp}/recall.png docs/generated/recall.md": [
         "python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md"],
     "python -m benchmarks.architectures --list": ["python -m benchmarks.architectures --list"],
@@ -104,7 +105,8 @@ ELSEWHERE = {
     "tests/evidence/test_evidence.py": ["megacpp evidence gate", "megacpp evidence run PROFILE --environment ID"],
     "tests/test_compile_cache.py": [
         "megacpp compile module:callable -o FILE", "megacpp compile module:callable -o model.code --option policy=selective"],
-    "tests/test_cli.py": ["megacpp explain module:callable --html report.html"],
+    "tests/test_cli.py": [
+        "megacpp explain module:callable --html report.html", "megacpp plan module:callable --device h100"],
     "tests/memory/test_estimate.py": ["megacpp estimate module:callable", "megacpp estimate examples.explain_hf:build"],
     "tests/memory/test_fit.py": [
         "megacpp plan module:callable --plot plan.png", "megacpp plan package.module:callable --plot plan.png"],
@@ -173,7 +175,8 @@ NEEDS = {
         "python examples/train_megatron.py", "python examples/train_megatron.py --te --size large --steps 30"],
     r"trl": ["python examples/inside_trainers.py trl --lora"],
     r"transformers": [
-        "python -m benchmarks.compile_time", "OMP_NUM_THREADS=1 python -m benchmarks.compile_time --model mamba2 --layers 2",
+        "python -m benchmarks.coverage --out docs/recall/architectures.json",
+        "python -m benchmarks.coverage llama qwen3_moe --tokens 512", "python -m benchmarks.compile_time", "OMP_NUM_THREADS=1 python -m benchmarks.compile_time --model mamba2 --layers 2",
         "python examples/explain_hf.py", "megacpp explain examples.explain_hf:build",
         "megacpp estimate examples.explain_hf:build"],
     r"matplotlib": [
@@ -183,7 +186,6 @@ NEEDS = {
         "python -m benchmarks.performance_page --figures docs/figures docs/h200/*.json > docs/generated/performance.md",
         "python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md"],
     r"not in (the|this) repository": [
-        "python -m benchmarks.recall_table zoo.json", "python -m benchmarks.recall_table zoo.json > docs/generated/recall.md",
         "python -m benchmarks.xla_zoo --page out.json", "python -m benchmarks.xla_zoo --page out.json > docs/generated/xla_zoo.md",
         "PJRT_DEVICE=CPU python -m benchmarks.xla_zoo ZOO --json out.json"],
     r"minute": [
@@ -298,10 +300,7 @@ def made(tmp: Path) -> None:
     losses = [{"backend": name, "device": "cpu", "losses": [2.0, 1.0]} for name in ("eager", "megacpp")]
     (tmp / "one.json").write_text(json.dumps(losses))
     model = {"name": "a", "source": "s==1"}
-    graphs = {"graphs": 1, "graphs0": 1, "breaks": 0, "breaks0": 0}
-    found = {**model, **graphs, "same": True, "out": 1e-6, "grad": 1e-6, "rows": {"moe": [1, 1, 1]}, "counts": {"moe": 1}}
     (tmp / "speedup_megacpp.csv").write_text("dev,name,batch_size,speedup,abs_latency\ncuda,a,8,1.5,10\n")
-    (tmp / "zoo.json").write_text(json.dumps([found]))
     sites = {"cpu sites": {"moe": 1}, "xla sites": {"moe": 1}}
     (tmp / "out.json").write_text(json.dumps([{**model, **sites, "megacpp": [1e-7, 1e-6]}]))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import megacpp_compile
-from benchmarks import performance_page, recall_table
+from benchmarks import coverage, performance_page, recall_table
 from benchmarks.architectures import ratio
 from benchmarks.figures import remat
 from megacpp_compile import Config
@@ -98,7 +98,7 @@ def test_no_sentence_of_readme_is_long():
     assert not [part for part in parts if len(part.split()) > 30]
 
 
-@pytest.mark.parametrize("module", ["figures.__main__", "recall_table", "performance_page", "targets_page"])
+@pytest.mark.parametrize("module", ["figures.__main__", "recall_table", "coverage", "performance_page", "targets_page"])
 def test_generators_say_how_they_are_run(module, capsys):
     with pytest.raises(SystemExit) as left:
         importlib.import_module(f"benchmarks.{module}").main(["--help"])
@@ -142,6 +142,12 @@ def test_readme_s_architectures_are_those_of_their_data():
     failed = [m["name"] for m in models if "error" in m.get("inductor", {})]
     assert f"on {NUMBERS[len(failed)]} more Inductor fails" in text
     assert not any("error" in m["megacpp"] for m in models)
+
+
+@pytest.mark.parametrize("module, arguments, name", [(recall_table, (), "recall"), (coverage, ("--page",), "coverage")])
+def test_pages_of_recall_are_what_their_data_make(module, arguments, name, capsys):
+    module.main(arguments)
+    assert (ROOT / "docs" / "generated" / f"{name}.md").read_text() == capsys.readouterr().out, "make pages"
 
 
 def test_the_recall_page_is_read_back_whole():
