@@ -108,6 +108,10 @@ def _report(found: GraphBreak, backend: Any) -> None:
     )
 
 
+_NO_HANDLER = "no exception handler"  # what Dynamo says of code that raises
+_RAISES = "Dynamo saw it raise: where it does so in eager, too, the error says what is asked for."
+
+
 def _given_up(error: BaseException, stack: Sequence[Any], backend: Any, code: CodeType | None) -> None:
     """Report a frame that Dynamo runs in eager because of `error`, which the innermost line of `stack` met, and warn of
     it where Dynamo itself does not."""
@@ -122,7 +126,7 @@ def _given_up(error: BaseException, stack: Sequence[Any], backend: Any, code: Co
     elif isinstance(error, Unsupported):
         found = graph_break(str(error), stack)
         frame.reason, frame.graph_break = "the graph breaks where Dynamo cannot resume it", str(found)
-        advice = (
+        advice = _RAISES if _NO_HANDLER in str(error) else (
             "Move that line out of the loop, `try` or `with` around it, or out of the compiled code. Your functions "
             "that are called from there are compiled by themselves."
         )

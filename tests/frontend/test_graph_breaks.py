@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -121,3 +123,27 @@ def test_breaks_of_other_backends_are_theirs():
         torch.compile(prints_first, backend="eager")(torch.ones(3))
         torch.compile(lambda x: x.sin().cos(), backend="megacpp")(torch.ones(3))
     assert [f.graph_break for f in report.frames] == [""]
+
+
+def prints_in_a_loop(x):
+    for row in (x, x):
+        try:
+            print("a line of the model's")
+        finally:
+            x = row.cos()
+    return x
+
+
+def raises_on_sizes(x):
+    if x.shape[0] == 2:
+        raise ValueError("more rows, please")
+    return x.sin()
+
+
+@pytest.mark.parametrize("function, error", [(raises_on_sizes, pytest.raises(ValueError)), (prints_in_a_loop, nullcontext())])
+def test_advice_fits_what_stopped_dynamo(function, error, caplog):
+    """A line that raises stands in no loop."""
+    with caplog.at_level(logging.WARNING, "megacpp_compile"), error:
+        torch.compile(function, backend=megacpp)(torch.randn(2, 3))
+    assert ("Dynamo saw it raise" in caplog.text) == (function is raises_on_sizes)
+    assert ("out of the loop" in caplog.text) == (function is prints_in_a_loop)
