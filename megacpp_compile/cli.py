@@ -322,12 +322,12 @@ def _load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 def _quiet(verbose: bool) -> Iterator[None]:
     """Without what torch logs and warns of while it compiles, as none of it is about the user's model and what matters
     is in the report. Errors are raised, not logged. TORCH_LOGS, where it is set, decides instead."""
-    from megacpp_compile.config.environment import torch_logs
+    from megacpp_compile.config.environment import quiet_profiler, torch_logs
 
     if verbose or torch_logs():
         yield
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's library tells each start and stop, at a level of 5
+    quiet_profiler()
     import torch
 
     assert torch  # has made its loggers, with levels of their own, by now

@@ -45,6 +45,11 @@ def _says(reader: Callable[[str, str], Any], variable: str, text: str, name: str
         return False
 
 
+def quiet_profiler() -> None:
+    """Keep torch's profiler from writing each start and stop to stderr, which its library does at a level of 5."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
 def torch_logs() -> bool:
     """Whether torch's own logs were asked for, by TORCH_LOGS."""
     return bool(os.environ.get("TORCH_LOGS"))
