@@ -37,10 +37,10 @@ class Split:
     optimizer: Any
 
 
-def is_running() -> bool:
-    """Whether a module that DDP reduces the gradients of is running, whose graphs Dynamo may cut."""
-    active = find("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
-    return active is not None and active() is not None
+def cuts_for(compiler: Any) -> Any:
+    """The backend that compiles the pieces, where a frame's `compiler` is the optimizer's; None for any other."""
+    optimizer = getattr(compiler, "__self__", None)
+    return getattr(optimizer, "backend_compile_fn", None) if hasattr(optimizer, "bucket_bytes_cap") else None
 
 
 def split_of(piece: GraphModule) -> Split | None:

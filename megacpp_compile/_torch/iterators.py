@@ -126,15 +126,20 @@ def cut(function: Any, args: Any, kwargs: Any, least: int) -> Parts | None:
     if found is None or type(found[1]).__name__ != "FakeTensor" or found[1].layout is not torch.strided:
         return None
     numbers = {name: variables.plain(variables.realized(given[name])) for name in ("size", "dim") if name in given}
-    dim, size, shape = numbers.get("dim", 0), numbers.get("size"), found[1].shape
+    dim, shape, unbinds = numbers.get("dim", 0), found[1].shape, function is torch.unbind
     if type(dim) is not int or not -len(shape) <= dim < len(shape) or len(shape) < 2:
         return None
-    extent, unbinds = shape[dim], function is torch.unbind
-    if any(type(v) is not int or v < 1 for v in ((extent,) if unbinds else (extent, size))):
+    asked = numbers.get("size")
+    given_sizes = [shape[dim]] if unbinds else [shape[dim], getattr(asked, "sym_num", asked)]
+    sizes = [positions.likely(v) for v in given_sizes]
+    if any(v is None or v < 1 for v in sizes):
         return None
-    length = None if unbinds else size if function is torch.split else -(-extent // int(size or 1))
+    extent, size = sizes[0] or 0, sizes[-1] or 1
+    length = None if unbinds else size if function is torch.split else -(-extent // size)
     if extent % (length or 1) or (count := extent // (length or 1)) < least:
         return None
+    for v in given_sizes:
+        int(v)  # guards what Dynamo would: how many parts there are
     return Parts(whole, dim % len(shape), 0, length, count, True, torch.is_grad_enabled())
 
 
@@ -228,12 +233,11 @@ def _parts(held: list[Any]) -> Parts | None:
         whole = whole.args[0] if whole.args and isinstance(whole.args[0], torch.fx.Node) else whole
         if isinstance(of := whole.meta.get("example_value"), torch.Tensor):
             break
-    if not isinstance(of, torch.Tensor) or of.layout is not torch.strided or not all(type(s) is int for s in of.shape):
+    if not isinstance(of, torch.Tensor) or of.layout is not torch.strided:
         return None
-    fakes = [t[1] for t in tensors]  # type: ignore[index]
     fakes, proxy = [t[1] for t in tensors], torch.fx.Proxy(whole, held[0].as_proxy().tracer)  # type: ignore[index]
-    for dim, size in enumerate(of.shape):
-        for length in (None, size // len(held)):
+    for dim, size in enumerate(positions.known(s) for s in of.shape):
+        for length in (None, size // len(held)) if size is not None else ():
             if size == len(held) * (length or 1) and _cuts(of, dim, length, fakes):
                 return Parts(_Proxied(proxy), dim, 0, length, len(held))
     return None

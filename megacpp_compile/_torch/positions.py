@@ -76,15 +76,29 @@ def unknown(translator: Any, at: Position) -> bool:
 
 
 def _holds_throughout(env: Any, relation: Any, at: Position) -> bool:
-    """Whether an inequality that is linear in the position holds at its ends, and so between; guards that it does."""
+    """Whether inequalities that are linear in the position hold at its ends, and so between; guards that they do."""
+    if isinstance(relation, sympy.And):
+        return all(_holds_throughout(env, each, at) for each in relation.args)
     if getattr(relation, "rel_op", "") not in ("<", "<=", ">", ">="):
         return False
     if not sympy.diff(relation.lhs - relation.rhs, at.symbol).is_number:
         return False
     if at.symbol in relation.lts.free_symbols:  # the last of its rows is the tensor's last: the size is the loop's
-        env.evaluate_expr(sympy.Eq(relation.gts - relation.lts.subs(at.symbol, at.bounds.upper), 1))
+        left = relation.gts - relation.lts.subs(at.symbol, at.bounds.upper)
+        one_part = (1, sympy.diff(relation.lts, at.symbol), 0)  # behind a row, the start of a slice, and its end
+        any(bool(env.evaluate_expr(sympy.Eq(left, each))) for each in dict.fromkeys(one_part))
     ends = (relation.subs(at.symbol, end) for end in (at.bounds.lower, at.bounds.upper))
     return all(bool(env.evaluate_expr(end)) for end in ends)
+
+
+def known(size: Any) -> int | None:
+    """A number that a size is, or that guards have made of it; None for a symbol."""
+    return size if type(size) is int else size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
+
+
+def likely(size: Any) -> int | None:
+    """What a size is in the call that is traced; None where only running it tells, and for what is no size."""
+    return size if type(size) is int else size.node.hint if isinstance(size, torch.SymInt) else None
 
 
 def is_symbol(variable: Any) -> bool:

@@ -34,7 +34,7 @@ from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.frontend import graph_breaks
 from megacpp_compile.frontend.expert_loops import Loops
 from megacpp_compile.frontend.loop_advice import advice
-from megacpp_compile.frontend.rolled_loops import RolledLoops, repeated
+from megacpp_compile.frontend.rolled_loops import CannotRepeat, RolledLoops, repeated
 from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.report import collector, stages
 from megacpp_compile.report.guards import in_words
@@ -53,6 +53,10 @@ _counted: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar("me
 _failed: contextvars.ContextVar[Callable[[], str] | None] = contextvars.ContextVar("megacpp_failed", default=None)
 _loops: contextvars.ContextVar[Loops | None] = contextvars.ContextVar("megacpp_expert_loops", default=None)
 _rolled: contextvars.ContextVar[RolledLoops | None] = contextvars.ContextVar("megacpp_rolled_loops", default=None)
+IN_PIECES = (
+    "DDP's optimizer cuts the graph, and would part a loop from its step; with `torch._dynamo.config.optimize_ddp` set "
+    "to False or 'python_reducer' nothing is cut"
+)
 _MARK = "_megacpp_compile"
 _OURS = "_megacpp_traces_sizes"
 
@@ -79,17 +83,18 @@ def install(at_first: Callable[[], None] = lambda: None) -> None:
     @functools.wraps(original)
     def compile_frame(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(*args, **kwargs).arguments
-        if not getattr(_innermost(given.get("compiler_fn")), _OURS, False):
-            return original(*args, **kwargs)
+        compiler = given.get("compiler_fn")
+        if not getattr(_innermost(compiler), _OURS, False):
+            watched = watches and getattr(_innermost(ddp.cuts_for(compiler)), _OURS, False)
+            return (_in_pieces if watched else original)(*args, **kwargs)
         at_first()
         seen, token = len(graph_break_reasons), _retraced.set(False)
         traced = functools.partial(_traced_whole, original, args, kwargs)
         loops = Loops(_restart) if watches and graph_breaks.option(given["compiler_fn"], "expert_loops") else None
         failed_token = _failed.set(functools.partial(failed_guard, given))
         option = functools.partial(graph_breaks.option, given["compiler_fn"])
-        # A site of a few steps cannot be run for what verifies it, and DDP's cuts would part a loop from its step.
-        rolls = option("rolled_loops") and option("verify") == "off" and not ddp.is_running()
-        rolls = rolls and watches and positions.installable()
+        # A site of a few steps cannot be run for what verifies it.
+        rolls = option("rolled_loops") and option("verify") == "off" and watches and positions.installable()
         rolled = RolledLoops(_restart) if rolls else None
         loops_token, rolled_token = _loops.set(loops), _rolled.set(rolled)
         try:
@@ -107,6 +112,18 @@ def install(at_first: Callable[[], None] = lambda: None) -> None:
                 if speaks_of_sizes(found.reason):
                     _report(found.reason, found.user_stack)
             _retraced.reset(token)
+
+    def _in_pieces(*args: Any, **kwargs: Any) -> Any:
+        """A frame whose graph DDP's optimizer cuts: its loops are looked at for the report."""
+        compiler = ddp.cuts_for(signature.bind_partial(*args, **kwargs).arguments["compiler_fn"])
+        looks = graph_breaks.option(compiler, "rolled_loops") and positions.installable()
+        loops = RolledLoops(_restart, never=IN_PIECES) if looks else None
+        token = _rolled.set(loops)
+        try:
+            with translator.watching(loops):
+                return original(*args, **kwargs)
+        finally:
+            _rolled.reset(token)
 
     setattr(compile_frame, _MARK, True)
     set_frame_compiler(compile_frame)
@@ -210,19 +227,27 @@ def step_by_step() -> list[MissedFusion]:
     """A row for each loop of the frame whose steps are not shown to be one."""
     loops = _rolled.get()
     refused = loops.refused if loops is not None else []
+    if loops is not None and loops.never:
+        loops.refused = []  # of all pieces of the frame, once
     return [MissedFusion("token_loop", "", place_of(at), "", "step-by-step", why) for why, at in refused]
 
 
 def with_few_steps(gm: GraphModule, compile_graph: Callable[[GraphModule], Compiled]) -> Compiled:
     """What `compile_graph` makes of `gm` with a few steps of each loop of which Dynamo translated one. Where that fails
     it leaves the backend, and has Dynamo trace the frame with all steps."""
+    loops = _rolled.get()
+    assert loops is not None
     try:
-        return compile_graph(repeated(gm))
+        few = repeated(gm)
+    except CannotRepeat as why:
+        loops.leave(str(why), why.loop)
+    except Exception as error:
+        loops.give_up(f"{type(error).__name__}: {error}"[:300])
+    try:
+        return compile_graph(few)
     except RestartAnalysis:
         raise
     except Exception as error:
-        loops = _rolled.get()
-        assert loops is not None
         loops.give_up(f"{type(error).__name__}: {error}"[:300])
 
 

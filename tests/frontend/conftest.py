@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests.sharding.one_rank import one_rank  # noqa: F401
+
 SETTINGS = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
 
 

@@ -142,6 +142,38 @@ def counts_from_one(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
     return torch.stack(o, dim=2)
 
 
+@same
+def backwards(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
+    s, o = new_state(q, v), []
+    for i in reversed(range(q.shape[2])):
+        s = s * g[:, :, i, :, None].exp() + outer(k[:, :, i], v[:, :, i])
+        o.append(read(q[:, :, i], s))
+    return torch.stack(o, 2)
+
+
+@same
+def writes_backwards(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
+    s, o = new_state(q, v), torch.zeros_like(v)
+    for i in range(q.shape[2] - 1, -1, -1):
+        s = s * g[:, :, i : i + 1].exp().transpose(-1, -2) + outer(k[:, :, i], v[:, :, i])
+        o[:, :, i] = read(q[:, :, i], s)
+    return o, s
+
+
+@same
+def lists_what_it_makes_first(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
+    keys = torch.stack([k[:, :, i] * g[:, :, i].tanh() for i in range(k.shape[2])], 2)
+    return appends_and_stacks(q, keys, v, g)
+
+
+@same
+def beside_a_list_that_is_read(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
+    keys: list[Tensor] = []
+    for i in range(k.shape[2]):
+        keys.append(k[:, :, i].tanh())
+    return appends_and_stacks(q, torch.stack(keys, 2) + keys[3][:, :, None], v, g)
+
+
 @one_step
 def goes_in_steps_of_its_size(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
     q, k, v, g = (x.flatten(2) for x in (q, k, v, g))
@@ -383,12 +415,54 @@ def writes_part_of_a_tensor(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
 
 
 @different
-def backwards(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
+def both_ways(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
     s, o = new_state(q, v), []
+    for i in range(q.shape[2]):
+        s = s * g[:, :, i, :, None].exp() + outer(k[:, :, i], v[:, :, q.shape[2] - 1 - i])
+        o.append(read(q[:, :, i], s))
+    return torch.stack(o, 2)
+
+
+@different
+def backwards_from_the_last_but_one(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
+    s, o = new_state(q, v), []
+    for i in range(q.shape[2] - 2, -1, -1):
+        s = s * g[:, :, i, :, None].exp() + outer(k[:, :, i], v[:, :, i + 1])
+        o.append(read(q[:, :, i], s))
+    return torch.stack([*o, v[:, :, 0]], 2)
+
+
+@different
+def backwards_over_a_part(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
+    s, o, x = new_state(q, v), [], torch.cat((k, k), 2)
+    for i in reversed(range(q.shape[2])):
+        s = s * g[:, :, i, :, None].exp() + outer(x[:, :, i], v[:, :, i])
+        o.append(read(q[:, :, i], s))
+    return torch.stack(o, 2)
+
+
+@different
+def backwards_from_one_before_zero(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
+    s, o = new_state(q, v), []
+    for i in reversed(range(q.shape[2])):
+        s = s * g[:, :, i - 1, :, None].exp() + outer(k[:, :, i - 1], v[:, :, i - 1])
+        o.append(read(q[:, :, i - 1], s))
+    return torch.stack(o, 2)
+
+
+@different
+def backwards_put_in_front(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
+    s, o = new_state(q, v), list[Tensor]()
     for i in reversed(range(q.shape[2])):
         s = s * g[:, :, i, :, None].exp() + outer(k[:, :, i], v[:, :, i])
         o.append(read(q[:, :, i], s))
+    o.reverse()
     return torch.stack(o, 2)
+
+
+@different
+def lists_its_results(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:
+    return torch.stack([read(q[:, :, i], outer(k[:, :, i], v[:, :, i] * g[:, :, i])) for i in range(q.shape[2])], 2)
 
 
 @different

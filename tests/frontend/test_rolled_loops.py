@@ -5,15 +5,28 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
 from megacpp_compile._torch._registry import release
 from megacpp_compile.frontend import rolled_loops, unbacked_shapes
+from megacpp_compile.frontend.rolled_loops import repeat
 from megacpp_compile.fx.edit import all_nodes
 from tests.frontend.loops_of_steps import DIFFERENT, ONE_STEP, SAME, TOKENS
 
 pytestmark = pytest.mark.usefixtures("fresh", "eager_backend")
+
+
+def batches(step):
+    """`step`, of whose operands the batch is a symbol."""
+
+    def marked(*inputs):
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, 0)
+        return step(*inputs)
+
+    return marked
 
 
 def drawn(tokens=TOKENS):
@@ -28,7 +41,7 @@ def results(f, inputs):
     return [*outputs, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True))]
 
 
-def compiled(f, tokens=TOKENS, **options):
+def compiled(f, tokens=TOKENS, dynamic_batch=False, **options):
     """(the report, marks of the loops that are compiled from a few steps) of `f`, held to eager."""
     inputs, short = drawn(tokens), []
     before = rolled_loops.check
@@ -40,7 +53,7 @@ def compiled(f, tokens=TOKENS, **options):
             short.extend(rolled_loops.short(gm))
 
         patch.setattr(rolled_loops, "check", check)
-        found = results(step, inputs)
+        found = results(batches(step) if dynamic_batch else step, inputs)
     for one, other in zip(found, results(f, inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * max(float(other.detach().abs().max()), 1e-3))
     return report, short
@@ -53,11 +66,8 @@ def test_is_traced_once(name):
     assert len(report.sites) == 1 + (name == "twice_in_a_row")
 
 
-# What these iterate over, or read by slices of several tokens, is known to be regular of sizes that are numbers only.
-ALL_STEPS_OF_A_SECOND_LENGTH = {
-    "slices_and_concatenates", "zips_unbound_tensors", "zips_splits_and_chunks", "enumerates_a_tuple",
-    "enumerates_zipped", "iterates_over_tensors", "lists_its_parts_first", "counts_from_one",
-}  # fmt: skip
+# A range that begins at the last token begins at a symbol then, and so is the length of what a list is made of.
+ALL_STEPS_OF_A_SECOND_LENGTH = {"backwards", "writes_backwards", "lists_what_it_makes_first"}
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -67,6 +77,12 @@ def test_second_length_is_traced_once(name):
     report, short = compiled(SAME[name], 2 * TOKENS)
     assert bool(short) == (name not in ALL_STEPS_OF_A_SECOND_LENGTH) or release(torch.__version__) < (2, 13)
     assert {site.pass_name for site in report.sites} == {"token_loop"}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_batch_that_is_a_symbol_is_traced_once(name):
+    report, short = compiled(SAME[name], dynamic_batch=True)
+    assert short and {site.pass_name for site in report.sites} == {"token_loop"}
 
 
 class Translated(BaseException):
@@ -86,7 +102,10 @@ def nodes_translated(f, tokens):
     return seen.value.args[0]
 
 
-@pytest.mark.parametrize("name", [n for n in (*SAME, *ONE_STEP) if n != "lists_its_parts_first"])
+LISTS = ("lists_its_parts_first", "lists_what_it_makes_first", "beside_a_list_that_is_read")
+
+
+@pytest.mark.parametrize("name", [n for n in (*SAME, *ONE_STEP) if n not in LISTS])
 def test_graph_does_not_grow_with_tokens(name):
     f = (SAME | ONE_STEP)[name]
     assert nodes_translated(f, TOKENS) == nodes_translated(f, 5 * TOKENS)
@@ -142,3 +161,43 @@ def test_says_which_loop_is_traced_step_by_step():
     report, _ = compiled(DIFFERENT["goes_by_parity"])
     (miss,) = [m for m in report.misses if m.tag == "step-by-step"]
     assert "loops_of_steps.py" in miss.source and "position" in miss.reason
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [("both_ways", "forwards"), ("backwards_over_a_part", "part by part"), ("returns_its_list", "appends to"),
+     ("lists_its_results", "comprehension"), ("writes_part_of_a_tensor", "part by part")],
+)  # fmt: skip
+def test_says_why(name, words):
+    report, _ = compiled(DIFFERENT[name])
+    (miss,) = [m for m in report.misses if m.tag == "step-by-step"]
+    assert "loops_of_steps.py" in miss.source and words in miss.reason
+
+
+def test_parts_in_the_opposite_order():
+    x = torch.randn(3, 12)
+    for count, expected in ((12, x.flip(1)), (4, x.unflatten(1, (4, 3)).flip(1).flatten(1))):
+        graph = torch.fx.Graph()
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(x)
+        graph.output(repeat._turned(graph, graph.placeholder("x"), 1, count, fake, {}))
+        assert torch.equal(torch.fx.GraphModule(torch.nn.Module(), graph)(x), expected)
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.behind = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, q, k, v, g):
+        return self.behind(SAME["appends_and_stacks"](self.before(q), k, v, g))
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_module_of_ddp(one_rank, cuts):
+    """Where Dynamo cuts its graph between buckets, loops are traced with all steps, and the report says so once."""
+    with torch._dynamo.config.patch(optimize_ddp=cuts):
+        report, short = compiled(torch.nn.parallel.DistributedDataParallel(Blocks(), bucket_cap_mb=25))
+    told = [m.reason for m in report.misses if m.tag == "step-by-step"]
+    assert {site.pass_name for site in report.sites} == {"token_loop"}
+    assert (bool(short), len(told)) == (not cuts, cuts) and all("optimize_ddp" in reason for reason in told)

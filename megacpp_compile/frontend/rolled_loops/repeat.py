@@ -2,7 +2,8 @@
 
 A step may read a tensor from before the loop at its position, one of as many parts of a dimension as there are steps,
 and write there; read any other tensor whole; replace tensors; and leave a tensor for a list. `CannotRepeat` says what
-else it does.
+else it does. Where the first step is at the last part, and so on back to the first, the parts are put in the order of
+the steps in front of the loop, and those that are written are put back behind it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
 from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import all_nodes, dynamo_value
 
+NOT_FROM_AN_END = "a tensor is not read from its first or its last part on, part by part"
 # How many steps stand for all: a number that divides no size beside them.
 STEPS = (5, 7, 11, 13, 17)
 
 
 class CannotRepeat(Exception):
-    """A loop that is to be traced with all steps: a sentence without its full stop."""
+    """A loop that is to be traced with all steps: a sentence without its full stop. loop: its number, where one is."""
+
+    loop: int | None = None
 
 
 @dataclasses.dataclass
@@ -35,6 +39,7 @@ class _Loop:
     """One loop. position: its node; body: the nodes of its step; results: marks on tensors that the step replaces.
 
     sources: what is read or written at the position, and along which dimension; written: those that are written to.
+    backward: whether the first step is at the last part; None where no step has a part.
     steps: the nodes of each step that is repeated, by those of `body`.
     """
 
@@ -50,6 +55,7 @@ class _Loop:
         self.inside = {*self.body, self.position}
         self.sources: dict[Node, int] = {}
         self.written: list[Node] = []
+        self.backward: bool | None = None
         self.steps: list[dict[Node, Any]] = []
 
 
@@ -112,7 +118,11 @@ def _loops(graph: Graph) -> Iterator[_Loop]:
         between = nodes[place[first] + 1 : place[end]]
         results = [n for n in between if n.target is short_loops.result]
         loop = _Loop(number, count, first, [n for n in between if n not in results], results, end)
-        _check(loop, nodes[: place[first]], nodes[place[end] :])
+        try:
+            _check(loop, nodes[: place[first]], nodes[place[end] :])
+        except CannotRepeat as why:
+            why.loop = number
+            raise
         yield loop
 
 
@@ -188,35 +198,47 @@ def _dimension(loop: _Loop, whole: torch.Tensor, part: torch.Tensor) -> int:
     offset: Any = part.storage_offset() - whole.storage_offset()
     moved = offset.node.expr.expand() if isinstance(offset, torch.SymInt) else None
     each = moved.coeff(loop.symbol, 1) if moved is not None else None
-    if each is None or not each.is_Integer or (moved - each * loop.symbol).expand() != 0:
-        raise CannotRepeat("a tensor is not read from its beginning on, part by part")
+    if each is None or not each.is_Integer:
+        raise CannotRepeat(NOT_FROM_AN_END)
+    backward = bool(each < 0)
+    first = -each * (loop.count - 1) if backward else 0
+    if (moved - each * loop.symbol - first).expand() != 0:
+        raise CannotRepeat(NOT_FROM_AN_END)
+    if loop.backward not in (None, backward):
+        raise CannotRepeat("it reads one tensor forwards and another one backwards")
+    loop.backward = backward
+    shape, strides = _known(whole.shape), _known(whole.stride())
     found = []
-    for dim, (size, stride) in enumerate(zip(_numbers(whole.shape), _numbers(whole.stride()), strict=True)):
-        if not stride or size % loop.count or size == 1:
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        if not size or not stride or size % loop.count or size == 1:
             continue
-        if stride * (size // loop.count) == int(each):
+        if stride * (size // loop.count) == abs(int(each)):
             found.append(dim)
-    if len(found) != 1:
+    unknown = [pair for pair in zip(whole.shape, whole.stride(), strict=True) if None in _known(pair)]
+    kept = list(zip(part.shape, part.stride(), strict=True))
+    if len(found) != 1 or any(not any(_same(pair, other) for other in kept) for pair in unknown):
         raise CannotRepeat("a tensor is not read whole, part by part")
-    length = _numbers(whole.shape)[found[0]] // loop.count
+    length = (shape[found[0]] or 0) // loop.count
     own = [s for s, stride in zip(part.shape, part.stride(), strict=True) if stride == whole.stride()[found[0]]]
     if length > 1 and length not in own or length == 1 and part.dim() == whole.dim() and part.shape[found[0]] != 1:
         raise CannotRepeat("a tensor is read with gaps or overlaps")
     return found[0]
 
 
-def _numbers(sizes: Iterable[Any]) -> list[int]:
-    """Sizes or strides, of which a guard may have made numbers."""
-    found = [n if isinstance(n, int) else n.node.maybe_as_int() for n in sizes]
-    if None in found:
-        raise CannotRepeat("a size is not known before the frame runs")
-    return found
+def _known(sizes: Iterable[Any]) -> list[int | None]:
+    """Sizes or strides, of which a guard may have made numbers; None for symbols."""
+    return [n if isinstance(n, int) else n.node.maybe_as_int() for n in sizes]
+
+
+def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether two sizes with their strides are the same numbers or symbols; without a guard."""
+    return all(a is b or str(a) == str(b) for a, b in zip(one, other, strict=True))
 
 
 def _steps(graph: Graph) -> int:
-    whole = {s for n in graph.nodes if isinstance(v := dynamo_value(n), torch.Tensor) for s in _numbers(v.shape)}
+    sizes = {s for n in graph.nodes if isinstance(v := dynamo_value(n), torch.Tensor) for s in _known(v.shape)}
     for steps in STEPS:
-        if not any(s % steps == 0 for s in whole if s):
+        if not any(s % steps == 0 for s in sizes if s):
             return steps
     raise CannotRepeat("every number of steps divides a size of the frame")
 
@@ -225,11 +247,14 @@ def _repeat(graph: Graph, env: dict[Node, Any], loop: _Loop, short: int) -> None
     local: dict[Node, Any] = {}
     tags = {name: loop.position.meta[name] for name in TAGS if name in loop.position.meta}
     for source, dim in loop.sources.items():
-        args = (env[source], dim, short, loop.count)
+        whole = env[source]
+        if loop.backward:
+            whole = _turned(graph, whole, dim, loop.count, dynamo_value(source), tags)
+        args = (whole, dim, short, loop.count)
         local[source] = _mark(graph, short_loops.shortened, args, dynamo_value(source), tags)
     carried = {r.args[0]: env[r.args[0]] for r in loop.results}
     for at in range(short):
-        step: dict[Node, Any] = {loop.position: at}
+        step: dict[Node, Any] = {loop.position: loop.count - 1 - at if loop.backward else at}
         for node in loop.body:
             _step(graph, env, loop, node, step, local, carried)
         carried = {r.args[0]: step.get(r.args[1], env.get(r.args[1])) for r in loop.results}
@@ -238,8 +263,10 @@ def _repeat(graph: Graph, env: dict[Node, Any], loop: _Loop, short: int) -> None
         args = (carried[result.args[0]], -1, short, loop.count)
         env[result] = _mark(graph, short_loops.lengthened, args, dynamo_value(result), tags)
     for source in loop.written:
-        args = (local[source], loop.sources[source], short, loop.count)
-        env[source] = _mark(graph, short_loops.lengthened, args, dynamo_value(source), tags)
+        dim, fake = loop.sources[source], dynamo_value(source)
+        env[source] = _mark(graph, short_loops.lengthened, (local[source], dim, short, loop.count), fake, tags)
+        if loop.backward:
+            env[source] = _turned(graph, env[source], dim, loop.count, fake, tags)
 
 
 def _step(
@@ -276,6 +303,19 @@ def _collect(graph: Graph, env: dict[Node, Any], node: Node, loop: _Loop, short:
     made.meta["example_value"] = _fake(short_loops.resized, fake, dim, loop.count, short)
     tags = {name: node.meta[name] for name in TAGS if name in node.meta}
     env[node] = _mark(graph, short_loops.lengthened, (made, dim, short, loop.count), fake, tags)
+
+
+def _turned(graph: Graph, node: Node, dim: int, count: int, fake: Any, tags: dict[str, Any]) -> Node:
+    """The parts of a tensor in the opposite order."""
+    parts = fake.shape[dim] // count
+    calls: list[tuple[Any, tuple[Any, ...]]] = [(torch.flip, ([dim],))]
+    if parts > 1:
+        calls = [(torch.unflatten, (dim, [count, parts])), *calls, (torch.flatten, (dim, dim + 1))]
+    for function, args in calls:
+        node = graph.call_function(function, (node, *args))
+        fake = _fake(lambda x, f=function, given=args: f(x, *given), fake)
+        node.meta |= {**tags, "example_value": fake}
+    return node
 
 
 def _mark(graph: Graph, op: Any, args: tuple[Any, ...], whole: torch.Tensor, tags: dict[str, Any]) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -9,14 +10,21 @@ import torch
 from megacpp_compile._torch import positions, variables
 from megacpp_compile._torch import translator as translation
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
+from megacpp_compile.frontend.hidden_writes import storage_of
 
 _LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "SEND", "RETURN_GENERATOR")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR")
+COMPREHENSION = "a comprehension computes each of its entries for itself; on all of them at once it is one call"
 _ADDS = ("LIST_APPEND", "SET_ADD", "MAP_ADD")
 
 
 class Refused(Exception):
-    """A step that is not shown to be the same at every position: a sentence without its full stop."""
+    """A step that is not shown to be the same at every position: a sentence without its full stop. told: whether that
+    is reported of a step that was only looked at, too."""
+
+    def __init__(self, why: str, told: bool = False) -> None:
+        super().__init__(why)
+        self.told = told
 
 
 class Step:
@@ -45,7 +53,7 @@ class Step:
             if inst.opname in _LEAVES or translator.instruction_pointer not in self._inside:
                 raise Refused("a `return` or a `break` leaves it")
             if inst.opname in _ADDS and len(translator.stack) - 1 - (inst.arg or 0) < len(self._stack):
-                raise Refused("it is a comprehension")
+                raise Refused(COMPREHENSION, told=self._computed(translator.stack[-1]))
         elif translation.born(translator) < self.start:
             raise Refused("it goes on with a generator from before it")
         if inst.opname in _SUBSCRIPTS:
@@ -76,6 +84,13 @@ class Step:
         translator.stack[-2] = variables.computed(translator, torch.select, holder, dim, entries[at[0]])
         whole = all(positions.is_slice(e, whole=True) for e in rest)
         translator.stack[-1] = variables.constant(Ellipsis) if whole else variables.row(rest)
+
+    def _computed(self, added: Any) -> bool:
+        """Whether the step has made a tensor of its own of what there was before."""
+        if (found := variables.tensor(variables.realized(added))) is None or (own := storage_of(found[0])) is None:
+            return False
+        before = itertools.islice(self.translator.output.graph.nodes, self.nodes)
+        return all(storage_of(n) != own for n in before)
 
     def grows(self, variable: Any, added: Any) -> None:
         """A list from before it is appended to."""

@@ -12,6 +12,7 @@ frame is translated anew with all of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -31,13 +32,14 @@ LEAST = 16
 
 
 class RolledLoops:
-    """The loops of one frame. restart: leaves the translation, to begin it anew. refused: why loops were left as they
-    are, each with its line (a `FrameSummary`)."""
+    """The loops of one frame. restart: leaves the translation, to begin it anew. never: why no loop is translated once,
+    "" where it may be. refused: why loops were left as they are, each with its line (a `FrameSummary`)."""
 
-    def __init__(self, restart: Callable[[], NoReturn]) -> None:
-        self.restart, self.enabled, self._cuts = restart, True, True
+    def __init__(self, restart: Callable[[], NoReturn], never: str = "") -> None:
+        self.restart, self.never, self.enabled, self._cuts = restart, never, True, not never
         self.refused: list[tuple[str, Any]] = []
-        self._left, self._rolls = set[Any](), set[Any]()  # places of loops
+        self._left, self._rolls = set[Any](), dict[Any, Any]()  # places of loops; with the lines of those
+        self._numbers: dict[int, Any] = {}  # places by the loops' numbers
         self._number = 0
         self._output: Any = None
         self._open: Step | None = None
@@ -51,20 +53,29 @@ class RolledLoops:
         self.enabled = False
         self._restart()
 
+    def leave(self, why: str, number: int | None = None) -> NoReturn:
+        """Have the frame translated anew with all steps of the loop of this number, or of every loop."""
+        places = [p for p in self._rolls if p not in self._left] if number is None else [self._numbers[number]]
+        log.logger.info("a loop is traced step by step: %s", why)
+        self.refused += [(why, self._rolls[place]) for place in places]
+        self._left.update(places)
+        self._restart()
+
     def _restart(self) -> NoReturn:
         self._forget()
         self.restart()
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str, told: bool = False) -> None:
         """Have the open step's loop translated step by step, from its beginning if anything was assumed."""
         step, self._open = self._open, None
         assert step is not None
         self._left.add(step.place)
         if step.items.unread and step.position is None:
             self._uncut()
-        if step.position is not None:
+        if step.position is not None or told:
             log.logger.info("a loop is traced step by step: %s", why)
             self.refused.append((why, step.translator.frame_summary()))
+        if step.position is not None:
             self._restart()
 
     def _try(self, part: Callable[..., Result | None], *args: Any) -> Result | None:
@@ -74,7 +85,7 @@ class RolledLoops:
         except RestartAnalysis:
             raise
         except Refused as why:
-            self._refuse(str(why))
+            self._refuse(str(why), why.told)
             return None
         except Exception as error:
             self.give_up(f"{type(error).__name__}: {error}")
@@ -124,8 +135,10 @@ class RolledLoops:
             self._close(step, step.position)
         elif len(translator.output.graph.nodes) == step.nodes or not step.carried() and not step.grown:
             raise Refused("it computes nothing that it hands on")
+        elif self.never:
+            raise Refused(self.never, told=True)
         else:
-            self._rolls.add(step.place)
+            self._rolls[step.place] = translator.frame_summary()
             self._restart()
         return None
 
@@ -141,6 +154,7 @@ class RolledLoops:
         if step.place in self._rolls:
             self._number += 1
             step.loop = self._number
+            self._numbers[step.loop] = step.place
             step.position, at = positions.position(translator, short_loops.position, step.loop, items.count)
         elif not items.unread:
             step.starts = True
@@ -160,7 +174,7 @@ class RolledLoops:
             translator.symbolic_locals[name] = left
         for variable, each in step.grown:
             self._lists[id(variable)] = (variable, each, step)
-            watched_lists.watch_entries(variable, self._entries_read)
+            watched_lists.watch_entries(variable, functools.partial(self._entries_read, step.loop))
         variables.emit(translator, short_loops.end, step.loop)
         for name in translator.symbolic_locals.keys() - step.names.keys():
             del translator.symbolic_locals[name]  # nothing reads them
@@ -185,9 +199,9 @@ class RolledLoops:
         finally:
             self._appends = False
 
-    def _entries_read(self) -> None:
+    def _entries_read(self, number: int) -> None:
         if self.enabled:
-            self.give_up("more is done with a list that a loop appends to than to stack or concatenate it")
+            self.leave("more is done with a list that it appends to than to stack or concatenate it", number)
 
     def call(self, translator: Any, function: Any, args: Any, kwargs: Any, proceed: Callable[[], Any]) -> Any:
         if not self.enabled:
@@ -207,7 +221,7 @@ class RolledLoops:
         given = [*args[1:], *kwargs.values()]
         dim = variables.plain(variables.realized(given[0])) if given else 0
         if len(given) > 1 or type(dim) is not int or not kwargs.keys() <= {"dim", "axis"}:
-            self.give_up("a list that a loop appends to is joined in another way than by a dimension")
+            self.leave("a list that it appends to is joined in another way than by a dimension", step.loop)
         joined, rank = function is not torch.stack, variables.tensor(each)[1].dim()  # type: ignore[index]
         dim %= rank + (not joined)
         return variables.computed(translator, short_loops.collected, each, dim, step.items.count, joined, step.loop)
