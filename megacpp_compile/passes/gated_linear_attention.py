@@ -6,26 +6,35 @@ After:  `o, final_state, states = megacpp.gated_linear_attention(q, k, v, g, ini
 
 Safe because the matcher (`matchers/ssd/linear.py`) runs the subgraph at small sizes on random operands and compares it
 with the recurrence that the op computes; the op computes in float32 or better.
-Refused: parts under different grad or autocast modes. What is no such attention is told by `ssd_scan`, which knows the
-same decays; a scan, which has its step in them, is left to it.
+Refused: parts under different grad or autocast modes, and on CPU a few chunks (`few-chunks`), unless the pass is asked
+for by name: of 16 chunks of 64 tokens, 8 heads of 64 channels, Inductor's code takes half of the op's time, forward and
+backward, of 4 a third (one thread); of more, it takes longer and longer to compile. What is no such attention is told
+by `ssd_scan`, which knows the same decays; a scan, which has its step in them, is left to it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.ssd.atoms import flat
 from megacpp_compile.matchers.ssd.linear import LinearAttention, find_linear_attention
 from megacpp_compile.matchers.ssd.scan import Scan, find_scans
 from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size, leading, results
 from megacpp_compile.passes._rule import Match, in_other_modes
 
 name = "gated_linear_attention"
+# Chunks up to which the plain code is quicker on a CPU, and compiles in a while.
+CHUNKS_ON_CPU = 16
+FEW_CHUNKS = ("few-chunks", f"up to {CHUNKS_ON_CPU} chunks on a CPU: Inductor's code of the plain form is quicker")
 op = "megacpp::gated_linear_attention"
 after: tuple[str, ...] = ("gated_delta_rule",)  # a delta rule is no near miss of this pass
 
@@ -44,6 +53,9 @@ def _check(view: GraphView, found: LinearAttention) -> Match | MatchFailure:
     root = found.o.node
     if (refusal := in_other_modes(view, sorted(found.inside), root)) is not None:
         return refusal
+    on_cpu = value(root).device.type == "cpu" and not view.config.passes.get(name)
+    if on_cpu and 1 < _chunks(view, found) <= CHUNKS_ON_CPU:
+        return MatchFailure(root, *FEW_CHUNKS)
     operands = (found.q, found.k, found.v, found.g, found.initial_state)
     inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
     outputs = [leaf.node for leaf in (found.o, *found.final_states)]
@@ -64,3 +76,11 @@ def _check(view: GraphView, found: LinearAttention) -> Match | MatchFailure:
         return node, results(build, node, found.o, (b, t, h, v), found.final_states, (b, h, k, v))
 
     return Match(root, inputs, outputs, rewrite)
+
+
+def _chunks(view: GraphView, found: LinearAttention) -> int:
+    """How many chunks it is written in; where a few steps of a loop over them are in the graph, of the whole loop."""
+    if looped := short_loops.marks(view.graph):
+        return max(int(mark.args[3]) for mark in looped)  # type: ignore[arg-type]
+    tokens = math.prod(hint(atom.size) for atom in flat(found.dims["t"]))  # type: ignore[arg-type]
+    return -(-tokens // found.chunk) if found.chunk else 1

@@ -82,6 +82,8 @@ TAGS: dict[str, tuple[str, str]] = {
                          "Nothing: both counts are given."),
     "experts-differ": ("Experts are not built alike.", "Give all experts one architecture and activation."),
     "feedback": ("A weight or gain is computed from the normed value itself.", _PLAIN),
+    "few-chunks": ("On a CPU, gated linear attention of a few chunks stays plain.",
+                   'Nothing: plain code is quicker there; `passes={"gated_linear_attention": True}` fuses it.'),
     "few-tokens": ("The logits take less memory than the gradients that the op would keep.",
                    "Nothing, or more tokens a step and fewer losses on one head."),
     "frozen": ("The weight is not trained, so nothing would be saved.", "Nothing."),

@@ -62,3 +62,12 @@ test_conditions = conditions(
 def test_refuses(near):
     frames = check_graph(*delta(near, 6), ON)
     assert not frames.counts[NAME] and frames.tags("ssd_scan")
+
+
+def test_few_chunks_stay_plain_on_a_cpu():
+    """Unless the pass is asked for; more chunks, which take long to compile as they are, become the op."""
+    form = LINEAR["channel_gates_in_the_operands"]
+    for tokens, fires in ((8, False), (64, False), (68, True)):
+        frames = check_graph(*delta(form, tokens))
+        assert (bool(frames.counts[NAME]), "few-chunks" in frames.tags(NAME)) == (fires, not fires)
+    assert check_graph(*delta(form, 8), config=ON).counts[NAME] == 1
