@@ -139,7 +139,7 @@ def cut(function: Any, args: Any, kwargs: Any, least: int) -> Parts | None:
     if extent % (length or 1) or (count := extent // (length or 1)) < least:
         return None
     for v in given_sizes:
-        int(v)  # guards what Dynamo would: how many parts there are
+        int(v or 0)  # guards what Dynamo would: how many parts there are
     return Parts(whole, dim % len(shape), 0, length, count, True, torch.is_grad_enabled())
 
 

@@ -84,8 +84,9 @@ def _holds_throughout(env: Any, relation: Any, at: Position) -> bool:
     if not sympy.diff(relation.lhs - relation.rhs, at.symbol).is_number:
         return False
     if at.symbol in relation.lts.free_symbols:  # the last of its rows is the tensor's last: the size is the loop's
-        left = relation.gts - relation.lts.subs(at.symbol, at.bounds.upper)
-        one_part = (1, sympy.diff(relation.lts, at.symbol), 0)  # behind a row, the start of a slice, and its end
+        each = sympy.diff(relation.lts, at.symbol)
+        left = relation.gts - relation.lts.subs(at.symbol, at.bounds.upper if each > 0 else at.bounds.lower)
+        one_part = (1, abs(each), 0)  # behind a row, the start of a slice, and its end
         any(bool(env.evaluate_expr(sympy.Eq(left, each))) for each in dict.fromkeys(one_part))
     ends = (relation.subs(at.symbol, end) for end in (at.bounds.lower, at.bounds.upper))
     return all(bool(env.evaluate_expr(end)) for end in ends)

@@ -82,5 +82,6 @@ def _chunks(view: GraphView, found: LinearAttention) -> int:
     """How many chunks it is written in; where a few steps of a loop over them are in the graph, of the whole loop."""
     if looped := short_loops.marks(view.graph):
         return max(int(mark.args[3]) for mark in looped)  # type: ignore[arg-type]
-    tokens = math.prod(hint(atom.size) for atom in flat(found.dims["t"]))  # type: ignore[arg-type]
+    sizes: list[int] = [hint(atom.size) for atom in flat(found.dims["t"])]  # type: ignore[arg-type]
+    tokens = math.prod(sizes)
     return -(-tokens // found.chunk) if found.chunk else 1
