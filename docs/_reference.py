@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megacpp_compile"
 TOPICS = {
     "Compiling": ("backend", "Config", "compile", "enable"),
+    "Rules": ("register", "unregister", "Match", "MatchFailure", "register_lowering"),
     "Reports": ("record", "Report", "explain"),
     "Memory": ("CheckpointingPolicy", "apply_checkpoints", "estimate", "Estimate", "fit", "Fit"),
     "Launching": ("launch_record", "LaunchRecord"),

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from megacpp_compile.enable import enable
     from megacpp_compile.explainer import explain
     from megacpp_compile.launch import LaunchRecord, launch_record
+    from megacpp_compile.lowerings._registered import register_lowering
+    from megacpp_compile.matchers._match import MatchFailure
     from megacpp_compile.memory.checkpoints import apply_checkpoints
     from megacpp_compile.memory.estimate import Estimate, estimate
     from megacpp_compile.memory.fit import Fit, fit
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from megacpp_compile.nn.attention.validity import Validity
     from megacpp_compile.nn.expert_capacity import equal_split
     from megacpp_compile.nn.sparse_mla import sparse_mla
+    from megacpp_compile.passes._registered import register, unregister
+    from megacpp_compile.passes._rule import Match
     from megacpp_compile.precision.layer_spec import NativeLayerSpec, te_layer_spec
     from megacpp_compile.precision.replace import replace_linears
     from megacpp_compile.precision.scaling_state import load_scaling_state, scaling_state
@@ -50,13 +54,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.6.0"
 __all__ = [
-    "CheckpointingPolicy", "CompileCache", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache", "NativeLayerSpec",
-    "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints", "attention",
-    "attention_capability", "backend", "cached_weight_casts", "check_resume", "compile", "disable_fa4", "enable",
-    "enable_fa4", "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record",
-    "load_cache", "load_compiled", "load_scaling_state", "observed_attention", "record", "replace_linears",
-    "save_cache", "save_compiled", "scaling_state", "sharded_sequences", "sparse_mla", "te_layer_spec",
-    "use_latent_cache", "uses_dense_fa4",
+    "CheckpointingPolicy", "CompileCache", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache", "Match",
+    "MatchFailure", "NativeLayerSpec", "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity",
+    "apply_checkpoints", "attention", "attention_capability", "backend", "cached_weight_casts", "check_resume",
+    "compile", "disable_fa4", "enable", "enable_fa4", "equal_split", "estimate", "explain", "fit", "last_attention",
+    "latent_attention", "launch_record", "load_cache", "load_compiled", "load_scaling_state", "observed_attention",
+    "record", "register", "register_lowering", "replace_linears", "save_cache", "save_compiled", "scaling_state",
+    "sharded_sequences", "sparse_mla", "te_layer_spec", "unregister", "use_latent_cache", "uses_dense_fa4",
 ]  # fmt: skip
 
 _HOME = {
@@ -64,6 +68,7 @@ _HOME = {
     "load_compiled": "compile_cache", "save_compiled": "compile_cache", "save_cache": "compile_cache",
     "Config": "config.options", "Estimate": "memory.estimate",
     "Fit": "memory.fit", "LaunchRecord": "launch", "MLAKVCache": "decode.cache",
+    "Match": "passes._rule", "MatchFailure": "matchers._match",
     "NativeLayerSpec": "precision.layer_spec", "launch_record": "launch",
     "PrecisionPlan": "config.precision", "Report": "report.report", "ServingConfig": "decode.serving",
     "ShardingPlan": "config.sharding", "Validity": "nn.attention.validity",
@@ -74,7 +79,8 @@ _HOME = {
     "equal_split": "nn.expert_capacity", "estimate": "memory.estimate", "explain": "explainer", "fit": "memory.fit",
     "last_attention": "nn.attention", "latent_attention": "decode.absorbed", "observed_attention": "nn.attention",
     "load_scaling_state": "precision.scaling_state", "scaling_state": "precision.scaling_state",
-    "record": "report.collector", "replace_linears": "precision.replace", "sparse_mla": "nn.sparse_mla",
+    "record": "report.collector", "register": "passes._registered", "unregister": "passes._registered",
+    "register_lowering": "lowerings._registered", "replace_linears": "precision.replace", "sparse_mla": "nn.sparse_mla",
     "sharded_sequences": "sharding.sequences",
     "te_layer_spec": "precision.layer_spec", "use_latent_cache": "decode.transformers_cache",
     "uses_dense_fa4": "nn.attention.switch",

@@ -29,12 +29,13 @@ from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.frontend.same_frames import key_of
 from megacpp_compile.fx import assumptions, short_loops
 from megacpp_compile.fx.provenance import is_backward, modules_called, outermost_frame
+from megacpp_compile.lowerings._registered import is_added
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.nn.attention.switch import require_fa4
-from megacpp_compile.passes._driver import Outcome, enabled_passes, recognised, run_passes
+from megacpp_compile.passes._driver import Outcome, enabled_passes, recognised, registered, run_passes
 from megacpp_compile.passes._frame import assumed, head_widths
 from megacpp_compile.passes._frame.attention_sites import as_written, attention_sites, unseen_sites, wanted_by
 from megacpp_compile.passes._frame.long_loops import lengthen
@@ -87,7 +88,8 @@ class Analysis:
         """(pass, node) of each op put in place."""
         if self.outcome is None:
             return []
-        return [(s.pass_name, n) for s, n in zip(self.outcome.sites, self.outcome.op_nodes, strict=True)]
+        pairs = zip(self.outcome.sites, self.outcome.op_nodes, strict=True)
+        return [(s.pass_name, n) for s, n in pairs if not n._erased]  # else a later site has taken it
 
     def on_auto(self, found: AutoPlan) -> None:
         """Note what `policy="auto"` chose, at the sites whose latents it keeps too."""
@@ -291,8 +293,8 @@ def retrace(analysis: Analysis) -> NoReturn:
 
 
 def _is_own(node: Node) -> bool:
-    """Whether the node calls an op of this package, by whichever of its overloads."""
-    return node.op == "call_function" and str(node.target).startswith("megacpp.")
+    """Whether the node calls an op that is to be lowered, by whichever of its overloads."""
+    return node.op == "call_function" and (str(node.target).startswith("megacpp.") or is_added(node.target))
 
 
 def _recurrences(captured: Captured) -> list[dict[str, str]]:
@@ -311,6 +313,8 @@ def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
     under a plan for linears and an attention that is to be another's."""
     if config.precision is not None or config.compress is not None or wanted_by(config):
         return None
+    if any(registered(p) for p in enabled_passes(config)):
+        return None  # a rule's idiom may be smaller
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
     if any(isinstance(n.target, HigherOrderOperator) or _is_own(n) for n in calls):
         return None  # a checkpointed block is one call here, and an op that a model calls is to be lowered

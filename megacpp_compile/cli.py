@@ -202,7 +202,7 @@ def _passes(_: argparse.Namespace) -> None:
     passes, on = all_passes(), {p.name for p in enabled_passes(Config())}
     width = max(len(p.name) for p in passes)
     for p in passes:
-        about = (sys.modules[p.__name__].__doc__ or "").partition("\n\n")[0]  # type: ignore[attr-defined]
+        about = (getattr(p, "doc", None) or p.__doc__ or "").partition("\n\n")[0]
         off = "" if p.name in on else " Off by default."
         for i, line in enumerate(textwrap.wrap(" ".join(about.split()) + off, 96)):
             print(f"{'' if i else p.name:{width}}  {line}")

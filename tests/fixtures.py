@@ -17,10 +17,12 @@ from torch._inductor import compile_fx as module
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 
+from megacpp_compile.config import registered
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.fx.edit import value
+from megacpp_compile.lowerings import _registry
 from megacpp_compile.lowerings._registry import choose, semantic_ops
-from megacpp_compile.passes import linear_cross_entropy
+from megacpp_compile.passes import _registered, linear_cross_entropy
 from megacpp_compile.report.at_exit import ENDING
 from tests import capture, quicker, quicker_fakes
 from tests.seeds import move_written_seeds, seed_of
@@ -76,6 +78,18 @@ def _enabled_nowhere():
     before = torch.compile
     yield
     assert torch.compile is before, "torch.compile is not what it was before the test"
+
+
+@pytest.fixture(autouse=True)
+def _registered_nowhere():
+    """Rules and lowerings that a test registers, or an entry point of its own, are gone after it."""
+    kept = [(held, held.copy()) for held in (_registered._rules, registered.CODE, registered._loaded, _registry.ADDED)]
+    yield
+    for held, before in kept:
+        if held != before:
+            held.clear()
+            held.update(before)
+            semantic_ops.cache_clear()
 
 
 @pytest.fixture(autouse=True)

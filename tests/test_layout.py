@@ -110,6 +110,7 @@ ALLOWED = {
     "_cdata": "what tells storages apart, also those without memory",
     "_schema": "of a node's target: the operator's signature",
     "_opname": "of a node's target: the operator's name",
+    "_opoverload": "of what torch.library.custom_op makes: the op that graphs have",
     "_erased": "of an fx.Node: whether its graph has dropped it",
     "_codegen": "of an fx.Graph: how Dynamo has its inputs named",
     "_dynamo_source": "Dynamo's note on a placeholder, copied from node to node and read where it is there",

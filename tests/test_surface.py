@@ -92,12 +92,14 @@ def error_of(options, kind, *model):
 
 def test_public_names():
     assert megacpp_compile.__all__ == [
-        "CheckpointingPolicy", "CompileCache", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache",
-        "NativeLayerSpec", "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints",
-        "attention", "attention_capability", "backend", "cached_weight_casts", "check_resume", "compile", "disable_fa4",
-        "enable", "enable_fa4", "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record", "load_cache",
-        "load_compiled", "load_scaling_state", "observed_attention", "record", "replace_linears", "save_cache",
-        "save_compiled", "scaling_state", "sharded_sequences", "sparse_mla", "te_layer_spec", "use_latent_cache", "uses_dense_fa4",
+        "CheckpointingPolicy", "CompileCache", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache", "Match",
+        "MatchFailure", "NativeLayerSpec", "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity",
+        "apply_checkpoints", "attention", "attention_capability", "backend", "cached_weight_casts", "check_resume",
+        "compile", "disable_fa4", "enable", "enable_fa4", "equal_split", "estimate", "explain", "fit",
+        "last_attention", "latent_attention", "launch_record", "load_cache", "load_compiled", "load_scaling_state",
+        "observed_attention", "record", "register", "register_lowering", "replace_linears", "save_cache",
+        "save_compiled", "scaling_state", "sharded_sequences", "sparse_mla", "te_layer_spec", "unregister",
+        "use_latent_cache", "uses_dense_fa4",
     ]  # fmt: skip
     assert all(callable(getattr(megacpp_compile, name)) for name in megacpp_compile.__all__)
     assert set(megacpp_compile.__all__) <= set(dir(megacpp_compile))

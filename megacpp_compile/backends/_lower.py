@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacpp_compile._torch.fakes import FakeTensor, detect_fake_mode
+from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.backends import joined_results
 from megacpp_compile.backends.float32_gradients import keep_float32
 from megacpp_compile.backends.joined_pieces import compute_apart
@@ -23,7 +24,7 @@ from megacpp_compile.backends.joined_results import Join
 from megacpp_compile.backends.overlap import overlap
 from megacpp_compile.backends.static_launch import compile_ahead
 from megacpp_compile.config.options import Config
-from megacpp_compile.errors import NotLoweredError
+from megacpp_compile.errors import NotLoweredError, RegistrationError
 from megacpp_compile.fx.aliasing import memory_of, overwritable
 from megacpp_compile.fx.edit import drop_dead, value
 from megacpp_compile.fx.inductor_pass import GraphPass
@@ -127,6 +128,8 @@ def _lower(
     if tell is not None and (op := name_of(node)).endswith(_BACKWARD):
         tell(op.removesuffix(_BACKWARD), lowering_text(choice.requested, choice.effective, choice.reason))
     if not choice.traced:
+        if choice.body is node.target:  # another package's op, which runs as it is
+            return True
         if not target.graphs_hold_ops:  # else the op asks again when it runs
             node.target = choice.body
         return target.graphs_hold_ops
@@ -145,6 +148,8 @@ def _lower(
     key = (node.target, repr(args), tuple(_signature(f) for f in fakes), way)
     if key not in traced:
         traced[key] = _trace(body, args, fakes, target)
+        if choice.added and (problem := _broken(promised, traced[key])):
+            raise RegistrationError(f"lowering {choice.effective!r} of {name_of(node)}", problem)
     with graph.inserting_before(node):
         result = _keep_layout(graph, promised, _inline(graph, traced[key].graph, tensors, node))
     if join is not None:
@@ -252,6 +257,18 @@ def _trace(body: Callable[..., Any], args: Any, fakes: list[torch.Tensor], targe
             gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
     return gm
+
+
+def _broken(promised: Any, body: GraphModule) -> str:
+    """What is another about a lowering's results than its op promises, as the rest of a sentence; "" for nothing."""
+
+    def kind(x: Any) -> str:
+        x = value(x)
+        return f"{x.dtype} [{', '.join(map(str, x.shape))}]" if isinstance(x, torch.Tensor) else type(x).__name__
+
+    (made,) = (n.args[0] for n in body.graph.find_nodes(op="output"))
+    wanted, got = ([*map(kind, tree_leaves(results))] for results in (promised, made))
+    return f"returns {', '.join(got)}, and the op promises {', '.join(wanted)}" if wanted != got else ""
 
 
 def _keep_layout(graph: fx.Graph, promised: Any, result: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from megacpp_compile.config import checks, environment
+from megacpp_compile.config import checks, environment, registered
 from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_names, renamed
 from megacpp_compile.config.checkpointing import AUTO, FREE, KINDS, AutoPolicy, CheckpointingPolicy, policy_option
 from megacpp_compile.config.compression import CompressionPlan
@@ -271,9 +271,13 @@ class Config(_Asked):
     def cache_key(self) -> str:
         """Text that is equal, also across processes, for settings that compile the same code.
 
-        Every field counts but `explain` and `summary`, which only print. An object under `inductor` counts
-        by its `uuid()` if it has one (as Inductor's `CustomGraphPass` does), else by its repr.
+        Every field counts but `explain` and `summary`, which only print, and the code of rules and lowerings that are
+        registered. An object under `inductor` counts by its `uuid()` if it has one (as Inductor's `CustomGraphPass`
+        does), else by its repr.
         """
+        return self._text() + (checks.canonical(registered.CODE) if registered.CODE else "")
+
+    def _text(self) -> str:
         return checks.canonical({name: value for name, value in self.to_dict().items() if name not in _PRINTS})
 
     # Equality goes by text because `inductor` may hold unhashable values, and because 1 == True there
@@ -282,10 +286,10 @@ class Config(_Asked):
         if not isinstance(other, Config):
             return NotImplemented
         printing = all(getattr(self, name) == getattr(other, name) for name in _PRINTS)
-        return printing and self.cache_key() == other.cache_key()
+        return printing and self._text() == other._text()
 
     def __hash__(self) -> int:
-        return hash(self.cache_key())
+        return hash(self._text())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Read-only mapping views can be neither pickled nor deep-copied.

@@ -76,6 +76,7 @@ from megacpp_compile.errors.precision import (
 )
 from megacpp_compile.errors.settings import (
     BadOptionError,
+    RegistrationError,
     RequirementError,
     RuleWithoutHitError,
     UnknownOptionError,
@@ -88,12 +89,11 @@ __all__ = [
     "CodecError", "CompileCacheError", "CompiledTooEarlyError", "DequantisationError", "DeviceNotMeasuredError",
     "DroppedOutputError", "EngineError", "EstimateError", "EvidenceError", "FitError", "ForwardError",
     "ForwardOnlyError", "GraphBreakError", "LatentCacheError", "LayoutError", "ManifestError", "MegacppError", "Miss",
-    "MixedDocumentsError",
-    "NotAModuleError", "NotCapturedError", "NotLoweredError", "OperandError", "OtherPartsError", "PackageMissingError",
-    "PeakUnreachableError", "PlanMismatchError", "RanksDifferError", "ReportFormatError", "RequirementError",
-    "ResumeError",
-    "RuleWithoutHitError", "ScalingStateError", "SequenceShardedError", "ServingConfigError", "ServingRecordError",
-    "ShardingError", "StagesOffError", "StockCheckpointError", "TargetMismatchError", "TargetRecipeError",
-    "TargetUnavailableError", "TorchInternalsError", "TorchTooOldError", "TwoPoliciesError", "UnfoundedSiteError",
-    "UnknownOptionError", "UnknownPassError", "VerificationError", "WrapperError", "closest", "wrapped_in",
+    "MixedDocumentsError", "NotAModuleError", "NotCapturedError", "NotLoweredError", "OperandError", "OtherPartsError",
+    "PackageMissingError", "PeakUnreachableError", "PlanMismatchError", "RanksDifferError", "RegistrationError",
+    "ReportFormatError", "RequirementError", "ResumeError", "RuleWithoutHitError", "ScalingStateError",
+    "SequenceShardedError", "ServingConfigError", "ServingRecordError", "ShardingError", "StagesOffError",
+    "StockCheckpointError", "TargetMismatchError", "TargetRecipeError", "TargetUnavailableError", "TorchInternalsError",
+    "TorchTooOldError", "TwoPoliciesError", "UnfoundedSiteError", "UnknownOptionError", "UnknownPassError",
+    "VerificationError", "WrapperError", "closest", "wrapped_in",
 ]  # fmt: skip

@@ -124,3 +124,18 @@ class RuleWithoutHitError(MegacppError, ValueError):
             f"{option}: the pattern {pattern!r} hits no {what}.{did_you_mean(self.closest)} It has to "
             "match a whole name; a star that is a segment stands for one or more segments, as in '*.mlp.*'."
         )
+
+
+class RegistrationError(MegacppError, ValueError):
+    """A rule or a lowering that cannot be registered, or is not.
+
+    Args:
+        what: the rule or lowering, as in "rule 'merge_clamps'".
+        problem: what is wrong, as the rest of a sentence without its full stop.
+        name: a name that is not known, where there is one.
+        known: what there is instead, for the closest-match hint.
+    """
+
+    def __init__(self, what: str, problem: str, name: str = "", known: Sequence[str] = ()) -> None:
+        self.what, self.problem, self.closest = what, problem, closest(name, known)
+        super().__init__(f"{what} {problem}.{did_you_mean(self.closest)}")

@@ -3,7 +3,8 @@
 An op's folder holds one file per target; a lowering is a function with the op's arguments that traces to the target's
 own ops. Capability is asked of the lowering, on fake arguments. The order of preference is the target's
 (`targets.Target.lowerings`) unless the folder defines its own as PREFERENCE; where the reference is to serve a target,
-the folder's REFERENCE_SERVES says why.
+the folder's REFERENCE_SERVES says why. Other packages register lowerings, of these ops and of their own
+(`lowerings/_registered.py`), which are asked first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import torch
 
 import megacpp_compile.lowerings as package
 from megacpp_compile._torch.pytree import tree_leaves
+from megacpp_compile.config import registered
 from megacpp_compile.targets import TARGETS
+
+GROUP = "megacpp.ops"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Choice:
     lowered graph holds the ops that `body` traces to; else it calls `body`, or on CUDA keeps the op, which calls it.
     `writes_into`: the results that `body` writes to columns of a joined tensor, if called with `into`, by result; then
     it returns that tensor for them. One may be written among others; several make a joined tensor of nothing else.
-    `leaves_out`: the results that `body` does not make, and returns as empty, where `unread` has them.
+    `leaves_out`: the results that `body` does not make, and returns as empty, where `unread` has them. `added`: it is
+    another package's.
     """
 
     requested: str
@@ -42,12 +47,39 @@ class Choice:
     traced: bool = True
     writes_into: tuple[int, ...] = ()
     leaves_out: tuple[int, ...] = ()
+    added: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """A lowering that another package has registered. defaults: of the op's arguments, None for one without. supports:
+    says why it cannot serve a call with these arguments."""
+
+    name: str
+    body: Callable[..., Any]
+    defaults: tuple[Any, ...]
+    supports: Callable[..., str | None] | None
+
+    def whole(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of a call: torch leaves out those at the end that are as they would be."""
+        return (*args, *self.defaults[len(args) :])
+
+    def __call__(self, *args: Any) -> Any:
+        return self.body(*self.whole(args))
+
+
+# (op, target) -> what other packages have registered, in this order.
+ADDED: dict[tuple[Any, str], tuple[Added, ...]] = {}
 
 
 @functools.cache
 def semantic_ops() -> dict[Any, tuple[str, str]]:
-    """Every `megacpp::` op (forward and backward) -> (its folder, its name). Importing the folders registers them."""
-    ops = {}
+    """Every `megacpp::` op (forward and backward) -> (its folder, its name). Importing the folders registers them.
+
+    An op of another package that has a lowering has no folder, and its qualified name.
+    """
+    registered.load(GROUP, lambda _: None)  # what is loaded registers itself
+    ops = {op: ("", op.name()) for op, _ in ADDED}
     for folder in (m.name for m in pkgutil.iter_modules(package.__path__) if m.ispkg and not m.name.startswith("_")):
         module = importlib.import_module(f"{package.__name__}.{folder}")
         for name in vars(module):
@@ -79,8 +111,14 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     write to columns of a joined tensor (`_kernels/columns`). `LEAVES_OUT`: op name -> results that it need not make.
     """
     folder, name = semantic_ops()[op]
-    reasons = []
+    reasons: list[str] = []
+    added = ADDED.get((op, target), ())
+    if added and (served := _by_added(added, args, reasons)) is not None:
+        return served
+    if not folder:
+        return Choice(added[0].name if added else name, name, "; ".join(reasons), op, traced=False)
     wanted = preference(folder, target)
+    first = added[0].name if added else wanted[0]
     for lowering in wanted:
         try:
             module = importlib.import_module(f"{package.__name__}.{folder}.{lowering}")
@@ -99,9 +137,22 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
             into = module.writes_into(name, args) if hasattr(module, "writes_into") else ()
             without = getattr(module, "LEAVES_OUT", {}).get(name, ())
             why, body = "; ".join(reasons), getattr(module, name)
-            return Choice(wanted[0], lowering, why, body, overwrites, traced, into, without)
+            return Choice(first, lowering, why, body, overwrites, traced, into, without)
         reasons.append(f"{lowering}: {reason}")
     raise AssertionError("every op has a reference lowering")
+
+
+def _by_added(added: Sequence[Added], args: Sequence[Any], reasons: list[str]) -> Choice | None:
+    """The first of other packages' lowerings that serves a call, None where none does: `reasons` then says why."""
+    for one in added:
+        try:
+            reason = one.supports(*one.whole(args)) if one.supports is not None else None
+        except Exception as error:
+            reason = f"its 'supports' fails: {type(error).__name__}: {error}".splitlines()[0]
+        if not reason:
+            return Choice(added[0].name, one.name, "; ".join(reasons), one, added=True)
+        reasons.append(f"{one.name}: {reason}")
+    return None
 
 
 def _untaken(body: Callable[..., Any] | None, args: Sequence[Any]) -> str | None:

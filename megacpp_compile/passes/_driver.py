@@ -1,54 +1,43 @@
 """Runs the passes over a captured graph; no pass is known here by name.
 
-A pass is a module in this folder that defines `name`, `op`, `after` and `find` (`_rule.Pass`); order follows `after`.
+A pass is a module in this folder that defines `name`, `op`, `after` and `find` (`_rule.Pass`), or a rule of another
+package (`_registered.Rule`); order follows `after`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
-import pkgutil
 import time
-from collections.abc import Callable, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 from torch.fx import Node
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
-import megacpp_compile.passes as package
 from megacpp_compile.config.options import Config
-from megacpp_compile.errors import MegacppError, UnfoundedSiteError
+from megacpp_compile.errors import MegacppError, RegistrationError, UnfoundedSiteError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import drop_dead
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
+from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.passes._rewriting import OVERLAP, Rewriter
+from megacpp_compile.passes._objections import objection
+from megacpp_compile.passes._registered import in_order, rules
+from megacpp_compile.passes._rewriting import OVERLAP, Rewriter, is_semantic
 from megacpp_compile.passes._rule import Match, Pass, Recognised
 from megacpp_compile.report.records import MissedFusion, Site
 
 
-@functools.cache
 def all_passes() -> tuple[Pass, ...]:
-    """Every pass in this folder, in the order their `after` asks for (ties by name)."""
-    names = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
-    modules: dict[str, Any] = {n: importlib.import_module(f"{package.__name__}.{n}") for n in sorted(names)}
-    ordered: list[Any] = []
+    """Every pass in this folder and every registered rule, in the order their `after` asks for (ties by name, passes
+    first).
 
-    def place(name: str, chain: tuple[str, ...]) -> None:
-        if name in chain:
-            raise MegacppError(f"passes wait for each other: {' -> '.join((*chain, name))}")
-        if modules[name] not in ordered:
-            for earlier in modules[name].after:
-                place(earlier, (*chain, name))
-            ordered.append(modules[name])
-
-    for name in modules:
-        place(name, ())
-    return tuple(ordered)
+    Raises UnknownPassError for a rule that is to run after or before one that is not there, and RegistrationError for
+    rules that wait for each other.
+    """
+    return in_order(rules())
 
 
 def pass_names() -> tuple[str, ...]:
@@ -158,7 +147,8 @@ def _run(p: Pass, views: _Views, config: Config, review: Review | None, out: Out
         candidates = [one for one in found if not isinstance(one, Recognised)]
         matches = sum(isinstance(one, Match) for one in candidates)
         most = most or matches
-        rewriter = Rewriter(view, {*out.op_nodes, *(op_node for _, op_node, _ in made)})
+        ops = {n for n in (*out.op_nodes, *(op_node for _, op_node, _ in made)) if is_semantic(n)}
+        rewriter = Rewriter(view, ops, objection if registered(p) else None)
         new, failures = _apply(p, candidates, rewriter, review)
         made += new
         if drop_dead(graph) or matches:
@@ -202,7 +192,7 @@ def _apply(
 def _find(p: Pass, view: GraphView, config: Config, out: Outcome) -> list[Match | MatchFailure | Recognised]:
     """What `p` finds; nothing where it fails, as one pass's defect must not stop the others."""
     try:
-        return list(p.find(view))
+        return list(p.find(view)) if not registered(p) else list(_found_by_rule(p, view))
     except Exception as error:
         if config.strict or isinstance(error, MegacppError):
             raise
@@ -210,9 +200,26 @@ def _find(p: Pass, view: GraphView, config: Config, out: Outcome) -> list[Match 
         return []
 
 
+def registered(p: Pass) -> bool:
+    """Whether `p` is a rule of another package."""
+    return getattr(p, "registered", False)
+
+
+def _found_by_rule(p: Pass, view: GraphView) -> Iterator[Match | MatchFailure | Recognised]:
+    """What a rule yields. Raises RegistrationError for what is none of these, and for a graph that it has changed."""
+    before = [(n, n.target, n.args, n.kwargs) for n in view.graph.nodes]
+    for found in p.find(view):
+        if not isinstance(found, (Match, MatchFailure, Recognised)):
+            kind = type(found).__name__
+            raise RegistrationError(f"rule {p.name!r}", f"yields a {kind}, not a Match or a MatchFailure")
+        yield found
+    if before != [(n, n.target, n.args, n.kwargs) for n in view.graph.nodes]:
+        raise RegistrationError(f"rule {p.name!r}", "changes the graph in 'find': do that in the match's 'rewrite'")
+
+
 def _site(p: Pass, match: Match, op_node: Node) -> Site:
-    target, node = op_node.target, match.node
-    op = f"{target.namespace}::{target._opname}" if target in semantic_ops() else p.op  # type: ignore[union-attr]
+    node = match.node
+    op = name_of(op_node) if op_node.target in semantic_ops() or registered(p) else p.op
     return Site(p.name, op, module_fqn(node), source_line(node), "", "", node=op_node.name, note=match.note)
 
 
@@ -223,11 +230,12 @@ def _hold_to_the_graph(out: Outcome, given: Set[Node], graph: torch.fx.Graph, st
     sites, op_nodes = out.sites, out.op_nodes
     out.sites, out.op_nodes = [], []
     for site, node in zip(sites, op_nodes, strict=True):
+        tag = problem = ""
         if node in out.op_nodes:
             tag, problem = "op-reported-twice", "another site has it"
-        elif node not in left or node.target not in semantic_ops():
+        elif name_of(node) != site.op or node not in left and not _taken_later(node):
             tag, problem = "op-removed", "no such op of the pass is in the graph"
-        else:
+        if not tag:
             out.sites.append(site)
             out.op_nodes.append(node)
             continue
@@ -237,6 +245,11 @@ def _hold_to_the_graph(out: Outcome, given: Set[Node], graph: torch.fx.Graph, st
         out.misses.append(MissedFusion(site.pass_name, site.fqn, site.source, site.node, tag, str(error)))
         out.counts[site.pass_name] -= 1
         out.replaced = {match: at for match, at in out.replaced.items() if at is not site}
+
+
+def _taken_later(node: Node) -> bool:
+    """Whether a later site may have taken what a rule emitted: torch's own ops are for others to match."""
+    return node._erased and not is_semantic(node)
 
 
 def recognised(kind: str, node: Node) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,19 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, move_behind, place, same_size, unread_without, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.fx.walks import reached
+from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.passes._rule import REGION, Match
 
 OVERLAP = "overlap"
+Objection = Callable[[GraphView, Match, Node, Sequence[Node], Builder], MatchFailure | None]
+
+
+def is_semantic(op_node: Node) -> bool:
+    """Whether the node of a site has an op that means an idiom, which no other site may take: torch's own, which a rule
+    emits, are what passes match."""
+    return not name_of(op_node).startswith(("aten::", "prims::"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +45,12 @@ class Rewriter:
 
     A match that reads or replaces what an earlier one has taken is not applied: it was found in a graph that is gone.
     Nor is one that reads from a match which was not applied, as an op's strides may follow those of its operands, nor
-    one that would take the op of another site away. ops: the ops' nodes of all sites so far.
+    one that would take the op of another site away. ops: the ops' nodes of all sites so far. objection: what is wrong
+    with what a match emitted, before anything reads it.
     """
 
-    def __init__(self, view: GraphView, ops: set[Node]) -> None:
-        self.view, self.ops = view, ops
+    def __init__(self, view: GraphView, ops: set[Node], objection: Objection | None = None) -> None:
+        self.view, self.ops, self.objection = view, ops, objection
         self.unread: set[Node] = set()
         self.waiting: set[Node] = set()
 
@@ -55,7 +64,10 @@ class Rewriter:
             return MatchFailure(match.node, *REGION)
         anchor, moved = where
         build = Builder(view.graph, view.fake_mode, anchor, match.node, states)
-        op_node, new = match.rewrite(build)
+        emitted = self._emitted(match, build)
+        if isinstance(emitted, MatchFailure):
+            return emitted
+        op_node, new = emitted
         if build.emitted:
             moved = [n for n in moved if not n._erased]
             move_behind(moved, build.emitted[-1])
@@ -71,10 +83,24 @@ class Rewriter:
             return self._overlap(match)
         return done
 
+    def _emitted(self, match: Match, build: Builder) -> tuple[Node, list[Node]] | MatchFailure:
+        """What the match's rewrite returns; a failure where that is a rule's, and it fails or is of no use."""
+        if self.objection is None:
+            return match.rewrite(build)
+        try:
+            made = match.rewrite(build)
+            op_node, new = (made, [made]) if isinstance(made, Node) else made
+            return self.objection(self.view, match, op_node, new, build) or (op_node, new)
+        except Exception as error:
+            if self.view.config.strict:
+                raise
+            return MatchFailure(match.node, "internal-error", f"{type(error).__name__}: {error}"[:300])
+
     def keep(self, done: Rewrite) -> None:
         """Refuse later matches that need what `done` has taken."""
         self.unread = done.unread
-        self.ops.add(done.op_node)
+        if is_semantic(done.op_node):
+            self.ops.add(done.op_node)
         for node in self.unread.intersection(done.match.draws):  # it would be drawn for nobody
             node.replace_all_uses_with(node.all_input_nodes[0])
             node.graph.erase_node(node)

@@ -33,7 +33,8 @@ class Match:
     """An idiom found. `inputs` and `outputs` bound the plain subgraph; the op takes the modes of `node`.
 
     rewrite: emits, by the builder it is given, what computes `outputs` from `inputs`; returns the op's node and the
-    nodes that are to carry `outputs`, in order. The driver has chosen the place, and puts them there.
+    nodes that are to carry `outputs`, in order. The driver has chosen the place, and puts them there. A registered
+    rule may return the one node that carries its one output.
     autocast_blind: the ops that may change their autocast region as the op may; none where autocast decides what the
     rewrite emits.
     note: what was decided, for the report. forward_only: nothing differentiates it, and its op has no gradient.
@@ -47,7 +48,7 @@ class Match:
     node: Node
     inputs: list[Node]
     outputs: list[Node]
-    rewrite: Callable[[Builder], tuple[Node, list[Node]]]
+    rewrite: Callable[[Builder], Any]
     ends: Node | None = None
     note: str = ""
     forward_only: bool = False
@@ -66,7 +67,7 @@ class Recognised:
 
 
 class Pass(Protocol):
-    """A module in `passes/` that defines these names.
+    """A module in `passes/` that defines these names, or a rule that is registered (`_registered.Rule`).
 
     name: the report's name and the file's; op: the semantic op it makes; after: passes that must have run before.
     A pass that runs only where it is asked for says `by_default = False`.

@@ -28,11 +28,7 @@ SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 def saved_bytes(part: Part, mode: FakeTensorMode, trained: Container[Node]) -> int | None:
     """Bytes saved by running `part` on values like those of its inputs; None where sizes are symbolic without a known
     value. trained: the nodes that a gradient flows to or through."""
-    values = [value(n) for n in part.inputs]
-    with mode:
-        if all(map(_has_hint, values)):  # with numbers for sizes it takes a tenth of the time, and nothing is guarded
-            values = [with_numbers(v, lambda n: n.node.hint) for v in values]
-        args = [_leaf(v, n in trained) for v, n in zip(values, part.inputs, strict=True)]
+    args = _leaves(part, mode, trained)
     counting = _Counting(part.module(), args, [n in trained for n in part.calls])
     # Sizes known only at run time (`nonzero`) get names here that no graph will ever mention.
     unnamed = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env else contextlib.nullcontext()
@@ -44,6 +40,34 @@ def saved_bytes(part: Part, mode: FakeTensorMode, trained: Container[Node]) -> i
         except _SizeUnknown:
             return None
     return sum(counting.kept.values())
+
+
+def differentiable(part: Part, mode: FakeTensorMode, trained: Container[Node]) -> tuple[list[bool], set[Node]] | None:
+    """(which outputs of `part` are differentiable, the inputs that get a gradient); None where sizes are symbolic
+    without a known value. Raises what torch raises of an op without a gradient."""
+    if not all(_has_hint(value(n)) for n in part.inputs):
+        return None
+    leaves = _leaves(part, mode, trained)
+    asked = {n: t for n, t in zip(part.inputs, leaves, strict=True) if _differentiable(t)}
+    with mode, enable_python_dispatcher(), torch.enable_grad():
+        results = part.module()(*leaves)
+        ends = [r for r in results if _differentiable(r)]
+        given = [torch.empty_like(r) for r in ends]
+        grads = torch.autograd.grad(ends, [*asked.values()], given, allow_unused=True) if ends else [None] * len(asked)
+    return [*map(_differentiable, results)], {n for n, g in zip(asked, grads, strict=True) if g is not None}
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _leaves(part: Part, mode: FakeTensorMode, trained: Container[Node]) -> list[Any]:
+    """Values for the inputs of `part`, as leaves."""
+    values = [value(n) for n in part.inputs]
+    with mode:
+        if all(map(_has_hint, values)):  # with numbers for sizes it takes a tenth of the time, and nothing is guarded
+            values = [with_numbers(v, lambda n: n.node.hint) for v in values]
+        return [_leaf(v, n in trained) for v, n in zip(values, part.inputs, strict=True)]
 
 
 class _Counting(Interpreter):

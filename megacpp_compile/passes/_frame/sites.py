@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.provenance import module_fqn, source_line
-from megacpp_compile.lowerings._registry import choose
+from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.passes._driver import Outcome
 from megacpp_compile.report.records import Site
 
@@ -23,8 +24,18 @@ def add_called_ops(outcome: Outcome, called: Sequence[Node]) -> None:
 
 
 def choose_lowerings(outcome: Outcome, target: str) -> None:
-    """Note at each site which lowering was requested on `target`, which serves, and why another one."""
+    """Note at each site which lowering was requested on `target`, which serves, and why another one. An op of a rule's
+    without one, torch's own or not, is left to the backend, under its namespace."""
     for site, node in zip(outcome.sites, outcome.op_nodes, strict=True):
-        args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
+        if node.target not in semantic_ops():
+            site.requested = site.effective = site.op.partition("::")[0]
+            continue
+        args = torch.fx.map_arg(_positional(node), lambda n: n.meta["val"])
         choice = choose(node.target, target, args)
         site.requested, site.effective, site.reason = choice.requested, choice.effective, choice.reason
+
+
+def _positional(node: Node) -> tuple[Any, ...]:
+    """The arguments of an op in the order of its schema, as lowerings get them."""
+    rest = node.target._schema.arguments[len(node.args) :] if node.kwargs else ()  # type: ignore[union-attr]
+    return (*node.args, *(node.kwargs.get(a.name, a.default_value) for a in rest))
