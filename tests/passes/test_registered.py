@@ -364,7 +364,7 @@ def test_an_op_of_ones_own_with_a_lowering(scaled, no_kernels):
 
 
 def test_a_lowering_of_this_packages_op():
-    args = (torch.rand(2, 5, 3, 8), torch.rand(5, 4), torch.rand(5, 4), 4, False, False, False, False, torch.float32)
+    args = (torch.rand(2, 3, 5, 8), torch.rand(5, 4), torch.rand(5, 4), 4, False, False, False, False, torch.float32)
     semantic_ops()
     op = torch.ops.megacpp.mla_rope_q.default
     usual = choose(op, "cpu", args)
