@@ -17,6 +17,7 @@ from megacpp_compile import Match, MatchFailure, errors, register, register_lowe
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.config import registered
 from megacpp_compile.config.options import Config
+from megacpp_compile.lowerings import _registry
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.passes import _driver
 from megacpp_compile.passes._driver import pass_names
@@ -469,3 +470,36 @@ def test_a_broken_entry_point_is_warned_of(value, words, tmp_path, monkeypatch, 
 def test_a_broken_entry_point_of_ops_is_warned_of(tmp_path, monkeypatch, caplog):
     installed(tmp_path, monkeypatch, "[megacpp.ops]\nops = other_rules\n", other_rules="1 / 0")
     assert semantic_ops() and "other-rules is left out: ZeroDivisionError" in caplog.text
+
+
+# --- Inductor
+
+
+@pytest.mark.end_to_end
+def test_code_of_another_lowering_is_not_taken_from_the_cache(scaled, tmp_path, monkeypatch):
+    """The graph is the same, and so is the directory of Inductor's cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    rule_of(lambda build, x: build(scaled._opoverload, x), op="mine::scaled")
+    given, found = torch.randn(*X), []
+    for factor in (2.0, 3.0, 2.0):
+        _registry.ADDED.clear()
+        register_lowering(scaled, lambda x, by, factor=factor: x * factor, name="by_factor", target="cpu")
+        torch.compiler.reset()
+        found.append(torch.compile(sin_twice, backend="megacpp")(given) / given.sin())
+    for got, factor in zip(found, (2.0, 3.0, 2.0), strict=True):
+        torch.testing.assert_close(got, torch.full(X, factor))
+    counters = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    assert counters, "the first code comes from the cache, where it fits"
+
+
+def test_dynamic_shapes_and_autocast():
+    rule_of(twice)
+    frames = frames_of(Config(strict=True), dynamic=True)
+    assert frames.fired == {"double": 1} and not frames.misses
+
+    def under_autocast(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return sin_twice(x @ x.mT)
+
+    frames = frames_of(Config(strict=True), under_autocast, tolerance=0.0)
+    assert frames.fired == {"double": 1}
