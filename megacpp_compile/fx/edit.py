@@ -52,14 +52,17 @@ def of_tensors(node: Node) -> bool:
 
 
 class Builder:
-    """Emits nodes before `anchor`, with fake values, with its modes, and with the provenance of `like`."""
+    """Emits nodes before `anchor`, with fake values, with its modes, and with the provenance of `like`.
+
+    in_region: autocast casts what is emitted in its region; else no op is emitted that it would cast.
+    """
 
     def __init__(
         self, graph: fx.Graph, fake_mode: FakeTensorMode, anchor: Node, like: Node,
-        mode_states: ModeStates | None = None,
+        mode_states: ModeStates | None = None, in_region: bool = False,
     ) -> None:  # fmt: skip
         self.graph, self.fake_mode, self.anchor, self.like = graph, fake_mode, anchor, like
-        self.mode_states = mode_states if mode_states is not None else {}
+        self.mode_states, self.in_region = mode_states if mode_states is not None else {}, in_region
         self.emitted: list[Node] = []
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -69,12 +72,20 @@ class Builder:
             if key in self.like.meta:
                 node.meta[key] = self.like.meta[key]
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
-        with self.fake_mode, torch.no_grad(), enable_python_dispatcher() if _ASKS_SIZES else contextlib.nullcontext():
+        asks = enable_python_dispatcher() if _ASKS_SIZES else contextlib.nullcontext()
+        with self.fake_mode, torch.no_grad(), self._region(), asks:
             node.meta["val"] = target(*fake_args, **fake_kwargs)
         if self.anchor in self.mode_states:
             self.mode_states[node] = self.mode_states[self.anchor]
         self.emitted.append(node)
         return node
+
+    def _region(self) -> contextlib.ExitStack:
+        """The autocast region of `anchor`."""
+        entered, state = contextlib.ExitStack(), self.mode_states.get(self.anchor) if self.in_region else None
+        for device, dtype in state.autocast if state is not None else ():
+            entered.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
+        return entered
 
     def item(self, node: Node, index: int) -> Node:
         return self(operator.getitem, node, index)

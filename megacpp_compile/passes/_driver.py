@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -23,7 +24,7 @@ from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.passes._objections import objection
+from megacpp_compile.passes._objections import check_found, objection
 from megacpp_compile.passes._registered import in_order, rules
 from megacpp_compile.passes._rewriting import OVERLAP, Rewriter, is_semantic
 from megacpp_compile.passes._rule import Match, Pass, Recognised
@@ -190,14 +191,21 @@ def _apply(
 
 
 def _find(p: Pass, view: GraphView, config: Config, out: Outcome) -> list[Match | MatchFailure | Recognised]:
-    """What `p` finds; nothing where it fails, as one pass's defect must not stop the others."""
+    """What `p` finds; nothing where it fails, as one pass's defect must not stop the others. Raises RegistrationError
+    for a rule that has changed the graph."""
+    before = _written(view.graph) if registered(p) else None
     try:
-        return list(p.find(view)) if not registered(p) else list(_found_by_rule(p, view))
+        found = list(p.find(view))
+        if before is not None:
+            check_found(p.name, found)
     except Exception as error:
-        if config.strict or isinstance(error, MegacppError):
+        if config.strict or isinstance(error, MegacppError) and before is None:
             raise
         out.misses.append(MissedFusion(p.name, "", "", "", "internal-error", f"{type(error).__name__}: {error}"[:300]))
-        return []
+        found = []
+    if before is not None and before != _written(view.graph):
+        raise RegistrationError(f"rule {p.name!r}", "changes the graph in 'find': do that in the match's 'rewrite'")
+    return found
 
 
 def registered(p: Pass) -> bool:
@@ -205,16 +213,8 @@ def registered(p: Pass) -> bool:
     return getattr(p, "registered", False)
 
 
-def _found_by_rule(p: Pass, view: GraphView) -> Iterator[Match | MatchFailure | Recognised]:
-    """What a rule yields. Raises RegistrationError for what is none of these, and for a graph that it has changed."""
-    before = [(n, n.target, n.args, n.kwargs) for n in view.graph.nodes]
-    for found in p.find(view):
-        if not isinstance(found, (Match, MatchFailure, Recognised)):
-            kind = type(found).__name__
-            raise RegistrationError(f"rule {p.name!r}", f"yields a {kind}, not a Match or a MatchFailure")
-        yield found
-    if before != [(n, n.target, n.args, n.kwargs) for n in view.graph.nodes]:
-        raise RegistrationError(f"rule {p.name!r}", "changes the graph in 'find': do that in the match's 'rewrite'")
+def _written(graph: torch.fx.Graph) -> list[tuple[Node, Any, Any, Any]]:
+    return [(n, n.target, n.args, n.kwargs) for n in graph.nodes]
 
 
 def _site(p: Pass, match: Match, op_node: Node) -> Site:

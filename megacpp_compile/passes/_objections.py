@@ -8,12 +8,33 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, same_size, value
+from megacpp_compile.errors import RegistrationError
+from megacpp_compile.fx.edit import Builder, has_effects, same_size, value
 from megacpp_compile.fx.subgraph import between, inside
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.passes._rule import Match, in_other_modes
+from megacpp_compile.passes._rule import Match, Recognised, in_other_modes
 from megacpp_compile.report.saved_bytes import differentiable
+
+
+def check_found(name: str, found: Sequence[Any]) -> None:
+    """Raises RegistrationError for what is no match and no near miss, or has no nodes of the graph where it should."""
+    for one in found:
+        if not isinstance(one, (Match, MatchFailure, Recognised)):
+            problem = f"yields a {type(one).__name__}, not a Match or a MatchFailure"
+        elif not isinstance(one.node, Node):
+            problem = f"yields a {type(one).__name__} at a {type(one.node).__name__}, not at a node"
+        elif isinstance(one, Match) and not (one.inputs and all(isinstance(n, Node) for n in one.inputs)):
+            problem = "yields a match whose inputs are not nodes, or none"
+        elif isinstance(one, Match) and not (one.outputs and all(_computed(n) for n in one.outputs)):
+            problem = "yields a match whose outputs are not calls of the graph, or none"
+        else:
+            continue
+        raise RegistrationError(f"rule {name!r}", problem)
+
+
+def _computed(node: Any) -> bool:
+    return isinstance(node, Node) and node.op == "call_function"
 
 
 def objection(view: GraphView, match: Match, op_node: Node, new: Sequence[Node], build: Builder) -> MatchFailure | None:
@@ -31,15 +52,28 @@ def objection(view: GraphView, match: Match, op_node: Node, new: Sequence[Node],
     others = {n for e in emitted for n in e.all_input_nodes} - emitted - given
     if odd := min(others, default=None):
         return no("rule-result", f"the rule reads {odd.name}, which is none of the match's inputs")
+    plain = inside(match.inputs, match.outputs)
+    if odd := min(filter(_writes, emitted), default=None):
+        return no("rule-result", f"{odd.target} writes to a tensor: emit an op that returns its result")
+    if not match.draws and (odd := min(filter(_draws, emitted | plain), default=None)):
+        return no("rule-result", f"{odd.target} draws random numbers, and the match has none in 'draws'")
     for old, node in zip(match.outputs, new, strict=True):
         if (problem := _differs(value(old), value(node), [value(n) for n in given])) is not None:
             return no("rule-result", f"{node.name} {problem}")
-    plain = inside(match.inputs, match.outputs)
     if (refusal := in_other_modes(view, sorted(plain), match.node)) is not None:
         return refusal
     if (problem := _gradients_differ(view, match, new)) is not None:
         return no("rule-result", problem)
     return None
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _draws(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and has_effects(node)
 
 
 def _differs(old: Any, new: Any, given: Sequence[Any]) -> str | None:

@@ -63,7 +63,7 @@ class Rewriter:
         if where is None:
             return MatchFailure(match.node, *REGION)
         anchor, moved = where
-        build = Builder(view.graph, view.fake_mode, anchor, match.node, states)
+        build = Builder(view.graph, view.fake_mode, anchor, match.node, states, in_region=self.objection is not None)
         emitted = self._emitted(match, build)
         if isinstance(emitted, MatchFailure):
             return emitted
@@ -87,14 +87,20 @@ class Rewriter:
         """What the match's rewrite returns; a failure where that is a rule's, and it fails or is of no use."""
         if self.objection is None:
             return match.rewrite(build)
+        problem: MatchFailure | None
         try:
             made = match.rewrite(build)
             op_node, new = (made, [made]) if isinstance(made, Node) else made
-            return self.objection(self.view, match, op_node, new, build) or (op_node, new)
+            problem = self.objection(self.view, match, op_node, new, build)
         except Exception as error:
             if self.view.config.strict:
                 raise
-            return MatchFailure(match.node, "internal-error", f"{type(error).__name__}: {error}"[:300])
+            problem = MatchFailure(match.node, "internal-error", f"{type(error).__name__}: {error}"[:300])
+        if problem is None:
+            return op_node, new
+        for node in reversed(build.emitted):
+            node.graph.erase_node(node)
+        return problem
 
     def keep(self, done: Rewrite) -> None:
         """Refuse later matches that need what `done` has taken."""

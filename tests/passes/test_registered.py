@@ -168,6 +168,8 @@ REFUSED = {
     "nothing": (lambda build, x: x, "has not emitted"),
     "detached": (lambda build, x: build(aten.detach.default, twice(build, x)), "differentiable"),
     "results": (lambda build, x: (y := twice(build, x), [y, y]), "2 results for 1 outputs"),
+    "writes": (lambda build, x: build(aten.mul_.Tensor, x, 2), "writes to a tensor"),
+    "draws": (lambda build, x: build(aten.mul.Tensor, x, build(aten.rand_like.default, x)), "draws random numbers"),
     "raises": (lambda build, x: build(aten.mm.default, x, x), "RuntimeError"),
 }  # fmt: skip
 
@@ -220,28 +222,34 @@ def test_verify_refuses_wrong_numbers():
         frames_of(Config(verify="each", strict=True))
 
 
-def changes_the_graph(view):
-    for node in doubled(view):
-        node.replace_all_uses_with(node.args[0])
-        yield MatchFailure(node, "no", "no")
+def match_of(**how):
+    return lambda view: (Match(**{"node": n, "inputs": [n.args[0]], "outputs": [n], "rewrite": None} | how) for n in doubled(view))
 
 
 @pytest.mark.parametrize(("find", "words"), [
-    (lambda view: 1 / 0, "ZeroDivisionError"), (doubled, "yields a Node, not a Match"),
-    (changes_the_graph, "changes the graph in 'find'"),
+    (lambda view: 1 / 0, "ZeroDivisionError"), (doubled, "yields a Node, not a Match"), (match_of(node="add"), "not at a node"),
+    (match_of(inputs=[]), "whose inputs are not nodes"), (match_of(outputs=["add"]), "whose outputs are not calls"),
+    (match_of(), "TypeError: 'NoneType' object is not callable"),
 ])  # fmt: skip
-def test_a_rule_that_fails_leaves_the_frame_or_says_so(find, words, eager_backend):
-    torch.compiler.reset()
+def test_a_rule_that_fails_is_a_near_miss(find, words):
     register(find, name="bad")
-    given = x()
-    want = sin_twice(given)
-    if words == "ZeroDivisionError":
-        assert [m.tag for m in frames_of(Config()).misses] == ["internal-error"]
-        assert torch.compile(sin_twice, backend="megacpp")(given).equal(want)
-        return
-    with pytest.raises(errors.RegistrationError, match=words):
-        torch.compile(sin_twice, backend="megacpp")(given)
-    for watched in _driver.all_passes() if find is changes_the_graph else ():
+    (miss,) = frames_of(Config()).misses
+    assert (miss.pass_name, miss.tag) == ("bad", "internal-error") and words in miss.reason
+    with pytest.raises(BackendCompilerFailed, match=words.partition(": ")[2] or words):
+        frames_of()
+
+
+def test_a_rule_that_changes_the_graph_is_an_error(eager_backend):
+    @register
+    def bad(view):
+        for node in doubled(view):
+            node.replace_all_uses_with(node.args[0])
+            yield MatchFailure(node, "no", "no")
+
+    torch.compiler.reset()
+    with pytest.raises(errors.RegistrationError, match="rule 'bad' changes the graph in 'find'"):
+        torch.compile(sin_twice, backend="megacpp")(x())
+    for watched in _driver.all_passes():
         watched.changed.clear()  # which the fixture of all tests of passes would tell
 
 
@@ -497,9 +505,19 @@ def test_dynamic_shapes_and_autocast():
     frames = frames_of(Config(strict=True), dynamic=True)
     assert frames.fired == {"double": 1} and not frames.misses
 
-    def under_autocast(x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return sin_twice(x @ x.mT)
 
-    frames = frames_of(Config(strict=True), under_autocast, tolerance=0.0)
-    assert frames.fired == {"double": 1}
+
+def test_in_a_region_of_autocast():
+    """What a rule emits has the dtype that it has in the region."""
+    def multiplied(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (x @ x.mT) * 2, sin_twice(x) @ x.mT
+
+    def find(view):
+        for node in view.graph.find_nodes(op="call_function", target=aten.matmul.default):
+            yield Match(node, [*node.args], [node], lambda build, a=node.args: build(aten.mm.default, *a))
+
+    rule_of(twice)
+    register(find, name="as_mm")
+    frames = frames_of(Config(strict=True), multiplied, tolerance=0.0)
+    assert frames.fired == {"double": 1, "as_mm": 2} and not frames.misses
