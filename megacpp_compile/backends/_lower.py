@@ -26,7 +26,7 @@ from megacpp_compile.backends.static_launch import compile_ahead
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import NotLoweredError, RegistrationError
 from megacpp_compile.fx.aliasing import memory_of, overwritable
-from megacpp_compile.fx.edit import drop_dead, value
+from megacpp_compile.fx.edit import drop_dead, same_size, value
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings import _sum_gradient
@@ -261,14 +261,22 @@ def _trace(body: Callable[..., Any], args: Any, fakes: list[torch.Tensor], targe
 
 def _broken(promised: Any, body: GraphModule) -> str:
     """What is another about a lowering's results than its op promises, as the rest of a sentence; "" for nothing."""
-
-    def kind(x: Any) -> str:
-        x = value(x)
-        return f"{x.dtype} [{', '.join(map(str, x.shape))}]" if isinstance(x, torch.Tensor) else type(x).__name__
-
     (made,) = (n.args[0] for n in body.graph.find_nodes(op="output"))
-    wanted, got = ([*map(kind, tree_leaves(results))] for results in (promised, made))
-    return f"returns {', '.join(got)}, and the op promises {', '.join(wanted)}" if wanted != got else ""
+    wanted, got = ([value(x) for x in tree_leaves(results)] for results in (promised, made))
+    if len(wanted) == len(got) and all(map(_alike, wanted, got)):
+        return ""
+    return f"returns {', '.join(map(_kind, got))}, and the op promises {', '.join(map(_kind, wanted))}"
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two fake values have one dtype and shape, as far as sizes are known."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor)
+    return a.dtype == b.dtype and a.dim() == b.dim() and all(map(same_size, a.shape, b.shape))
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype} [{', '.join(map(str, x.shape))}]" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
 def _keep_layout(graph: fx.Graph, promised: Any, result: Any) -> Any:

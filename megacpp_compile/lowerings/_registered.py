@@ -14,7 +14,7 @@ import megacpp_compile.lowerings as package
 from megacpp_compile._torch.ops import OpOverload, OpOverloadPacket
 from megacpp_compile.config import registered
 from megacpp_compile.errors import RegistrationError
-from megacpp_compile.lowerings._registry import ADDED, Added, semantic_ops
+from megacpp_compile.lowerings._registry import ADDED, Added, load_added, semantic_ops
 from megacpp_compile.targets import TARGETS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -74,6 +74,7 @@ def register_lowering(
 
 def is_added(target: Any) -> bool:
     """Whether a node calls an op of another package that has a lowering here, by whichever of its overloads."""
+    load_added()
     return any(target in (op, op.overloadpacket) and op.namespace != "megacpp" for op, _ in ADDED)
 
 

@@ -72,13 +72,18 @@ class Added:
 ADDED: dict[tuple[Any, str], tuple[Added, ...]] = {}
 
 
+def load_added() -> None:
+    """Load the modules of entry points `megacpp.ops`, on the first call; they register what they define."""
+    registered.load(GROUP, lambda _: None)
+
+
 @functools.cache
 def semantic_ops() -> dict[Any, tuple[str, str]]:
     """Every `megacpp::` op (forward and backward) -> (its folder, its name). Importing the folders registers them.
 
     An op of another package that has a lowering has no folder, and its qualified name.
     """
-    registered.load(GROUP, lambda _: None)  # what is loaded registers itself
+    load_added()
     ops = {op: ("", op.name()) for op, _ in ADDED}
     for folder in (m.name for m in pkgutil.iter_modules(package.__path__) if m.ispkg and not m.name.startswith("_")):
         module = importlib.import_module(f"{package.__name__}.{folder}")

@@ -372,6 +372,16 @@ def test_an_op_of_ones_own_with_a_lowering(scaled, no_kernels):
     assert traced == [3.0] and [s.pass_name for s in report.sites] == ["(called)"]
 
 
+def test_a_lowering_for_any_length(scaled, no_kernels):
+    register_lowering(scaled, lambda x, by: torch.cat([x, x])[x.shape[0] :] * by, name="sliced", target="cpu")
+    double_by(scaled)
+    torch.compiler.reset()
+    f = torch.compile(sin_twice, backend="megacpp", dynamic=True, options={"strict": True, "require": {"double": 1}})
+    for length in (4, 7):
+        given = torch.randn(length, 3)
+        torch.testing.assert_close(f(given), sin_twice(given))
+
+
 def test_a_lowering_of_this_packages_op():
     args = (torch.rand(2, 3, 5, 8), torch.rand(5, 4), torch.rand(5, 4), 4, False, False, False, False, torch.float32)
     semantic_ops()
