@@ -24,7 +24,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch._functorch._aot_autograd import graph_compile
 from torch._subclasses import _fake_tensor_utils, fake_tensor, functional_tensor
 from torch.fx import proxy as fx_proxy
-from torch.fx.experimental import proxy_tensor, recording
+from torch.fx.experimental import proxy_tensor, recording, sym_node
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _config_module, _pytree, _traceback
@@ -164,9 +164,10 @@ def without_searches(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_quick_symbols(patch: pytest.MonkeyPatch) -> None:
-    """A quarter of what graphs with symbolic sizes take goes into three things: fake tensors are kept for calls that are
-    seldom met again before the symbols are gone, and each is made once more for that; and whether an expression is a
-    number is asked of all its parts, each time anew, before a node's own memory of it is."""
+    """A third of what graphs with symbolic sizes take goes into four things: fake tensors are kept for calls that are
+    seldom met again before the symbols are gone, and each is made once more for that; whether an expression is a
+    number is asked of all its parts, each time anew, before a node's own memory of it is; and what two numbers give is
+    found anew each time."""
 
     def seldom(self: Any, result: list[Any], arg: torch.SymInt) -> None:
         raise fake_tensor._BypassDispatchCache("symbolic shape")
@@ -183,6 +184,44 @@ def with_quick_symbols(patch: pytest.MonkeyPatch) -> None:
         return whole(self)
 
     patch.setattr(SymNode, "expr", property(remembered))
+    for name in _OPERATIONS:
+        if compute := vars(SymNode).get(name):
+            patch.setattr(SymNode, name, _known_by_operands(compute))
+
+
+# What two expressions give, whatever else is known of their symbols.
+_OPERATIONS = ("_eq", "_ne", "_lt", "_le", "_gt", "_ge", "_mul", "_add", "_sub", "_floordiv", "_int_floordiv", "_sym_max",
+               "_sym_and", "_sym_or", "_and", "_or")  # fmt: skip
+
+
+def _known_by_operands(compute: Any) -> Any:
+    """An operation on symbolic numbers, done once for each two expressions and what they are at present. While a graph is
+    recorded it is a node of it each time."""
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    unknown = getattr(sym_node, "_NO_HINT", None)
+    hints = (int, bool, float) if unknown is None else (int, bool, float, type(None))
+
+    @functools.wraps(compute)
+    def operation(self: SymNode, other: Any) -> SymNode:
+        env = self.shape_env
+        if type(other) is not SymNode or env is None or other.shape_env is not env or env._translation_validation_enabled:
+            return compute(self, other)
+        if type(self._hint) not in hints or type(other._hint) not in hints or proxy_tensor.get_proxy_mode() is not None:
+            return compute(self, other)
+        given = (self.expr, self.pytype, self._hint, self._optimized_summation, other.expr, other.pytype, other._hint,
+                 other._optimized_summation)  # fmt: skip
+        if (found := known.get(given)) is not None:
+            expr, kind, hint, summed = found
+            return SymNode(expr, env, kind, unknown if hint is None else hint, optimized_summation=summed)
+        made = compute(self, other)
+        if len(known) > 2**15:
+            known.clear()
+        if type(made._hint) in hints and made.constant is None:
+            known[given] = made._expr, made.pytype, made._hint, made._optimized_summation
+        return made
+
+    as_of(sym_node, operation)
+    return operation
 
 
 def as_of(module: types.ModuleType, *functions: types.FunctionType) -> None:

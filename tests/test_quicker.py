@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from enum import Enum
 from typing import NamedTuple
@@ -12,9 +13,12 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import fake_tensor, meta_utils
 from torch.fx import proxy
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _config_module, _pytree, _traceback
+
+from tests import quicker
 
 
 class Pair(NamedTuple):
@@ -45,6 +49,28 @@ def test_trees_are_as_torch_makes_them():
     assert _pytree.tree_unflatten(leaves, spec) == trees
     assert _pytree.tree_flatten([[1], 2], is_leaf=lambda x: x == [1])[0] == [[1], 2]
     assert _pytree.tree_map(lambda x, y: x + y, (1, [2]), (3, [4])) == (4, [6])
+
+
+def test_what_two_symbolic_numbers_give_is_what_torch_says():
+    """Met again, too, and once a symbol has turned out to be a number."""
+    env, dims = ShapeEnv(), StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2)
+    mode = fake_tensor.FakeTensorMode(shape_env=env)
+    sizes = mode.from_tensor(torch.ones(5, 7), source=ConstantSource("real"), symbolic_context=dims).shape
+    n, m, unbacked = (size.node for size in (*sizes, env.create_unbacked_symint()))
+    one, two, five = map(n.wrap_int, (1, 2, 5))
+    told = ("_expr", "pytype", "_hint", "constant", "_optimized_summation", "shape_env")
+    for _ in range(2):
+        numbers = [n, m, unbacked, n.add(m), n.mul(two), m.int_floordiv(two), unbacked.add(one), one, five]
+        truths = [n.lt(m), n.eq(m), unbacked.ge(five)]
+        for name in [name for name in quicker._OPERATIONS if hasattr(SymNode, name)]:
+            quick = getattr(SymNode, name)
+            for pair in itertools.product(truths if name in ("_and", "_or", "_sym_and", "_sym_or") else numbers, repeat=2):
+                for _ in range(2):
+                    got, want = quick(*pair), quick.__wrapped__(*pair)
+                    assert [getattr(got, part) for part in told] == [getattr(want, part) for part in told], name
+                    assert type(got._hint) is type(want._hint), name
+        assert sizes[0] == 5  # which is noted
+    assert n.expr == 5
 
 
 def test_what_is_known_of_fake_tensors_is_what_torch_says(monkeypatch):
