@@ -352,6 +352,17 @@ def test_an_op_of_ones_own_runs_as_it_is(scaled, no_kernels):
     assert (site.op, site.lowering) == ("mine::scaled", "mine")
 
 
+def test_an_op_without_a_gradient_is_refused_in_training():
+    with torch.library._scoped_library("mine", "FRAGMENT") as library:
+        library.define("bare(Tensor x) -> Tensor")
+        library.impl("bare", lambda x: x * 2, "CPU")
+        library.impl("bare", torch.empty_like, "Meta")
+        rule_of(lambda build, x: build(torch.ops.mine.bare.default, x), op="mine::bare")
+        frames = frames_of(Config())
+        assert frames.tags("double") == {"rule-result"} and not frames.fired
+        assert run(Function(sin_twice), (torch.randn(*X),)).fired == {"double": 1}, "in inference it needs none"
+
+
 def test_an_op_of_ones_own_with_a_lowering(scaled, no_kernels):
     double_by(scaled)
     traced = []
