@@ -22,7 +22,7 @@ from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import ForwardError, GraphBreakError, NotAModuleError, wrapped_in
 from megacpp_compile.frontend import dropped_outputs, graph_breaks, rolled_loops, unbacked_shapes
-from megacpp_compile.frontend.early_writes import ahead_of
+from megacpp_compile.frontend.hoisted_input_writes import ahead_of
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._frame.mixed_documents import if_several, mixed

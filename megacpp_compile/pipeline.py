@@ -21,7 +21,7 @@ from megacpp_compile.backends import stitched
 from megacpp_compile.backends._protocol import Backend, Settings, backend_for
 from megacpp_compile.backends.agreement import Meeting, Outcome, form_of, meeting_of, tells_failures
 from megacpp_compile.backends.cache_hits import cache_hits
-from megacpp_compile.backends.delayed_scaling import take_past
+from megacpp_compile.backends.delayed_scaling import thread_amax_history
 from megacpp_compile.backends.serialized import serializable
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.backends.weight_casts import take_casts
@@ -38,7 +38,7 @@ from megacpp_compile.frontend import (
     unbacked_shapes,
 )
 from megacpp_compile.frontend.calls_of_blocks import NotCut
-from megacpp_compile.frontend.early_writes import ahead_of
+from megacpp_compile.frontend.hoisted_input_writes import ahead_of
 from megacpp_compile.frontend.sdpa_regions import restore_sdpa_regions
 from megacpp_compile.fx.provenance import is_backward, is_whole
 from megacpp_compile.lowerings._registry import semantic_ops
@@ -253,7 +253,7 @@ def _rewritten(
     """Code for a rewritten frame."""
     restore_sdpa_regions(rewritten)
     casts = take_casts(rewritten)
-    past = take_past(rewritten, analysis.captured)
+    past = thread_amax_history(rewritten, analysis.captured)
     behind = [*casts.fakes, *past.fakes]
     return casts.adapt(past.adapt(backend.compile_lowered(rewritten, [*example_inputs, *behind], settings)))
 

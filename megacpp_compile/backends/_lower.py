@@ -69,7 +69,7 @@ class LowerSemanticOps(GraphPass):
             limited = policy is not None and policy.peak_gib is not None
             joins = joined_results.find(graph, self.target.name, late=limited)
             # Those that may leave out what nobody reads come last: others drop operands where they are lowered.
-            ops.sort(key=lambda node: bool(_choice(node, self.target).leaves_out))
+            ops.sort(key=lambda node: bool(_choice(node, self.target).skippable_outputs))
             held = {node for node in ops if _lower(graph, node, self.target, traced, self.tell, joins.get(node))}
             for join in dict.fromkeys(joins.values()):
                 join.finish(functools.partial(_copy, join.cat, self.target, traced))
@@ -136,7 +136,7 @@ def _lower(
     in_place, body, promised, way = _in_place(node, choice.overwrites), choice.body, value(node), ""
     if in_place:
         body, way = functools.partial(body, in_place=True), "in place"
-    elif unread := _unread(node, choice.leaves_out):
+    elif unread := _unread(node, choice.skippable_outputs):
         body, way = functools.partial(body, unread=unread), f"without {sorted(unread)}"
         promised = type(promised)(None if i in unread else result for i, result in enumerate(promised))
     elif join is not None:

@@ -45,7 +45,7 @@ def _arguments(columns: tuple[Column, ...], inputs: Sequence[Any]) -> list[Tenso
     return maxima_of(columns, inputs).arguments()
 
 
-def take_past(gm: GraphModule, captured: Captured | None) -> Past:
+def thread_amax_history(gm: GraphModule, captured: Captured | None) -> Past:
     """Change `gm`, the rewritten graph of `captured`, in place to one that has its past behind its inputs; a past of
     nothing where nothing in it has delayed scaling. captured: None where no pass saw the frame."""
     if captured is None:

@@ -27,11 +27,11 @@ from megacpp_compile.frontend.dtensor_writes import without_writes_to_new_tensor
 from megacpp_compile.frontend.dtensors import calls_on_dtensors, is_dtensor
 from megacpp_compile.frontend.export import export
 from megacpp_compile.frontend.hidden_writes import data_as_detached, refuse_hidden_writes
-from megacpp_compile.frontend.idle_sets import without_idle_sets
 from megacpp_compile.frontend.local_dtensors import localize
+from megacpp_compile.frontend.noop_sets import without_idle_sets
 from megacpp_compile.frontend.transforms import resolve_transforms
 from megacpp_compile.frontend.unbacked_shapes import numbers_of
-from megacpp_compile.frontend.unsaid_aliases import without_writes_to_unsaid_aliases
+from megacpp_compile.frontend.undeclared_aliases import without_writes_to_unsaid_aliases
 from megacpp_compile.frontend.written_constants import without_writes_to_constants
 from megacpp_compile.report.records import MissedFusion
 

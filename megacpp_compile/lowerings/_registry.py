@@ -35,8 +35,8 @@ class Choice:
     lowered graph holds the ops that `body` traces to; else it calls `body`, or on CUDA keeps the op, which calls it.
     `writes_into`: the results that `body` writes to columns of a joined tensor, if called with `into`, by result; then
     it returns that tensor for them. One may be written among others; several make a joined tensor of nothing else.
-    `leaves_out`: the results that `body` does not make, and returns as empty, where `unread` has them. `added`: it is
-    another package's.
+    `skippable_outputs`: the results that `body` does not make, and returns as empty, where `unread` has them. `added`:
+    it is another package's.
     """
 
     requested: str
@@ -46,7 +46,7 @@ class Choice:
     overwrites: tuple[int, ...] = ()
     traced: bool = True
     writes_into: tuple[int, ...] = ()
-    leaves_out: tuple[int, ...] = ()
+    skippable_outputs: tuple[int, ...] = ()
     added: bool = False
 
 

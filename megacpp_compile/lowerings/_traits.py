@@ -17,7 +17,7 @@ Kernel = Literal["kernel", "in place", "pointwise", "reduction"]
 
 
 @dataclasses.dataclass(frozen=True)
-class HandedOver:
+class OptionalSavedOutput:
     """An intermediate that an op returns on request, and that its backward then takes instead of recomputing it.
 
     All fields but `backward` count positions from 0: `flag`, the first of the op's arguments with a default, requests
@@ -75,7 +75,7 @@ class OpTraits:
     up_projection: Literal["", "kv", "q"] = ""
     flops: Callable[..., float] | None = None
     workspace: Callable[..., int] | None = None
-    handed_over: HandedOver | None = None
+    handed_over: OptionalSavedOutput | None = None
     routed: int | None = None
     kept_instead: int | None = None
     tokens: int | None = None

@@ -101,7 +101,7 @@ def run_passes(
         if fired and trace is not None:
             trace(p.name, gm)
     gm.recompile()  # only now: nobody runs it between passes, and code of thousands of nodes takes its time
-    _hold_to_the_graph(out, given, gm.graph, config.strict)
+    _drop_unrealized_sites(out, given, gm.graph, config.strict)
     return out
 
 
@@ -223,7 +223,7 @@ def _site(p: Pass, match: Match, op_node: Node) -> Site:
     return Site(p.name, op, module_fqn(node), source_line(node), "", "", node=op_node.name, note=match.note)
 
 
-def _hold_to_the_graph(out: Outcome, given: Set[Node], graph: torch.fx.Graph, strict: bool) -> None:
+def _drop_unrealized_sites(out: Outcome, given: Set[Node], graph: torch.fx.Graph, strict: bool) -> None:
     """Leave in `out` the sites whose op a pass has put into the final `graph`, one for each op. given: the nodes from
     before the passes. Whatever nobody reads has been dropped from the graph."""
     left = set(graph.nodes) - given

@@ -35,7 +35,7 @@ from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
-from megacpp_compile.passes._rewrites.dying import held_by, stays_alive
+from megacpp_compile.passes._rewrites.activation_lifetime import saved_elsewhere, storage_owner
 from megacpp_compile.passes._rule import Match, in_other_modes
 from megacpp_compile.reader.links import chain
 
@@ -60,7 +60,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         if linear is not None:
             refusal = _refusal(view, linear, fqn)
             if refusal is None:
-                readers.setdefault(held_by(linear.x), []).append(linear)
+                readers.setdefault(storage_owner(linear.x), []).append(linear)
             else:
                 yield refusal
         elif name_of(node).startswith("megacpp::") and traits_of(node).gemm and name_of(node) != op:
@@ -97,12 +97,12 @@ def _check(view: GraphView, plan: CompressionPlan, linears: list[Linear]) -> Mat
     if len({linear.b is None for linear in linears}) > 1:
         return MatchFailure(root, "bias", "of the linears that read its input only some have a bias")
     outputs = [linear.node for linear in linears]
-    refusal = in_other_modes(view, outputs, root) or stays_alive(view, x, outputs)
+    refusal = in_other_modes(view, outputs, root) or saved_elsewhere(view, x, outputs)
     if refusal is not None:
         return refusal if refusal.tag == "region" else MatchFailure(root, refusal.tag, refusal.reason)
     width = value(x).shape[-1]
     rank = plan.rank(width)
-    if rows(value(x)) * rank * dtype.itemsize > nbytes(value(held_by(x))):
+    if rows(value(x)) * rank * dtype.itemsize > nbytes(value(storage_owner(x))):
         return MatchFailure(root, "expanded", "its input is a smaller value, repeated")
     operands = (t for linear in linears for t in (linear.w, linear.b) if t is not None)
     inputs = list(dict.fromkeys([x, *operands]))
@@ -111,7 +111,8 @@ def _check(view: GraphView, plan: CompressionPlan, linears: list[Linear]) -> Mat
     return Match(
         root, inputs, outputs, lambda build: _rewrite(build, plan, linears, x, groups, rank, fqn), note=note,
         estimated=dict.fromkeys((linear.w for linear in linears), rank),
-        dies=held_by(x) if value(x).dtype == dtype else None,  # else a cast for the GEMM dies, and counts by itself
+        # Else a cast for the GEMM dies, and counts by itself.
+        dies=storage_owner(x) if value(x).dtype == dtype else None,
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
-from megacpp_compile.passes._rewrites.latent import Beside, Latent, beside, frozen, keeps, latent_of
-from megacpp_compile.passes._rewrites.latent_misses import behind_a_latent, beside_no_path, stranded
+from megacpp_compile.passes._rewrites.latent import Latent, SideOutputs, beside, frozen, keeps, latent_of
+from megacpp_compile.passes._rewrites.latent_misses import behind_a_latent, beside_no_path, unmatched_latents
 from megacpp_compile.passes._rewrites.norm import (
     between_ranks,
     depends,
@@ -62,7 +62,7 @@ class _Site:
     latent: Latent
     norm: RmsNorm
     ups: list[tuple[Linear, list[Node]]]
-    beside: Beside
+    beside: SideOutputs
     part: tuple[int, int] | None
     escapes: bool
     keep: bool
@@ -106,7 +106,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield found
         seen.add(source)
         done.update(n for n, _, _ in consumers(norm.node, between_ranks))
-    yield from stranded(view, seen)
+    yield from unmatched_latents(view, seen)
 
 
 def _several(view: GraphView) -> Iterator[tuple[Node, Match]]:
@@ -183,7 +183,7 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
     if (escape := escaping(norm)) is not None:
         return escape
     more = beside(view, norm, latent, lo, hi)
-    if not isinstance(more, Beside):
+    if not isinstance(more, SideOutputs):
         return more
     if (others or more.raw) and not any(latent.narrows(up) for up, _ in ups):
         return None

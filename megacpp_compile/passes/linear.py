@@ -47,13 +47,13 @@ from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.rules import role_at
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
-from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_block_scales, no_float8
+from megacpp_compile.lowerings._gemm.float8_support import FP8_GEMM_ALIGNMENT, no_block_scales, no_float8
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.passes._rewrites import weight_casts
-from megacpp_compile.passes._rewrites.delayed_scaling import no_parameter, no_past
+from megacpp_compile.passes._rewrites.delayed_scaling import initial_amax, no_parameter
 from megacpp_compile.passes._rewrites.float32_gradients import has_float32_gradient
 from megacpp_compile.passes._rule import Match
 
@@ -65,13 +65,13 @@ after = ("moe",)
 # as much as in e5m2 (measured: docs/precision.md).
 FORWARD, GRADIENT = "e4m3", "e4m3"
 # Recipe -> what every side of a GEMM is a multiple of.
-MULTIPLES = {"fp8_current": MULTIPLE, "fp8_delayed": MULTIPLE, "fp8_block": SCALE_BLOCK}
+MULTIPLES = {"fp8_current": FP8_GEMM_ALIGNMENT, "fp8_delayed": FP8_GEMM_ALIGNMENT, "fp8_block": SCALE_BLOCK}
 
 Payloads = dict[tuple[Node, object, object], Node]  # (tensor, region, how it is rounded) -> the op that does it
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class Fp8Candidate:
     """A linear that can be in float8. recipe: what it runs in. shape: as the gate has it, None where sizes are not
     fixed. gate: why it does not pay alone, "" where it does. note: why it does not run in the recipe of the plan.
     wide: whether its weight's gradient is written in float32."""
@@ -88,14 +88,14 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     plan = view.config.precision
     if plan is None:
         return
-    found: list[Wanted | MatchFailure] = []
+    found: list[Fp8Candidate | MatchFailure] = []
     for node in view.graph.nodes:
         linear = match_linear(node)
         if linear is not None and value(linear.x).dim() > 1:
             one = _check(view, plan, linear)
             if one is not None:
                 found.append(one)
-    together = _together(view, [one for one in found if isinstance(one, Wanted)])
+    together = _together(view, [one for one in found if isinstance(one, Fp8Candidate)])
     payloads: Payloads = {}
     for one in found:
         if isinstance(one, MatchFailure):
@@ -109,7 +109,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield _match(view, [one], payloads)
 
 
-def _check(view: GraphView, plan: PrecisionPlan, linear: Linear) -> Wanted | MatchFailure | None:
+def _check(view: GraphView, plan: PrecisionPlan, linear: Linear) -> Fp8Candidate | MatchFailure | None:
     node, x = linear.node, value(linear.x)
     rows, k, n = x.numel() // x.shape[-1], x.shape[-1], linear.out_features
     static = all(isinstance(d, int) for d in (rows, k, n))
@@ -131,7 +131,7 @@ def _check(view: GraphView, plan: PrecisionPlan, linear: Linear) -> Wanted | Mat
     if misfit is not None:
         return MatchFailure(node, *(("gate", gate) if gate else misfit))
     wide = view.recorded(node) and has_float32_gradient(linear.w)
-    return Wanted(linear, recipe, shape, gate, note, wide)
+    return Fp8Candidate(linear, recipe, shape, gate, note, wide)
 
 
 def _without_past(view: GraphView, linear: Linear) -> str:
@@ -151,9 +151,9 @@ def _misfit(dtype: torch.dtype, recipe: str, k: object, n: object, rows: object)
     return None
 
 
-def _together(view: GraphView, wanted: Sequence[Wanted]) -> dict[Node, list[Wanted]]:
+def _together(view: GraphView, wanted: Sequence[Fp8Candidate]) -> dict[Node, list[Fp8Candidate]]:
     """Of linears that share a GEMM: plain node -> all that do, in graph order."""
-    sharing: dict[object, list[Wanted]] = {}
+    sharing: dict[object, list[Fp8Candidate]] = {}
     for one in wanted:
         linear = one.linear
         if one.recipe != "fp8_block" and one.shape is not None and type(linear) is Linear:
@@ -163,12 +163,12 @@ def _together(view: GraphView, wanted: Sequence[Wanted]) -> dict[Node, list[Want
     return {one.linear.node: group for group in groups for one in group}
 
 
-def _before(one: Wanted, first: Wanted) -> bool:
+def _before(one: Fp8Candidate, first: Fp8Candidate) -> bool:
     """Whether the weights of `one` are there where `first` stands."""
     return all(t is None or t < first.linear.node for t in (one.linear.w, one.linear.b))
 
 
-def _group(sharing: list[Wanted]) -> list[Wanted]:
+def _group(sharing: list[Fp8Candidate]) -> list[Fp8Candidate]:
     """Those of linears with the same input that gain in one GEMM; none where each does what it does alone."""
     narrow = [one for one in sharing if one.gate]
     alone = [one for one in sharing if not one.gate]
@@ -185,7 +185,7 @@ def _group(sharing: list[Wanted]) -> list[Wanted]:
     return [one for one in sharing if one in group] if len(group) > 1 else []
 
 
-def _match(view: GraphView, group: Sequence[Wanted], payloads: Payloads) -> Match:
+def _match(view: GraphView, group: Sequence[Fp8Candidate], payloads: Payloads) -> Match:
     linears = [one.linear for one in group]
     outputs = [linear.node for linear in linears]
     inputs = list(dict.fromkeys(i for one in linears for i in (one.x, one.w, one.b) if i is not None))
@@ -220,7 +220,7 @@ def _rewrite(
     def payload(t: Node, op: OpOverload, *how: object) -> Node:
         key = (t, view.mode_states[first.node], (op, *how))
         if key not in payloads:
-            past = [no_past(build, t)] if recipe == "fp8_delayed" else []
+            past = [initial_amax(build, t)] if recipe == "fp8_delayed" else []
             payloads[key] = build(op, build(torch.ops.aten.detach.default, t), *past, *how)
         return payloads[key]
 

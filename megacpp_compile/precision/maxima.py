@@ -1,7 +1,7 @@
 """What delayed scaling knows of the past: the largest magnitudes that a linear's tensors had in the last steps.
 
-A compiled frame that has linears under "fp8_delayed" is called with a `Maxima` behind its own inputs, and writes to it;
-one artifact may serve several blocks, so it belongs to the weights that a call brings, not to the code.
+A compiled frame that has linears under "fp8_delayed" is called with an `AmaxHistory` appended to its own inputs, and
+writes to it; one artifact may serve several blocks, so it belongs to the weights that a call brings, not to the code.
 `scaling_state.py` carries it over a restart.
 """
 
@@ -37,7 +37,7 @@ class Column(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Maxima:
+class AmaxHistory:
     """The past of one frame, with a column for each of its tensors, those of gradients last.
 
     history: [HISTORY, n] float32. latest: what the last forward saw, [m]. grads: what the last backward saw, n - m of
@@ -72,19 +72,19 @@ LOADED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 AWAITED: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
 
 
-def maxima_of(columns: Sequence[Column], inputs: Sequence[Any]) -> Maxima:
+def maxima_of(columns: Sequence[Column], inputs: Sequence[Any]) -> AmaxHistory:
     """The past of a frame called with `inputs`: that of its last call with these weights; at first what another frame
     with one of them has, else what was loaded, else none, which is 0."""
     owners = tuple((inputs[c.weight], c.kind, c.turn) for c in columns)
     key = tuple((id(weight), kind, turn) for weight, kind, turn in owners)
-    own: dict[Any, Maxima] = _FRAMES.setdefault(owners[0][0], {})
+    own: dict[Any, AmaxHistory] = _FRAMES.setdefault(owners[0][0], {})
     found = own.get(key)
     if found is not None and all(ref() is weight for (ref, *_), (weight, *_) in zip(found.owners, owners, strict=True)):
         return found
     device, n = inputs[columns[0].weight].device, len(columns)
     forward = sum(c.kind != "g" for c in columns)
     with torch.no_grad():
-        made = Maxima(
+        made = AmaxHistory(
             torch.zeros(HISTORY, n, device=device), torch.zeros(forward, device=device),
             [torch.zeros((), device=device) for _ in range(n - forward)],
             tuple((TensorWeakRef(weight), kind, turn) for weight, kind, turn in owners),
@@ -109,7 +109,7 @@ def _known(weight: Tensor, kind: str, turn: int) -> Tensor | None:
     return None
 
 
-def columns_of(weight: Tensor) -> Iterator[tuple[Maxima, int]]:
+def columns_of(weight: Tensor) -> Iterator[tuple[AmaxHistory, int]]:
     """(past, which column) of each tensor of a linear with that weight, of the youngest frame last."""
     for maxima in _FRAMES.get(weight, {}).values():
         for i, (owner, _, _) in enumerate(maxima.owners):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megacpp_compile._torch.modules import gathered_parameter, sharded_parameters
 from megacpp_compile.errors import NotAModuleError, ScalingStateError
 from megacpp_compile.fx.module_names import named_parameters
-from megacpp_compile.precision.maxima import AWAITED, HISTORY, LOADED, Kind, Maxima, columns_of
+from megacpp_compile.precision.maxima import AWAITED, HISTORY, LOADED, AmaxHistory, Kind, columns_of
 
 KINDS = get_args(Kind)
 
@@ -85,7 +85,7 @@ class _Weight:
         """What frames are called with, None where that is yet to be made."""
         return self.parameter if self.record is None else gathered_parameter(self.record)
 
-    def columns(self) -> list[tuple[Maxima, int]]:
+    def columns(self) -> list[tuple[AmaxHistory, int]]:
         called = self.called()
         return [] if called is None else list(columns_of(called))
 

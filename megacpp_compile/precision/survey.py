@@ -15,7 +15,7 @@ from megacpp_compile.config.precision import DEFAULT_EXCLUSIONS, PrecisionPlan
 from megacpp_compile.config.roles import role_of
 from megacpp_compile.config.rules import modules_with_weights
 from megacpp_compile.errors import PlanMismatchError
-from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE
+from megacpp_compile.lowerings._gemm.float8_support import FP8_GEMM_ALIGNMENT
 from megacpp_compile.precision import engine
 from megacpp_compile.targets import family
 
@@ -154,9 +154,9 @@ def _unfit(module: nn.Module, parent: nn.Module, ties: _Ties) -> str:
         return f"its weight is a {type(module.weight).__name__}: linears are to be replaced before sharding"
     if module.weight.dtype not in _DTYPES:
         return f"weight in {module.weight.dtype}"
-    if any(size % MULTIPLE for size in module.weight.shape):
+    if any(size % FP8_GEMM_ALIGNMENT for size in module.weight.shape):
         out, inner = module.weight.shape
-        return f"{out}x{inner}: fp8 takes multiples of {MULTIPLE}"
+        return f"{out}x{inner}: fp8 takes multiples of {FP8_GEMM_ALIGNMENT}"
     return ""
 
 

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.lowerings._traits import HandedOver, name_of, traits_of
+from megacpp_compile.lowerings._traits import OptionalSavedOutput, name_of, traits_of
 
 
 def pass_on(graph: fx.Graph, recomputed: Sequence[Node]) -> list[Node]:
@@ -43,7 +43,7 @@ def may_hand_over(op: Node) -> bool:
     return given is not None and op.args[given.flag : given.flag + 1] != (True,) and bool(_backwards(op, given))
 
 
-def _backwards(op: Node, given: HandedOver) -> list[Node]:
+def _backwards(op: Node, given: OptionalSavedOutput) -> list[Node]:
     """The backwards of this call of the op: those whose argument is the call's result, as `given.witness` has it."""
     result, operand = given.witness
     items = [u for u in op.users if u.target is operator.getitem and u.args[1] == result]

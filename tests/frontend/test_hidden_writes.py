@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megacpp_compile
-from megacpp_compile.frontend.early_writes import ahead_of
+from megacpp_compile.frontend.hoisted_input_writes import ahead_of
 from tests.frames import largest_error, train
 
 pytestmark = pytest.mark.usefixtures("no_kernels")

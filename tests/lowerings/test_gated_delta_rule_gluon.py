@@ -124,7 +124,7 @@ def test_what_does_not_compile_is_served_otherwise(monkeypatch, caplog, op):
         args, promised = (q, k, q.float(), None), _mild_chunks.promised(q)
     elif op == "backward":
         args = v, None, q, k, v, None, None, kept, square, rows, rows, torch.zeros(1, 1, 1, 2, 64), square, square, 0.1, None
-        promised = _behind_prepare.heads_promised((v, q, k, v, None, None), 0.1, None)
+        promised = _behind_prepare.fake_outputs((v, q, k, v, None, None), 0.1, None)
     else:
         mild, ends, g = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 3, 128), q.float()
         args = v, None, q, k, v, g, None, kept, square, q, k, k, mild, ends, rows, square, square, 0.1, None

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megacpp_compile.backends.delayed_scaling import take_past
+from megacpp_compile.backends.delayed_scaling import thread_amax_history
 from megacpp_compile.config import fp8_gain
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import PrecisionPlan
@@ -80,7 +80,7 @@ return [getitem_11]""")
 def test_graph_with_its_past():
     """History in front, what was seen behind, and no number of a step before in between but the scales."""
     analysis = run(Two(), x(), CONFIG).analyses[0]
-    past = take_past(analysis.captured.gm, analysis.captured)
+    past = thread_amax_history(analysis.captured.gm, analysis.captured)
     assert [(c.kind, c.turn) for c in past.columns] == [*zip("xwxwgg", [0] * 6, strict=True)]
     assert [tuple(t.shape) for t in past.fakes] == [(16, 6), (4,), (), ()]
     expecttest.assert_expected_inline(render(analysis.captured.gm), """\

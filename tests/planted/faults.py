@@ -152,9 +152,9 @@ FAULTS = (
         ("tests/matchers/test_selections.py",),
     ),
     Fault(
-        "compressed-all-the-same", "matcher", "megacpp_compile/passes/_rewrites/dying.py",
-        "return linear is not None and not view.has_backward(linear.w) and held_by(linear.w) is not base",
-        "return linear is not None and held_by(linear.w) is not base",
+        "compressed-all-the-same", "matcher", "megacpp_compile/passes/_rewrites/activation_lifetime.py",
+        "return linear is not None and not view.has_backward(linear.w) and storage_owner(linear.w) is not base",
+        "return linear is not None and storage_owner(linear.w) is not base",
         "Gradients are made approximate for an input that another trained linear keeps anyway: nothing is saved.",
         ("tests/passes/test_compressed_linear.py",),
     ),
@@ -166,7 +166,7 @@ FAULTS = (
         ("tests/passes/test_packed_conv.py",),
     ),
     Fault(
-        "early-write-to-shared-memory", "matcher", "megacpp_compile/frontend/early_writes.py",
+        "early-write-to-shared-memory", "matcher", "megacpp_compile/frontend/hoisted_input_writes.py",
         "written = {storage_id(args[i]) for i in places}",
         "written = {id(args[i]) for i in places}",
         "A frame whose arguments share the memory that it writes to ahead of its reads runs as if they did not.",

@@ -12,7 +12,7 @@ from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch import variables
 from megacpp_compile._torch.dispatch import disable_current_modes
 from megacpp_compile.frontend.expert_loops import origins
-from megacpp_compile.frontend.expert_loops.short_counts import ShortCounts
+from megacpp_compile.frontend.expert_loops.truncated_counts import ShortCounts
 from megacpp_compile.fx import assumptions
 
 _ITERATES = (enumerate, zip, list, tuple)

@@ -18,7 +18,7 @@ from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch import variables
 from megacpp_compile.frontend.expert_loops import origins
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
-from megacpp_compile.frontend.expert_loops.rowless import same_shapes, same_without_rows
+from megacpp_compile.frontend.expert_loops.empty_experts import same_shapes, same_without_rows
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import called
 from megacpp_compile.fx.walks import reached

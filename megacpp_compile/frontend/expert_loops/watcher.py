@@ -14,10 +14,10 @@ from megacpp_compile._torch import variables
 from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile.frontend.expert_loops import expert_numbers, origins
 from megacpp_compile.frontend.expert_loops.control_flow import meeting, skipped
-from megacpp_compile.frontend.expert_loops.grown_lists import GrownLists
+from megacpp_compile.frontend.expert_loops.list_appends import GrownLists
 from megacpp_compile.frontend.expert_loops.negations import negate
 from megacpp_compile.frontend.expert_loops.regions import OpenRegion, OtherWay, Refused
-from megacpp_compile.frontend.expert_loops.short_counts import ShortCounts
+from megacpp_compile.frontend.expert_loops.truncated_counts import ShortCounts
 from megacpp_compile.fx import assumptions
 from megacpp_compile.report import log
 

@@ -13,7 +13,7 @@ from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.dtensors import is_dtensor
 from megacpp_compile.frontend.local_dtensors import rules
 from megacpp_compile.frontend.local_dtensors.hoist import hoist
-from megacpp_compile.frontend.local_dtensors.rules import Moves, name_of, part_of
+from megacpp_compile.frontend.local_dtensors.rules import NeedsCommunication, name_of, part_of
 from megacpp_compile.frontend.opaque_ops import refake
 from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
@@ -93,11 +93,11 @@ class LocalGraph:
         return self.add(self.graph.call_method("detach", (local,)), node, dynamo_value(local).detach())
 
     def opened_fake(self, node: Node) -> Any:
-        """The fake value of what `opened` gives. Raises Moves where `node` is no DTensor."""
+        """The fake value of what `opened` gives. Raises NeedsCommunication where `node` is no DTensor."""
         if node not in self.local:
             value = dynamo_value(node)
             if not is_dtensor(value):
-                raise Moves
+                raise NeedsCommunication
             return self.fake_part(value)
         return self.local[node].fake
 

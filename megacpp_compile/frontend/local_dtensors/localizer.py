@@ -14,7 +14,7 @@ from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.dtensors import is_dtensor, leaves, writes
 from megacpp_compile.frontend.local_dtensors import rules
 from megacpp_compile.frontend.local_dtensors.local_graph import Local, LocalGraph
-from megacpp_compile.frontend.local_dtensors.rules import Moves, name_of, part_of
+from megacpp_compile.frontend.local_dtensors.rules import NeedsCommunication, name_of, part_of
 from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.lowerings._sharded_logsumexp import logsumexp_of_words
 from megacpp_compile.lowerings._sharded_loss import loss_of_words
@@ -56,7 +56,7 @@ class _Localizer:
             if name == "logsumexp" and (found := rules.logsumexp_of_ranks(node)) is not None:
                 return self._of_words(node, found, logsumexp_of_words)
             return self._call(node, name)
-        except Moves:
+        except NeedsCommunication:
             return False
 
     # ------------------------------------------------------------------------------------- between local and global
@@ -132,10 +132,10 @@ class _Localizer:
             with self.mode, torch.set_grad_enabled(any(v.requires_grad for v in results)):
                 values = fx.map_arg((args, kwargs), lambda a: fakes[a] if a in fakes else dynamo_value(a))
                 fake = _function(node)(*values[0], **values[1])
-        except Moves:
+        except NeedsCommunication:
             raise
         except Exception as error:  # sizes that fit globally alone
-            raise Moves from error
+            raise NeedsCommunication from error
         for mine, theirs in zip(leaves(fake), results, strict=True):
             part = part_of(theirs)
             if mine.dtype != part.dtype or not rules.same_sizes(mine.shape, part.shape):
@@ -149,7 +149,7 @@ class _Localizer:
         self.new.local[node] = Local(self.new.add(new, node, fake), fake, dynamo_value(node))
         return True
 
-    def _of_words(self, node: Node, found: rules.WordsOfRanks | None, of_words: Callable[..., Tensor]) -> bool:
+    def _of_words(self, node: Node, found: rules.VocabParallelCall | None, of_words: Callable[..., Tensor]) -> bool:
         """What is read of logits whose words are sharded: of the rank's words, which is then of all ranks'."""
         if found is None:
             return False

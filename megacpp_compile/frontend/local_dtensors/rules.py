@@ -40,31 +40,31 @@ KNOWN = VIEWS | CASTS | {"detach"} | _ELEMENTWISE | _ROWS | _PRODUCTS | _LOOKUPS
 _LINEAR = VIEWS | CASTS | {"neg", "add", "sub", "cat", "stack", "view_as_complex", "view_as_real"}
 
 
-class Moves(Exception):
+class NeedsCommunication(Exception):
     """A call is more than what each rank computes of its own part."""
 
 
 def gradients_to_sum(name: str, given: dict[Node, list[Any]], results: list[Any]) -> dict[Node, tuple[int, ...]]:
-    """Operand -> the dimensions of the mesh over which its gradient is a partial sum. Raises Moves for a call whose
-    placements say that it is not computed on each rank's part alone."""
+    """Operand -> the dimensions of the mesh over which its gradient is a partial sum. Raises NeedsCommunication
+    for a call whose placements say that it is not computed on each rank's part alone."""
     every = [v for values in given.values() for v in values] + results
     mesh = every[0].device_mesh
     if any(v.device_mesh != mesh for v in every) or not all(map(is_plain, every)):
-        raise Moves
+        raise NeedsCommunication
     summed: dict[Node, list[int]] = {a: [] for a in given}
     for dim in range(mesh.ndim):
         differs = [not v.placements[dim].is_replicate() for v in results]
         partial = [v.placements[dim].is_partial() for v in results]
         ins = [v.placements[dim] for values in given.values() for v in values]
         if any(differs) != all(differs) or any(differs) == all(p.is_replicate() for p in ins):
-            raise Moves
+            raise NeedsCommunication
         if name in _LOOKUPS and any(differs):
-            raise Moves
+            raise NeedsCommunication
         if any(p.is_partial() for p in ins):  # a view of a sum is the sum of views; little else is
             if name not in VIEWS or not all(p.is_partial() for p in ins) or not all(partial):
-                raise Moves
+                raise NeedsCommunication
         elif any(partial) and (name not in _PRODUCTS | {"sum"} or len(given) > 2):  # a bias is added once only
-            raise Moves
+            raise NeedsCommunication
         for a, values in given.items():
             if any(differs) and all(v.placements[dim].is_replicate() for v in values):
                 if any(v.requires_grad for v in values):
@@ -91,7 +91,7 @@ def along_shards(name: str, node: Node, given: dict[Node, list[Any]], results: l
 
 
 @dataclasses.dataclass(frozen=True)
-class WordsOfRanks:
+class VocabParallelCall:
     """What a call reads of logits whose words are sharded. operands: the logits, and of a cross entropy the targets,
     the same on all ranks. settings: of `sharded_cross_entropy` or `sharded_logsumexp`, behind these."""
 
@@ -99,7 +99,7 @@ class WordsOfRanks:
     settings: tuple[Any, ...]
 
 
-def words_of_ranks(node: Node) -> WordsOfRanks | None:
+def words_of_ranks(node: Node) -> VocabParallelCall | None:
     """The loss that a call of `F.cross_entropy` is, where its logits are sharded by words over one dimension of the
     mesh, in equal parts, and everything else about it is the same on all ranks."""
     given = _CROSS_ENTROPY.bind(*node.args, **node.kwargs)
@@ -116,10 +116,10 @@ def words_of_ranks(node: Node) -> WordsOfRanks | None:
     if part is None:
         return None
     more = settings["ignore_index"], float(settings["label_smoothing"]), settings["reduction"], *part
-    return WordsOfRanks((logits, target), more)
+    return VocabParallelCall((logits, target), more)
 
 
-def logsumexp_of_ranks(node: Node) -> WordsOfRanks | None:
+def logsumexp_of_ranks(node: Node) -> VocabParallelCall | None:
     """The log-sum-exp that a call of `torch.logsumexp` is, under the conditions of `words_of_ranks`."""
     (logits, *more), kwargs = spelled_out(node)
     given = {**dict(zip(("dim", "keepdim"), more, strict=False)), **kwargs}
@@ -131,7 +131,7 @@ def logsumexp_of_ranks(node: Node) -> WordsOfRanks | None:
     if getattr(x, "device_mesh", None) is None or getattr(result, "device_mesh", None) != x.device_mesh:
         return None
     part = _part_of_words(x, dim % x.dim(), result.placements)
-    return None if part is None else WordsOfRanks((logits,), (dim % x.dim(), bool(keepdim), *part))
+    return None if part is None else VocabParallelCall((logits,), (dim % x.dim(), bool(keepdim), *part))
 
 
 def _part_of_words(x: Any, words: int, same: Sequence[Any]) -> tuple[int, Any, str] | None:
@@ -171,14 +171,14 @@ def cut(node: Node, result: Any) -> list[int] | None:
     if not sharded or any(not p.is_replicate() for p in dynamo_value(node).placements):
         return None
     if name_of(node) not in ("expand", "expand_as") or before or not isinstance(node.args[0], Node):
-        raise Moves
+        raise NeedsCommunication
     base = dynamo_value(node.args[0]).shape
     if len(base) != len(shape) or any(base[i] != 1 for i in sharded):
-        raise Moves
+        raise NeedsCommunication
     local = [part[i] if i in sharded else s for i, s in enumerate(shape)]
     sizes = [-1 if same_size(b, s) else s for b, s in zip(base, local, strict=True)]
     if not all(isinstance(s, int) for s in sizes):
-        raise Moves
+        raise NeedsCommunication
     return sizes
 
 
@@ -204,7 +204,7 @@ def local_sizes(name: str, node: Node, results: list[Any]) -> tuple[tuple[Any, .
     if name not in SIZED or same_sizes(results[0].shape, part_of(results[0]).shape):
         return args, kwargs
     if kwargs:
-        raise Moves
+        raise NeedsCommunication
     first = 0
     x, *sizes = args
     if name == "unflatten":
@@ -216,7 +216,7 @@ def local_sizes(name: str, node: Node, results: list[Any]) -> tuple[tuple[Any, .
     for i, size in enumerate(sizes):
         if not same_size(whole[first + i], part[first + i]) and size != -1:
             if not isinstance(size, int) or not isinstance(part[first + i], int):
-                raise Moves
+                raise NeedsCommunication
             sizes[i] = part[first + i]
     new = [sizes] if listed else sizes
     return (x, *([node.args[1]] if name == "unflatten" else []), *new), kwargs
@@ -238,12 +238,12 @@ def name_of(node: Node) -> str:
 
 def spelled_out(node: Node) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments of a call of `from_local`, `to_local` or `redistribute`: torch 2.9's Dynamo keeps those that are no
-    tensors in the closure of a function that it makes. Raises Moves where they are not to be seen."""
+    tensors in the closure of a function that it makes. Raises NeedsCommunication where they are not to be seen."""
     closure = inspect.getclosurevars(node.target).nonlocals if isinstance(node.target, FunctionType) else {}
     if not called(node).startswith("prim"):
         return node.args, dict(node.kwargs)
     if not {"args_as_value", "kwargs_as_value"} <= closure.keys():
-        raise Moves
+        raise NeedsCommunication
     return (*node.args, *closure["args_as_value"]), {**closure["kwargs_as_value"], **node.kwargs}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-MULTIPLE = 16  # of every side of a GEMM
+FP8_GEMM_ALIGNMENT = 16  # of every side of a GEMM
 
 
 def no_float8(device: torch.device) -> str:

@@ -30,7 +30,7 @@ from torch import Tensor
 from megacpp_compile.fx.sizes import elements, hint, rows
 from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._sum_gradient import summed
-from megacpp_compile.lowerings._traits import HandedOver, OpTraits, declare
+from megacpp_compile.lowerings._traits import OptionalSavedOutput, OpTraits, declare
 from megacpp_compile.lowerings.down_norm_up import reference
 
 
@@ -130,7 +130,9 @@ declare(
             gemm=True,
             flops=_flops,
             # The latent, which begins backward's work otherwise; rrms tells the calls apart.
-            handed_over=HandedOver("megacpp::down_norm_up_backward", flag=8, result=3, operand=10, witness=(2, 7)),
+            handed_over=OptionalSavedOutput(
+                "megacpp::down_norm_up_backward", flag=8, result=3, operand=10, witness=(2, 7)
+            ),
         ),
         "megacpp::down_norm_up_backward": OpTraits(flops=_backward_flops),
     }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8, no_linear
+from megacpp_compile.lowerings._gemm.float8_support import FP8_GEMM_ALIGNMENT, no_float8, no_linear
 from megacpp_compile.lowerings._kernels.fp8 import (
     ROOM,
     delayed_scale,
@@ -45,7 +45,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return missing
     if not name.startswith("fp8_linear"):
         return None
-    return no_linear(args, backward, MULTIPLE)
+    return no_linear(args, backward, FP8_GEMM_ALIGNMENT)
 
 
 def fp8_quantize_delayed(

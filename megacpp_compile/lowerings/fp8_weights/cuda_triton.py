@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
+from megacpp_compile.lowerings._gemm.float8_support import FP8_GEMM_ALIGNMENT, no_float8
 from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the casts of experts
 from megacpp_compile.lowerings._kernels.fp8 import ROOM
 from megacpp_compile.lowerings.fp8_linear.cuda_scaled_mm import cast
@@ -24,8 +24,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return missing
     if weights[0].dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"weights in {weights[0].dtype}"
-    if any(isinstance(n, int) and n % MULTIPLE for w in weights for n in w.shape[-2:]):
-        return f"weights of {tuple(weights[0].shape)}, which are no multiples of {MULTIPLE}"
+    if any(isinstance(n, int) and n % FP8_GEMM_ALIGNMENT for w in weights for n in w.shape[-2:]):
+        return f"weights of {tuple(weights[0].shape)}, which are no multiples of {FP8_GEMM_ALIGNMENT}"
     return None
 
 

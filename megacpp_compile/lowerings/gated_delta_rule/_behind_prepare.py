@@ -102,7 +102,7 @@ def heads_on_hopper(
     )
 
 
-def heads_promised(operands: tuple[Tensor | None, ...], scale: float, eps: float | None) -> tuple[Tensor, ...]:
+def fake_outputs(operands: tuple[Tensor | None, ...], scale: float, eps: float | None) -> tuple[Tensor, ...]:
     call = _call(operands, scale, eps)
     return *_head_gradients.results(call), _reverse_walk.results(call)["d_initial"]
 

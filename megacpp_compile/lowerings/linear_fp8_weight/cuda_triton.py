@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._gemm.block_scaled import by_squares
-from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_block_scales, no_float8
+from megacpp_compile.lowerings._gemm.float8_support import FP8_GEMM_ALIGNMENT, no_block_scales, no_float8
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK, fp8_gemm, round_to_fp8
 from megacpp_compile.lowerings._kernels.fp8_tiles import round_by_tiles
 from megacpp_compile.lowerings.linear_fp8_weight.reference import by_blocks
@@ -27,8 +27,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     x, payload, scale, out_dtype = args[0], args[1], args[2], args[-1]
     if by_blocks(payload, scale):
         return _no_blocks(name, x, payload, out_dtype)
-    if any(not isinstance(n, int) or n % MULTIPLE for n in payload.shape):
-        return f"a weight {tuple(payload.shape)}: fp8 GEMMs take multiples of {MULTIPLE}"
+    if any(not isinstance(n, int) or n % FP8_GEMM_ALIGNMENT for n in payload.shape):
+        return f"a weight {tuple(payload.shape)}: fp8 GEMMs take multiples of {FP8_GEMM_ALIGNMENT}"
     if x.dtype == torch.float64 or out_dtype == torch.float64:
         return "float64: fp8 GEMMs are summed in float32"
     if name == "linear_fp8_weight" and scale.numel() > 1 and out_dtype != torch.bfloat16:
@@ -46,8 +46,8 @@ def _no_blocks(name: str, x: Tensor, payload: Tensor, out_dtype: torch.dtype) ->
     rows = x[..., 0].numel()
     if any(not isinstance(n, int) or n % SCALE_BLOCK for n in payload.shape) or not isinstance(rows, int):
         return f"a weight {tuple(payload.shape)} for {rows} rows: block scales take multiples of {SCALE_BLOCK}"
-    if not rows or rows % MULTIPLE:
-        return f"{rows} rows: block scales take multiples of {MULTIPLE}"
+    if not rows or rows % FP8_GEMM_ALIGNMENT:
+        return f"{rows} rows: block scales take multiples of {FP8_GEMM_ALIGNMENT}"
     odd = out_dtype not in (torch.bfloat16, torch.float32) or x.dtype == torch.float64
     return f"x in {x.dtype}, results in {out_dtype}: those are bfloat16 or float32" if odd else None
 

@@ -23,10 +23,10 @@ try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from megacpp_compile.lowerings.mla_decode import _gluon_few as few
-    from megacpp_compile.lowerings.mla_decode import _gluon_few_widened as few_widened
-    from megacpp_compile.lowerings.mla_decode import _gluon_many as many
+    from megacpp_compile.lowerings.mla_decode import _gluon_large_q as many
     from megacpp_compile.lowerings.mla_decode import _gluon_rows as kinds
+    from megacpp_compile.lowerings.mla_decode import _gluon_small_q as few
+    from megacpp_compile.lowerings.mla_decode import _gluon_small_q_quantized as few_widened
 
     missing = ""
 except (ImportError, AttributeError) as error:  # Gluon is experimental: what it has differs between releases

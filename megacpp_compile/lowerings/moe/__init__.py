@@ -16,8 +16,8 @@
 precision  "", or "fp8_current": operands of the GEMMs by the weights are rounded to e4m3, with a scale for every row
              (see `float8`). The weights' scales then follow `hidden`: [E, channels] of those before the
              activation, the gate's first, and [E, d] of those behind it: float32, or float64 for float64
-into8 ... down_scale  with a precision, casts of the weights that the call is to multiply (`float8.Payloads`); then
-             `hidden` has no scales
+into8 ... down_scale  with a precision, casts of the weights that the call is to multiply (`float8.Float8Operands`);
+             then `hidden` has no scales
 
 x and weights share a dtype, in which GEMMs are rounded, the bias added; activation and weighted sum run in float32
 (float64 for float64). Of 16 bits, biases may be in float32, as autocast leaves them: then what they are added to stays
@@ -37,7 +37,7 @@ from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.moe import reference
-from megacpp_compile.lowerings.moe.float8 import Payloads
+from megacpp_compile.lowerings.moe.float8 import Float8Operands
 
 
 @define_op(reference.moe, check=reference.check_precision)
@@ -47,7 +47,7 @@ def moe(  # type: ignore[no-untyped-def]
     slots = indices.shape[0] * indices.shape[1]
     hidden = reference.empty_hidden(x, slots, w_gate, w_up, *others[:2]) if keep_hidden else []
     order, experts = indices.new_empty(slots, dtype=torch.int64), reference.experts_of(w_down)
-    if precision and Payloads.of(others[3:]) is None:
+    if precision and Float8Operands.of(others[3:]) is None:
         widths = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]
         hidden += [x.new_empty((experts, n), dtype=compute_dtype(x)) for n in widths]
     offsets = indices.new_empty(experts, dtype=torch.int32)
@@ -67,7 +67,7 @@ def moe_backward(  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, _, gates, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:8]
     ctx.precision = inputs[10] if len(inputs) > 10 else ""
-    biases, (scales, turned) = inputs[11:14], Payloads.kept(inputs[14:])
+    biases, (scales, turned) = inputs[11:14], Float8Operands.kept(inputs[14:])
     _, hidden, order, offsets = output
     ctx.mark_non_differentiable(*hidden, order, offsets)
     lists = (w_gate, w_up, w_down, [*hidden, *scales], turned)

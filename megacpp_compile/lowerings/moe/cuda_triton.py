@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._activation import Activation
-from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
+from megacpp_compile.lowerings._gemm.float8_support import FP8_GEMM_ALIGNMENT, no_float8
 from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the GEMMs
 from megacpp_compile.lowerings.moe import float8, reference
 
@@ -39,8 +39,8 @@ def refusal(kept: Tensor, down: Sequence[Tensor], precision: str) -> str | None:
             return missing
         if kept.dtype not in (torch.bfloat16, torch.float16):
             return f"float8 payloads of {kept.dtype}"
-        if any(n % MULTIPLE for n in sizes if isinstance(n, int)):
-            return f"float8 GEMMs of {sizes[0]} x {sizes[1]}, which are no multiples of {MULTIPLE}"
+        if any(n % FP8_GEMM_ALIGNMENT for n in sizes if isinstance(n, int)):
+            return f"float8 GEMMs of {sizes[0]} x {sizes[1]}, which are no multiples of {FP8_GEMM_ALIGNMENT}"
     return None
 
 

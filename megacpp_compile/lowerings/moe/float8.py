@@ -4,7 +4,7 @@ Both operands of a GEMM are e4m3, with a scale for every row: of x a token's; of
 gradient and of the gradients before the activation a slot's; of a weight [n]. Biases are added unrounded. Backward
 multiplies by the same payloads as forward. There the weights' scales lie along the summed dimension, so they are
 multiplied into the rows before these are rounded. Gradients of the weights are GEMMs of unrounded operands. Payloads of
-the weights are made in each call, or given to it (`Payloads`).
+the weights are made in each call, or given to it (`Float8Operands`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megacpp_compile.lowerings._op import compute_dtype, ends_until
 FORMAT = torch.float8_e4m3fn
 
 
-class Payloads(NamedTuple):
+class Float8Operands(NamedTuple):
     """Casts of a layer's weights that its caller made (`megacpp::fp8_quantize_experts`): of those before the activation
     [E, channels, d], the gate's first, turned [E, d, channels], and their scales; the same of those behind it. turned:
     empty where there is no backward."""
@@ -35,7 +35,7 @@ class Payloads(NamedTuple):
     down_scale: Tensor
 
     @classmethod
-    def of(cls, given: Sequence[Tensor | None]) -> Payloads | None:
+    def of(cls, given: Sequence[Tensor | None]) -> Float8Operands | None:
         """The last arguments of an op of experts; None where it has none."""
         there = [t for t in given if t is not None]
         assert len(there) in (0, len(cls._fields)), "all of the casts, or none"
@@ -61,7 +61,7 @@ class Fp8Gemms:
         self,
         given: Sequence[Tensor] = (),
         turned: Sequence[Tensor | None] = (),
-        payloads: Payloads | None = None,
+        payloads: Float8Operands | None = None,
         parts: int = 1,
     ) -> None:
         self._given, self._made, self._payloads = list(given), list[Tensor](), payloads
@@ -121,4 +121,4 @@ class Fp8Gemms:
 
 def forward_of(gemms: type[Fp8Gemms], w_gate: Sequence[Tensor], payloads: Sequence[Tensor | None]) -> Fp8Gemms:
     """The GEMMs of a forward call whose last arguments are `payloads`."""
-    return gemms(payloads=Payloads.of(payloads), parts=2 if w_gate else 1)
+    return gemms(payloads=Float8Operands.of(payloads), parts=2 if w_gate else 1)

@@ -20,7 +20,7 @@ from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._kernels.grouped import dtype_of
 from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
-from megacpp_compile.lowerings.moe.float8 import Payloads
+from megacpp_compile.lowerings.moe.float8 import Float8Operands
 from megacpp_compile.lowerings.moe.reference import (
     TIME_IN_FP8,
     check_precision,
@@ -38,7 +38,7 @@ def moe_sorted(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     rows = x.shape[0]
     hidden = empty_hidden(x, rows, w_gate, w_up, b_gate, b_up) if keep_hidden else []
-    if precision and Payloads.of(payloads) is None:
+    if precision and Float8Operands.of(payloads) is None:
         widths = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]
         hidden += [x.new_empty((experts_of(w_down), n), dtype=compute_dtype(x)) for n in widths]
     return x.new_empty((rows, w_down[0].shape[-2]), dtype=dtype_of(x, b_down)), hidden
@@ -57,7 +57,7 @@ def moe_sorted_backward(  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, offsets, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:7]
     ctx.precision = inputs[8] if len(inputs) > 8 else ""
-    biases, (scales, turned) = inputs[9:12], Payloads.kept(inputs[12:])
+    biases, (scales, turned) = inputs[9:12], Float8Operands.kept(inputs[12:])
     _, hidden = output
     ctx.mark_non_differentiable(*hidden)
     lists = (w_gate, w_up, w_down, [*hidden, *scales], turned)

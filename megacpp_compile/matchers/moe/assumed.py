@@ -22,7 +22,6 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import layers, sorted_loops
 from megacpp_compile.matchers.moe.group_ends import sorted_by
-from megacpp_compile.matchers.moe.idle_ways import Zeros, without_zeros
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
 from megacpp_compile.matchers.moe.routing import Mask
 from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_updates
@@ -34,6 +33,7 @@ from megacpp_compile.matchers.moe.token_counts import (
     number_chosen_from,
     number_listed,
 )
+from megacpp_compile.matchers.moe.zero_grad_branches import Zeros, without_zero_grad_branches
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.links import through
 
@@ -52,7 +52,7 @@ _NO_SUM = (
 def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchFailure:
     """The ends of sums of which nothing but these has to be computed from `regions`, and from all of them alike; or the
     first thing that is in the way."""
-    regions, zeros = without_zeros(view, regions)
+    regions, zeros = without_zero_grad_branches(view, regions)
     found = [one for one in layers.find(view)[0] if isinstance(one, RoutedExperts)]
     summed, of = dict[Node, RowUpdate](), dict[Node, RoutedExperts]()
     for chain in chains(row_updates(view)):

@@ -18,7 +18,7 @@ from megacpp_compile.passes._driver import Outcome, missed
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
+class Verification:
     """What of a frame's assumptions could be shown.
 
     Attributes:
@@ -38,7 +38,7 @@ class Shown:
         return False
 
 
-def show(captured: Captured, config: Config, marks: int, grad: bool) -> Shown:
+def show(captured: Captured, config: Config, marks: int, grad: bool) -> Verification:
     """What can be shown of `captured`, whose marks of what was assumed are erased. marks: how many there were before
     capture. grad: whether gradients are recorded."""
     gm = captured.gm
@@ -51,4 +51,4 @@ def show(captured: Captured, config: Config, marks: int, grad: bool) -> Shown:
         view = GraphView(gm.graph, captured.fake_mode, captured.weights, config, trained)
         found = assumed.show(view, regions)
     drop_dead(gm.graph)
-    return Shown(None, found) if isinstance(found, MatchFailure) else Shown(found)
+    return Verification(None, found) if isinstance(found, MatchFailure) else Verification(found)

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 _BETWEEN_RANKS = frozenset({"to_local", "full_tensor", "redistribute", "all_gather_into_tensor"})
 
 
-def no_past(build: Builder, like: Node) -> Node:
+def initial_amax(build: Builder, like: Node) -> Node:
     """The largest magnitudes of no tensor, 0."""
     return build(aten.new_zeros.default, like, [1], dtype=torch.float32)
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 from megacpp_compile.config import fp8_gain
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.fx.edit import value
-from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_grouped_float8
+from megacpp_compile.lowerings._gemm.float8_support import FP8_GEMM_ALIGNMENT, no_grouped_float8
 
 RECIPE = "fp8_current"
 # Recipes that the layer takes -> why it has RECIPE in their place, "" for itself.
@@ -73,8 +73,8 @@ def _refusal(plan: PrecisionPlan, recipe: str, gemms: Gemms) -> str:
     if any(value(w).stride(-1) != 1 for ws in gemms.weights for w in ws):
         return "a weight lies [in, out], of which every call would make a copy"
     d, n = down.shape[-2:]
-    if any(not isinstance(side, int) or side % MULTIPLE for side in (d, n)):
-        return f"experts of {n}x{d}, which are no multiples of {MULTIPLE}"
+    if any(not isinstance(side, int) or side % FP8_GEMM_ALIGNMENT for side in (d, n)):
+        return f"experts of {n}x{d}, which are no multiples of {FP8_GEMM_ALIGNMENT}"
     if not plan.gate:
         return ""
     experts = down.shape[0] if down.dim() == 3 else len(gemms.weights[-1])

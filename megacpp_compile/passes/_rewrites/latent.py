@@ -60,7 +60,7 @@ class Latent:
 
 
 @dataclasses.dataclass
-class Beside:
+class SideOutputs:
     """What else is read of a down-projection. rests: (node, views, first channel, width) of channels that are not
     normed; raw: readers' values of the latent before its norm."""
 
@@ -88,12 +88,12 @@ def is_residual(node: Node) -> bool:
     )
 
 
-def beside(view: GraphView, norm: RmsNorm, latent: Latent, first: int, end: int) -> Beside | MatchFailure | None:
+def beside(view: GraphView, norm: RmsNorm, latent: Latent, first: int, end: int) -> SideOutputs | MatchFailure | None:
     """Every reader of the down-projection's channels `first` to `end` but the norm; None where the latent is a residual
     stream."""
     start, size = latent.start, latent.size
     lo, hi = (first, start) if start > first else (start + size, end)
-    found = Beside([], [])
+    found = SideOutputs([], [])
     stack: list[tuple[Node, int, int, list[Node]]] = [(latent.down.node, 0, latent.down.linear.out_features, [])]
 
     def part(node: Node, at: int, width: int, views: list[Node]) -> None:

@@ -82,7 +82,7 @@ def beside_no_path(norm: RmsNorm, up: Linear) -> MatchFailure | None:
     return None
 
 
-def stranded(view: GraphView, seen: set[Node]) -> Iterator[MatchFailure]:
+def unmatched_latents(view: GraphView, seen: set[Node]) -> Iterator[MatchFailure]:
     """Norms of a latent that reach their up-projection only through something else."""
     for node in view.graph.nodes:
         if node.target not in (aten.rms_norm.default, aten.rsqrt.default):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.moe import dense, grouped, hit_experts, loop, sorted_rows, sorted_tokens, unread
+from megacpp_compile.matchers.moe import active_experts, dense, grouped, loop, sorted_rows, sorted_tokens, unread
 from tests.passes import experts, experts_at_once, experts_sorted
 from tests.passes.experts import CHOICES, DIM
 
@@ -95,9 +95,9 @@ def large_entries(x):
 
 
 def test_a_list_of_hit_experts():
-    failure = the_failure(hit_experts, view_of(hit_list, torch.randn(5, DIM)))
+    failure = the_failure(active_experts, view_of(hit_list, torch.randn(5, DIM)))
     assert failure.tag == "loop-over-data" and failure.node.target is aten.nonzero.default
-    assert not list(hit_experts.find(view_of(large_entries, torch.randn(5, DIM))))
+    assert not list(active_experts.find(view_of(large_entries, torch.randn(5, DIM))))
 
 
 def test_unread_experts():

@@ -39,7 +39,7 @@ class Zeros:
     parameters: frozenset[Node]
 
 
-def without_zeros(view: GraphView, regions: Sequence[Region]) -> tuple[list[Region], list[Zeros]]:
+def without_zero_grad_branches(view: GraphView, regions: Sequence[Region]) -> tuple[list[Region], list[Zeros]]:
     """(`regions` without what adds nothing, which is erased; what it gives zeros as a gradient)."""
     zeros = list[Zeros]()
     for region in regions:

@@ -28,22 +28,22 @@ aten = torch.ops.aten
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
 
-def held_by(x: Node) -> Node:
+def storage_owner(x: Node) -> Node:
     """The node whose memory is kept where `x` is: `sum_gradient` copies nothing in a compiled graph."""
     base: Node = through(memory_of(x), lambda n: n.target is sum_gradient and memory_of(n.args[0]))
     return base
 
 
-def stays_alive(view: GraphView, x: Node, linears: Iterable[Node]) -> MatchFailure | None:
+def saved_elsewhere(view: GraphView, x: Node, linears: Iterable[Node]) -> MatchFailure | None:
     """Why the memory of `x` is kept for backward even if `linears`, which read it, do not ask for it; None where it is
     not."""
-    base, asking = held_by(x), set(linears)
+    base, asking = storage_owner(x), set(linears)
     if base.op != "call_function":
         return MatchFailure(x, "input", "its input is one of the frame, whose caller holds it")
     pending = [base]
     while pending:
         for user in pending.pop().users:
-            if held_by(user) is base:
+            if storage_owner(user) is base:
                 pending.append(user)
             elif user not in asking and not _keeps_nothing(view, user, base):
                 return MatchFailure(user, "alive", _why(user))
@@ -58,7 +58,7 @@ def _keeps_nothing(view: GraphView, user: Node, base: Node) -> bool:
     if user.target in _SUMS:
         return all(isinstance(value(a), torch.Tensor) for a in user.args[:2])
     linear = match_linear(user)
-    return linear is not None and not view.has_backward(linear.w) and held_by(linear.w) is not base
+    return linear is not None and not view.has_backward(linear.w) and storage_owner(linear.w) is not base
 
 
 def _why(user: Node) -> str:
