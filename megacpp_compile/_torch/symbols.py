@@ -224,8 +224,6 @@ _ROWS = (
     Symbol("context_parallel.options", "torch.distributed.tensor.experimental._attention._cp_options",
            "telling the order of sequences' parts in torch's context_parallel",
            "states are not handed on between its ranks", instead=lambda: None),
-    Symbol("", "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", "telling that DDP cuts graphs",
-           "a loop that it cuts is traced with all steps"),
     Symbol("ranks.default_store", "torch.distributed.distributed_c10d._get_default_store",
            "what a frame becomes on all ranks that meet in it", "each rank decides by itself",
            instead=lambda: lambda: None),
