@@ -61,6 +61,8 @@ def compiled(f, tokens=TOKENS, dynamic_batch=False, **options):
 
 # What is stacked of a list has sizes of its own.
 ALL_STEPS_OF_A_SECOND_LENGTH = {"lists_what_it_makes_first"}
+# Of these an op is found in the one step alone, not among all steps, which older torch traces of a second length.
+BACKWARDS = {"backwards", "writes_backwards"}
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -72,7 +74,8 @@ def test_is_traced_once_and_a_second_length_too(name):
     assert len(report.sites) == 1 + (name == "twice_in_a_row")
     report, short = compiled(SAME[name], TOKENS + 4)
     assert bool(short) == (name not in ALL_STEPS_OF_A_SECOND_LENGTH) or release(torch.__version__) < (2, 13)
-    assert {site.pass_name for site in report.sites} == {"token_loop"}
+    if short or name not in BACKWARDS:
+        assert {site.pass_name for site in report.sites} == {"token_loop"}
 
 
 @pytest.mark.parametrize("name", SAME)
