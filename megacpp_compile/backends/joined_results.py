@@ -1,6 +1,6 @@
 """Joined tensors that kernels write their results to, in the place of a `cat` that copies them there.
 
-What a projection made and a mixer took apart has a gradient that is joined again, of what the kernels behind the parts
+The gradient of an input projection that a mixer splits is the concatenation of its parts' gradients, which kernels
 give: 0.35 ms of a Mamba-2 mixer's 7 for 16384 tokens on an H100. Here these kernels write columns of the joined tensor,
 one after the other. Each takes it and returns it, so the graph stays functional; nobody reads it in between, so that
 Inductor runs each on the same memory. What no kernel writes, like the gradient of step sizes, is copied to its columns.

@@ -1,4 +1,4 @@
-"""Writes to what an op returns that is its input, or a view of it, without the op's schema saying so.
+"""In-place writes to outputs that alias an input although the op's schema declares no alias.
 
 Before autograd such ops are traced whole, as making a new tensor, and the write would not reach their input, which in
 eager it does: `y = x.type_as(z); y += 1` where the dtypes agree. A dropout that drops nothing returns its input, one

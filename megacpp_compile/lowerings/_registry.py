@@ -33,8 +33,8 @@ class Choice:
 
     `overwrites`: the arguments whose memory `body` returns its result in, if called with `in_place=True`. `traced`: a
     lowered graph holds the ops that `body` traces to; else it calls `body`, or on CUDA keeps the op, which calls it.
-    `writes_into`: the results that `body` writes to columns of a joined tensor, if called with `into`, by result; then
-    it returns that tensor for them. One may be written among others; several make a joined tensor of nothing else.
+    `writes_into`: outputs that may be written straight into a slice of a later `cat`, whose buffer is passed as `into`
+    and returned for them. Several have to fill it.
     `skippable_outputs`: the results that `body` does not make, and returns as empty, where `unread` has them. `added`:
     it is another package's.
     """

@@ -83,7 +83,7 @@ class Reviewer:
         values.update({n: v for n, v in zip(holders, self.inputs, strict=True) if n in others})
         values.update({n: attribute_of(gm, n.target) for n in others if n.op == "get_attr"})
         differentiable = set() if match.forward_only else activations(gm.graph, self.captured.weights)
-        rows = None if match.ends is None else int(values[match.ends][-1])
+        rows = None if match.row_offsets is None else int(values[match.row_offsets][-1])
         tensor, error, tolerance = replay.compare(
             gm, match.inputs, match.outputs, new, values, differentiable, rows, match.estimated
         )
@@ -114,8 +114,8 @@ class Reviewer:
         except Exception as error:
             site.set_saved(None, None, f"{type(error).__name__}: {error}".splitlines()[0][:100])
         else:
-            if before is not None and match.dies is not None:
-                before += nbytes(value(match.dies))
+            if before is not None and match.freed_activation is not None:
+                before += nbytes(value(match.freed_activation))
             site.set_saved(before, after, "sizes known at run time only" if None in (before, after) else "")
 
     def _saved(self, part: Part) -> int | None:

@@ -43,8 +43,8 @@ class Rewrite:
 class Rewriter:
     """Applies matches that were all found in the same graph, while they change it.
 
-    A match that reads or replaces what an earlier one has taken is not applied: it was found in a graph that is gone.
-    Nor is one that reads from a match which was not applied, as an op's strides may follow those of its operands, nor
+    A match whose inputs or outputs overlap an applied one is skipped: it was found in a stale graph. So is one that
+    reads from a match which was not applied, as an op's strides may follow those of its operands, nor
     one that would take the op of another site away. ops: the ops' nodes of all sites so far. objection: what is wrong
     with what a match emitted, before anything reads it.
     """

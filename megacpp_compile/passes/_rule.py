@@ -38,10 +38,10 @@ class Match:
     autocast_blind: the ops that may change their autocast region as the op may; none where autocast decides what the
     rewrite emits.
     note: what was decided, for the report. forward_only: nothing differentiates it, and its op has no gradient.
-    ends: the input whose last entry says how many rows of inputs and outputs there are; plain code leaves those behind
-    unwritten. None where it writes all.
-    estimated: inputs whose gradient is an estimate of the plain one, and from how many random directions. dies: an
-    input that the plain subgraph alone keeps for backward, and the op does not.
+    row_offsets: the input with cumulative row counts; the original leaves rows past `row_offsets[-1]` uninitialised.
+    None where every row is written.
+    estimated: inputs whose gradient is an estimate of the plain one, and from how many random directions.
+    freed_activation: an input that the original subgraph saves for backward and the fused op does not.
     draws: what draws random numbers in the plain subgraph, in place of which the rewrite draws others.
     """
 
@@ -49,11 +49,11 @@ class Match:
     inputs: list[Node]
     outputs: list[Node]
     rewrite: Callable[[Builder], Any]
-    ends: Node | None = None
+    row_offsets: Node | None = None
     note: str = ""
     forward_only: bool = False
     estimated: Mapping[Node, int] = dataclasses.field(default_factory=dict)
-    dies: Node | None = None
+    freed_activation: Node | None = None
     autocast_blind: Set[Any] = frozenset()
     draws: tuple[Node, ...] = ()
 

@@ -7,12 +7,12 @@ Outputs, and gradients of x and b, stay what they are. Gradients of weights beco
 much noise: this pass does nothing unless the option `compress` names linears. The projection is made from the option's
 seed and the name of the first of these linears; under `redraw="update"` also from `draw`, the sum of the bits of its
 weight, which changes with each update and with nothing else: a second run of the forward makes the same one.
-Of use where x dies: backward reads it for nothing else (`dying`). Refused: what any other op that may keep it reads, a
-linear that is not named included; an input of the frame, a result of it, or of an op that keeps its own results (a
-ReLU, an attention); linears in regions of `torch.utils.checkpoint`, and those that another pass took, float8's
-included, as that keeps less of x already; routers, embeddings, heads, norms and LoRA's paths; frozen weights; linears
-of one x through several views or in several dtypes. A policy that recomputes x is an error (`remat/conflicts.py`).
-Without gradients nothing is found.
+Of use where backward reads x for nothing else (`activation_lifetime`). Refused: what any other op that may keep it
+reads, a linear that is not named included; an input of the frame, a result of it, or of an op that keeps its own
+results (a ReLU, an attention); linears in regions of `torch.utils.checkpoint`, and those that another pass took,
+float8's included, as that keeps less of x already; routers, embeddings, heads, norms and LoRA's paths; frozen weights;
+linears of one x through several views or in several dtypes. A policy that recomputes x is an error
+(`remat/conflicts.py`). Without gradients nothing is found.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _check(view: GraphView, plan: CompressionPlan, linears: list[Linear]) -> Mat
         root, inputs, outputs, lambda build: _rewrite(build, plan, linears, x, groups, rank, fqn), note=note,
         estimated=dict.fromkeys((linear.w for linear in linears), rank),
         # Else a cast for the GEMM dies, and counts by itself.
-        dies=storage_owner(x) if value(x).dtype == dtype else None,
+        freed_activation=storage_owner(x) if value(x).dtype == dtype else None,
     )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ runs before the passes that take linears into ops of their own, so a projection 
 of a latent in bfloat16. Backward keeps the payload of x, half of bfloat16, and quantises the gradient.
 Refused: rows or features that are no multiple of 16 (of 128 under "fp8_block"); computation in float32; a device
 without float8 GEMMs. A linear that the plan leaves in bfloat16 is no near miss, unless the gate by shape did so: its
-prediction is the reason. One that the gate refuses alone joins the GEMM of another that reads the same tensor, as all
-casts of that are made anyway. Those that gain alone join where putting their gradients side by side moves less than the
+prediction is the reason. A linear too small for fp8 alone is merged with one that shares its input, whose cast is
+already paid for. Those that gain alone join where putting their gradients side by side moves less than the
 sum of x's gradients, as with queries, keys and values of few heads; gate and up stay two. Where nothing is trained, and
 where a weight is no parameter, or computed of one and not only moved (`_rewrites/delayed_scaling.py`), "fp8_delayed" is
 "fp8_current": there are no steps to remember, or nothing to remember them by.

@@ -1,4 +1,4 @@
-"""What delayed scaling knows of the past: the largest magnitudes that a linear's tensors had in the last steps.
+"""Amax history for delayed scaling: the largest magnitudes that a linear's tensors had in the last steps.
 
 A compiled frame that has linears under "fp8_delayed" is called with an `AmaxHistory` appended to its own inputs, and
 writes to it; one artifact may serve several blocks, so it belongs to the weights that a call brings, not to the code.

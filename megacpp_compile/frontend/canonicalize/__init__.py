@@ -30,8 +30,9 @@ def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     """Drop tracing's assertions, those on how many rows a mask chooses, slices of whole dimensions, dropouts that drop
     nothing, concatenations with nothing and dead values; pad where zeros are concatenated behind; write experts'
     numbers, and sizes that are one, as numbers; let views copy where they must; rename aliases; write equations in
-    full, and those that sum nothing as products; make copies into slices functional; read what is written over
-    the only entry of a dimension; detach tensors before their rows are picked; size what is put in order."""
+    full, and those that sum nothing as products; make copies into slices functional; fold
+    `select_scatter` into dimensions of size 1; detach tensors before their rows are picked; give buffers that are
+    scattered by a permutation their static size."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)

@@ -1,7 +1,7 @@
 """`mla_decode` on Hopper in Gluon for few queries, up to N, 16 or 32, over rows in bfloat16.
 
-Scores are rows by queries and sums channels by queries, so that wgmma's 64 are rows and channels, and queries its short
-side: nothing is padded, and a tile that has been brought is read from shared memory once for each.
+It computes S^T and O^T, so that wgmma's M = 64 is rows of keys or channels, and N is the few queries: nothing is
+padded, and a tile that has been brought is read from shared memory once for each.
 """
 
 from __future__ import annotations

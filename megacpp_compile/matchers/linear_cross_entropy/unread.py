@@ -1,5 +1,4 @@
-"""Log-probabilities that a linear makes and of which a number is made in a way that no read is known for: near misses
-that say so."""
+"""Log-probabilities of a linear that an unsupported op reduces: reported as near misses."""
 
 from __future__ import annotations
 

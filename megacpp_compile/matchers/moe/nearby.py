@@ -1,4 +1,4 @@
-"""What a value is computed from in a few steps, to say of what is no match what comes near."""
+"""Nearby ancestors of a node, which near misses are reported with."""
 
 from __future__ import annotations
 

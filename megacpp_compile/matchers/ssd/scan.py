@@ -60,8 +60,8 @@ def found_at_decays(
     graph: fx.Graph, find: Callable[[Algebra, Node], Found], masks: Masks | None = None, known: Iterable[Node] = ()
 ) -> Iterator[Found]:
     """`find` of each decay of `graph` that nothing found before took part in, in graph order; with `masks`, of those in
-    what masks are applied to. A decay in nothing, which has no `inside`, answers for what is made of it, and for the
-    exponentials in that."""
+    what masks are applied to. Where no scan is found from a decay, its match has no `inside`, and its descendants with
+    their exponentials count as visited."""
     if not any(n.target in EXPONENTIALS for n in graph.nodes):
         return
     algebra = Algebra(graph, RULES, masks)

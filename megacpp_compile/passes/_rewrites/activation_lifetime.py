@@ -1,4 +1,4 @@
-"""The proof that nothing but certain linears keeps a value for backward, so that it dies where they keep less of it."""
+"""Checks that only the given linears save an activation, so that compressing it there frees it."""
 
 from __future__ import annotations
 
