@@ -25,25 +25,23 @@ from megacpp_compile._torch.fakes import FakeTensor
 _WHERE = "torch._higher_order_ops.triton_kernel_wrap"
 # As releases of torch have called the function, the newest first.
 _READERS = ("identify_accessed_tensors", "identify_mutated_tensors")
-_WRAPPER, _COMPILES = "torch._inductor.codegen.wrapper.PythonWrapperCodegen", "async_compile.triton("
+_WRAPPER = "torch._inductor.codegen.wrapper.PythonWrapperCodegen"
+# How the definition of a kernel begins, and what only those of others have in it.
+_COMPILES, _BY_OTHERS = "async_compile.triton(", "@triton_heuristics.user_autotune("
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool, sympy.Expr)
 _logger = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def kernels_read_once() -> Iterator[None]:
+def kernels_read_once() -> contextlib.AbstractContextManager[None]:
     """What is compiled inside has a kernel read once for all its calls with arguments of the same types, sizes and
     constants; without effect on a torch that reads kernels elsewhere."""
-    with _readers.replaced():
-        yield
+    return _readers.replaced()
 
 
-@contextlib.contextmanager
-def kernels_begun_when_written() -> Iterator[None]:
-    """What is compiled inside has each Triton kernel handed to Inductor's compile workers as soon as its source is
-    written; without effect where there are none."""
-    with _definitions.replaced():
-        yield
+def kernels_begun_when_written() -> contextlib.AbstractContextManager[None]:
+    """What is compiled inside has each Triton kernel that Inductor did not write handed to its compile workers as soon
+    as its source is written; without effect where there are no workers."""
+    return _definitions.replaced()
 
 
 class _Replaced:
@@ -89,7 +87,7 @@ def _begin(body: str) -> None:
     """Hand the kernel that the call in `body` compiles to the workers, where that call will find it."""
     from megacpp_compile._torch.inductor import AsyncCompile
 
-    if not body.startswith(_COMPILES) or not AsyncCompile.use_process_pool():
+    if not body.startswith(_COMPILES) or _BY_OTHERS not in body or not AsyncCompile.use_process_pool():
         return
     # As `IndentedBuffer.splice` writes lines into the module: kernels are found by their source.
     lines = (line if line.strip() else "" for line in body.split("\n"))

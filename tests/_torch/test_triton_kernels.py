@@ -126,7 +126,7 @@ def test_a_kernel_of_ours_is_read_as_torch_reads_it(request):
 class TestKernelsBegunWhenWritten:
     """Inductor finds a kernel that is being compiled by its source, to the letter."""
 
-    SOURCE = "\nimport triton\n   \n\t\n@triton.jit\ndef scale(x):\n    \\'\\'\\'a line\\'\\'\\'\n\n    x\n"
+    SOURCE = "\nimport triton\n   \n\t\n@triton_heuristics.user_autotune()\n@triton.jit\ndef scale(x):\n    \\'\\'\\'a line\\'\\'\\'\n\n    x\n"
     BODY = f"async_compile.triton('scale', '''{SOURCE}''', device_str='cuda')\n"
 
     @pytest.fixture
@@ -166,11 +166,12 @@ class TestKernelsBegunWhenWritten:
         self.written(self.BODY)
         with kernels_begun_when_written():
             self.written("async_compile.cpp_pybinding(['float*'], r'''\nint main() {}\n''')\n")
+            self.written(self.BODY.replace("user_autotune", "pointwise"))  # Inductor's own, which it has begun
             monkeypatch.setattr(AsyncCompile, "use_process_pool", classmethod(lambda cls: False))
             self.written(self.BODY)
         assert not begun
 
     def test_what_fails_is_left_to_where_the_code_is_loaded(self, begun, caplog):
         with kernels_begun_when_written(), caplog.at_level("INFO"):
-            assert "scale_0 = async_compile" in self.written("async_compile.triton('scale', '''\n")
+            assert "scale_0 = async_compile" in self.written("async_compile.triton('scale', '''\n@triton_heuristics.user_autotune(\n")
         assert not begun and "kernel scale_0 was not begun ahead: SyntaxError" in caplog.text
