@@ -26,7 +26,7 @@ from megacpp_compile.backends.static_launch import compile_ahead
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import NotLoweredError, RegistrationError
 from megacpp_compile.fx.aliasing import memory_of, overwritable
-from megacpp_compile.fx.edit import drop_dead, same_size, value
+from megacpp_compile.fx.edit import drop_dead, same_sizes, value
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings import _sum_gradient
@@ -272,7 +272,7 @@ def _alike(a: Any, b: Any) -> bool:
     """Whether two fake values have one dtype and shape, as far as sizes are known."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor)
-    return a.dtype == b.dtype and a.dim() == b.dim() and all(map(same_size, a.shape, b.shape))
+    return a.dtype == b.dtype and same_sizes(a.shape, b.shape)
 
 
 def _kind(x: Any) -> str:

@@ -197,8 +197,12 @@ def drop_dead(graph: fx.Graph) -> bool:
 
 def same_shape(a: Node, b: Node) -> bool:
     """Whether two tensors are known to have one shape."""
-    one, other = value(a).shape, value(b).shape
-    return len(one) == len(other) and all(map(same_size, one, other))
+    return same_sizes(value(a).shape, value(b).shape)
+
+
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be equal, as `same_size` knows it."""
+    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def same_size(a: Any, b: Any) -> bool:

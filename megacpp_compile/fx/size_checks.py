@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.fx.edit import drop_dead, same_size, value
+from megacpp_compile.fx.edit import drop_dead, same_sizes, value
 
 aten = torch.ops.aten
 # Ops that find the places that are not zero, with one argument.
@@ -81,7 +81,7 @@ def mask_of(node: Any) -> Node | None:
     """The boolean mask that `node` chooses the leading rows of its first argument by, and nothing else."""
     if isinstance(node, Node) and node.target is aten.masked_select.default:
         of, mask = (value(a).shape for a in node.args)
-        return node.args[1] if len(of) == len(mask) and all(map(same_size, of, mask)) else None  # type: ignore[return-value]
+        return node.args[1] if same_sizes(of, mask) else None  # type: ignore[return-value]
     if not isinstance(node, Node) or node.target is not aten.index.Tensor:
         return None
     chosen = list(node.args[1])  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.errors import RegistrationError
-from megacpp_compile.fx.edit import Builder, has_effects, same_size, value
+from megacpp_compile.fx.edit import Builder, has_effects, same_size, same_sizes, value
 from megacpp_compile.fx.subgraph import between, inside
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
@@ -80,8 +80,7 @@ def _differs(old: Any, new: Any, given: Sequence[Any]) -> str | None:
     """What is another about a fake result than about the plain one."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return None if type(old) is type(new) else f"is a {type(new).__name__}, and the code has a {type(old).__name__}"
-    alike = len(old.shape) == len(new.shape) and all(map(same_size, old.shape, new.shape))
-    if not alike:
+    if not same_sizes(old.shape, new.shape):
         return f"has the shape {tuple(new.shape)}, and the code has {tuple(old.shape)}"
     if (old.dtype, old.device) != (new.dtype, new.device):
         return f"is of {new.dtype} on {new.device}, and the code has {old.dtype} on {old.device}"

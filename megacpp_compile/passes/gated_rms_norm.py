@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, same_size, value
+from megacpp_compile.fx.edit import Builder, same_size, same_sizes, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.gated_rms_norm import GatedNorm, gate_nearby, match_gated_norm, same_source
 from megacpp_compile.matchers.graph_view import GraphView
@@ -103,7 +103,7 @@ def _sizes(shape: Sequence[Any], sources: Sequence[Node]) -> list[Any] | None:
 
 def _reshape(build: Builder, node: Node, shape: Sequence[Any], sources: Sequence[Node]) -> Node:
     have = value(node).shape
-    if len(have) == len(shape) and all(map(same_size, have, shape)):
+    if same_sizes(have, shape):
         return node
     sizes = _sizes(shape, sources)
     assert sizes is not None

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
-from megacpp_compile.fx.edit import Builder, same_size, value
+from megacpp_compile.fx.edit import Builder, same_sizes, value
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ def functional_copies(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
         new = source
         if have.dtype != to.dtype or have.device != to.device:
             new = build(aten._to_copy.default, source, dtype=to.dtype, device=to.device)
-        if have.dim() != to.dim() or not all(map(same_size, have.shape, to.shape)):
+        if not same_sizes(have.shape, to.shape):
             new = build(aten.expand.default, new, _sizes(build, destination, to))
         node.replace_all_uses_with(new)
         graph.erase_node(node)

@@ -15,7 +15,7 @@ from megacpp_compile.frontend.dtensors import is_dtensor, leaves, writes
 from megacpp_compile.frontend.local_dtensors import rules
 from megacpp_compile.frontend.local_dtensors.local_graph import Local, LocalGraph
 from megacpp_compile.frontend.local_dtensors.rules import NeedsCommunication, name_of, part_of
-from megacpp_compile.fx.edit import dynamo_value
+from megacpp_compile.fx.edit import dynamo_value, same_sizes
 from megacpp_compile.lowerings._sharded_logsumexp import logsumexp_of_words
 from megacpp_compile.lowerings._sharded_loss import loss_of_words
 
@@ -138,7 +138,7 @@ class _Localizer:
             raise NeedsCommunication from error
         for mine, theirs in zip(leaves(fake), results, strict=True):
             part = part_of(theirs)
-            if mine.dtype != part.dtype or not rules.same_sizes(mine.shape, part.shape):
+            if mine.dtype != part.dtype or not same_sizes(mine.shape, part.shape):
                 return False
         places = {a: self.new.opened(a, summed[a]) for a in tensors if a not in cut}
         for a, sizes in cut.items():
@@ -157,7 +157,7 @@ class _Localizer:
         fakes = [self.new.opened_fake(a) if of else self.new.fake(dynamo_value(a)) for a, of in operands.items()]
         with self.mode, torch.set_grad_enabled(dynamo_value(node).requires_grad):
             fake = of_words(*fakes, *found.settings)
-        if fake.dtype != dynamo_value(node).dtype or not rules.same_sizes(fake.shape, dynamo_value(node).shape):
+        if fake.dtype != dynamo_value(node).dtype or not same_sizes(fake.shape, dynamo_value(node).shape):
             return False
         places = [self.new.opened(a, ()) if of else self.new.env[a] for a, of in operands.items()]
         new = self.new.graph.call_function(of_words, (*places, *found.settings))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.frontend.dtensors import leaves, writes
-from megacpp_compile.fx.edit import called, dynamo_value, same_size
+from megacpp_compile.fx.edit import called, dynamo_value, same_size, same_sizes
 
 SIZED = frozenset(("view", "reshape", "expand", "unflatten"))  # told the sizes of their result
 VIEWS = frozenset(
@@ -220,10 +220,6 @@ def local_sizes(name: str, node: Node, results: list[Any]) -> tuple[tuple[Any, .
             sizes[i] = part[first + i]
     new = [sizes] if listed else sizes
     return (x, *([node.args[1]] if name == "unflatten" else []), *new), kwargs
-
-
-def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def part_of(value: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx import short_loops
-from megacpp_compile.fx.edit import Builder, same_size, value
+from megacpp_compile.fx.edit import Builder, same_size, same_sizes, value
 from megacpp_compile.fx.filled import is_filled, padded_with
 from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, PARTS, SPLITS
 from megacpp_compile.matchers.linear import is_projection
@@ -54,7 +54,7 @@ class Operands:
                 return "steps", "what the first step is made of is not what the others are made of"
             return None
         entering, initial = value(self.found.initial.node), value(self.loop.initial)
-        if entering.dim() != initial.dim() or not all(map(same_size, entering.shape, initial.shape)):
+        if not same_sizes(entering.shape, initial.shape):
             return "state", "the first state has another shape than those behind it"
         return None
 
