@@ -28,10 +28,10 @@ from megacpp_compile.frontend.dtensors import calls_on_dtensors, is_dtensor
 from megacpp_compile.frontend.export import export
 from megacpp_compile.frontend.hidden_writes import data_as_detached, refuse_hidden_writes
 from megacpp_compile.frontend.local_dtensors import localize
-from megacpp_compile.frontend.noop_sets import without_idle_sets
+from megacpp_compile.frontend.noop_sets import without_noop_sets
 from megacpp_compile.frontend.transforms import resolve_transforms
 from megacpp_compile.frontend.unbacked_shapes import numbers_of
-from megacpp_compile.frontend.undeclared_aliases import without_writes_to_unsaid_aliases
+from megacpp_compile.frontend.undeclared_aliases import without_writes_to_undeclared_aliases
 from megacpp_compile.frontend.written_constants import without_writes_to_constants
 from megacpp_compile.report.records import MissedFusion
 
@@ -96,7 +96,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     Raises CaptureError, with the reason, for a frame that cannot be expressed this way; the caller then compiles `gm`
     as it came.
     """
-    gm = without_idle_sets(gm)
+    gm = without_noop_sets(gm)
     _check(gm, example_inputs)
     mode, fakes = fake_inputs(example_inputs)
     # What a collective under way returns is a plain tensor here; AOTAutograd is given it as it came, and waits for it.
@@ -107,7 +107,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():
             gm = resolve_transforms(inline_checkpoints(data_as_detached(gm), mode), fakes, mode)
-            plain = without_writes_to_unsaid_aliases(without_writes_to_new_tensors(without_writes_to_constants(gm)))
+            plain = without_writes_to_undeclared_aliases(without_writes_to_new_tensors(without_writes_to_constants(gm)))
             on_dtensors = calls_on_dtensors(plain, example_inputs)
             local = localize(plain, mode, on_dtensors)
             if local is not plain:

@@ -16,7 +16,7 @@ from megacpp_compile.reader.links import through
 _ITSELF = ("to", "detach", "_get_data_attr")
 
 
-def without_idle_sets(gm: GraphModule) -> GraphModule:
+def without_noop_sets(gm: GraphModule) -> GraphModule:
     """Dynamo's graph `gm` without `set_` of a tensor to what it is; itself where there is none. Never changes `gm`."""
     return changed(gm, [n for n in gm.graph.nodes if _is_idle(n)], _drop)
 

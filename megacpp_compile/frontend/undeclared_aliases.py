@@ -22,7 +22,7 @@ _SAME = {"type_as", "sum_to_size"}
 _VIEWS = {*_SAME, "einsum", "broadcast_tensors", "meshgrid", "cartesian_prod", "conj_physical", "to_dense"}
 
 
-def without_writes_to_unsaid_aliases(gm: GraphModule) -> GraphModule:
+def without_writes_to_undeclared_aliases(gm: GraphModule) -> GraphModule:
     """`gm` with no write to what an op returns that may be its input unsaid; itself where there is none.
 
     Raises CaptureError where it is a view of an input.

@@ -113,7 +113,8 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     Policy beside it: `MIN_BYTES`, the size of the largest operand from which it gains, and `loses(op name, args) ->
     reason or None`; where it would not gain, the next lowering serves. `OVERWRITES`: op name -> arguments it can
     overwrite. `TRACED`: false where no ATen graph can hold what it does. `writes_into(op name, args)`: results it can
-    write to columns of a joined tensor (`_kernels/columns`). `LEAVES_OUT`: op name -> results that it need not make.
+    write to columns of a joined tensor (`_kernels/columns`). `SKIPPABLE_OUTPUTS`: op name -> results that it need not
+    make.
     """
     folder, name = semantic_ops()[op]
     reasons: list[str] = []
@@ -140,7 +141,7 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
             overwrites = getattr(module, "OVERWRITES", {}).get(name, ())
             traced = getattr(module, "TRACED", True)
             into = module.writes_into(name, args) if hasattr(module, "writes_into") else ()
-            without = getattr(module, "LEAVES_OUT", {}).get(name, ())
+            without = getattr(module, "SKIPPABLE_OUTPUTS", {}).get(name, ())
             why, body = "; ".join(reasons), getattr(module, name)
             return Choice(first, lowering, why, body, overwrites, traced, into, without)
         reasons.append(f"{lowering}: {reason}")

@@ -12,7 +12,7 @@ from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch import variables
 from megacpp_compile._torch.dispatch import disable_current_modes
 from megacpp_compile.frontend.expert_loops import origins
-from megacpp_compile.frontend.expert_loops.truncated_counts import ShortCounts
+from megacpp_compile.frontend.expert_loops.truncated_counts import TruncatedCounts
 from megacpp_compile.fx import assumptions
 
 _ITERATES = (enumerate, zip, list, tuple)
@@ -42,7 +42,7 @@ def entry(translator: Any) -> Any:
     return given if found is not None and found[0].target is assumptions.expert else None
 
 
-def list_arrays(translator: Any, inst: Any, short: ShortCounts) -> None:
+def list_arrays(translator: Any, inst: Any, short: TruncatedCounts) -> None:
     """Put numbers in the place of an array of them that is iterated over."""
     calls = inst.opname.startswith("CALL") and translation.callee(translator, inst) in _ITERATES
     count = 1 if inst.opname == "GET_ITER" else inst.arg or 0 if calls else 0
@@ -54,7 +54,7 @@ def list_arrays(translator: Any, inst: Any, short: ShortCounts) -> None:
             _list_array(translator, array, at, short)
 
 
-def _list_array(translator: Any, array: Any, at: int, short: ShortCounts) -> None:
+def _list_array(translator: Any, array: Any, at: int, short: TruncatedCounts) -> None:
     if (listed := variables.entries(translator, array)) is not None:
         short.listed(array, variables.parts(listed) or [])
         translator.stack[at] = listed

@@ -18,7 +18,7 @@ _JOINS = (torch.cat, torch.concat, torch.concatenate)
 _SKIPS = ("PRECALL", "CACHE", "EXTENDED_ARG", "NOP", "TO_BOOL", "COPY")
 
 
-class GrownLists:
+class ListAppends:
     """The lists of one translation to which regions have appended.
 
     read: called with the line (a `FrameSummary`) where such a list is read in another way.

@@ -29,7 +29,7 @@ def _keeps(function: Any) -> bool:
     return own or getattr(function, "__name__", "") in _ALLOWED
 
 
-class ShortCounts:
+class TruncatedCounts:
     """The counts of one translation that were given more entries than they may have."""
 
     def __init__(self) -> None:

@@ -14,10 +14,10 @@ from megacpp_compile._torch import variables
 from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile.frontend.expert_loops import expert_numbers, origins
 from megacpp_compile.frontend.expert_loops.control_flow import meeting, skipped
-from megacpp_compile.frontend.expert_loops.list_appends import GrownLists
+from megacpp_compile.frontend.expert_loops.list_appends import ListAppends
 from megacpp_compile.frontend.expert_loops.negations import negate
 from megacpp_compile.frontend.expert_loops.regions import OpenRegion, OtherWay, Refused
-from megacpp_compile.frontend.expert_loops.truncated_counts import ShortCounts
+from megacpp_compile.frontend.expert_loops.truncated_counts import TruncatedCounts
 from megacpp_compile.fx import assumptions
 from megacpp_compile.report import log
 
@@ -45,7 +45,7 @@ class Loops:
         self._output: Any = None
         self._open: list[OpenRegion] = []
         self._regions = self._reads = 0
-        self._grown, self._short = GrownLists(self._entries_read), ShortCounts()
+        self._grown, self._short = ListAppends(self._entries_read), TruncatedCounts()
         self._appends = False
 
     @property
@@ -128,7 +128,7 @@ class Loops:
     def _before(self, translator: Any, inst: Any) -> None:
         if translator.output is not self._output:  # a new attempt at the frame
             self._output, self._open, self._regions, self._reads, self._lists = translator.output, [], 0, 0, {}
-            self._short = ShortCounts()
+            self._short = TruncatedCounts()
         while self._open and self._open[-1].translator is translator and self._open[-1].join is inst:
             closed = self._close()  # an iteration may end with a branch in it
             if closed.other_way is not None:

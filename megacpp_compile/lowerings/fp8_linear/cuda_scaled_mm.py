@@ -30,12 +30,12 @@ from megacpp_compile.lowerings._kernels.fp8 import (
 from megacpp_compile.lowerings.fp8_linear import reference
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize, push_maxima
 
-__all__ = ["LEAVES_OUT", "cast", "fp8_linear", "fp8_linear_backward", "fp8_quantize", "fp8_quantize_delayed",
+__all__ = ["SKIPPABLE_OUTPUTS", "cast", "fp8_linear", "fp8_linear_backward", "fp8_quantize", "fp8_quantize_delayed",
            "fp8_quantize_turned", "push_maxima", "supports"]  # fmt: skip
 
 
 # A policy's recomputed cast needs one orientation of the payload, and so does the forward behind it.
-LEAVES_OUT = {"fp8_quantize_delayed": (0, 1), "fp8_quantize_turned": (0, 1)}
+SKIPPABLE_OUTPUTS = {"fp8_quantize_delayed": (0, 1), "fp8_quantize_turned": (0, 1)}
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
