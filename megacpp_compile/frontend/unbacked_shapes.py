@@ -33,6 +33,7 @@ from megacpp_compile._torch.dynamo import (
 from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.frontend import graph_breaks
 from megacpp_compile.frontend.expert_loops import Loops
+from megacpp_compile.frontend.garbage import no_full_collections
 from megacpp_compile.frontend.loop_advice import advice
 from megacpp_compile.frontend.rolled_loops import CannotRepeat, RolledLoops, repeated
 from megacpp_compile.fx.edit import dynamo_value
@@ -98,7 +99,11 @@ def install(at_first: Callable[[], None] = lambda: None) -> None:
         rolled = RolledLoops(_restart) if rolls else None
         loops_token, rolled_token = _loops.set(loops), _rolled.set(rolled)
         try:
-            with translator.watching(translator.together(loops, rolled)), stages.frame_begins():
+            with (
+                no_full_collections(),
+                translator.watching(translator.together(loops, rolled)),
+                stages.frame_begins(),
+            ):
                 return graph_breaks.watched(
                     traced, given["compiler_fn"], bool(given.get("one_graph")), given.get("code")
                 )
