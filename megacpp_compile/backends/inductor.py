@@ -33,6 +33,7 @@ from megacpp_compile.frontend.checkpoint import checkpoint_tags, has_regions
 from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms, BeginSearch
 from megacpp_compile.lowerings._gemm.cublaslt import searches_end
+from megacpp_compile.lowerings._gemm.outer_products import MultiplyOuterProducts
 from megacpp_compile.remat.offload import Offload
 from megacpp_compile.remat.plan import StepContext
 from megacpp_compile.remat.tagging import KeepChoices, TagForRemat
@@ -89,13 +90,19 @@ def _errors_held_back() -> Iterator[list[logging.LogRecord]]:
 
 
 def gemm_patches(settings: Settings) -> dict[str, Any]:
-    """The patches, and where large GEMMs are cuBLAS's two passes around Inductor's own that time candidates for
-    them."""
-    if not settings.target.cublas or not settings.config.autotune_gemms:
+    """The patches, and where large GEMMs are cuBLAS's the passes around Inductor's own: those over one channel become
+    multiplications, and unless the option says otherwise, candidates for the others are timed."""
+    if not settings.target.cublas:
         return settings.patches
-    passes = {"joint_custom_pre_pass": BeginSearch, "post_grad_custom_post_pass": AutotuneGemms}
-    user = {name: settings.patches.get(name, getattr(inductor_config, name)) for name in passes}
-    return {**settings.patches, **{name: make(user[name]) for name, make in passes.items()}}
+    joint, late = (
+        settings.patches.get(name, getattr(inductor_config, name))
+        for name in ("joint_custom_pre_pass", "post_grad_custom_post_pass")
+    )
+    joint = MultiplyOuterProducts(joint)
+    if not settings.config.autotune_gemms:
+        return {**settings.patches, "joint_custom_pre_pass": joint}
+    passes = {"joint_custom_pre_pass": BeginSearch(joint), "post_grad_custom_post_pass": AutotuneGemms(late)}
+    return {**settings.patches, **passes}
 
 
 def compile_plain(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:

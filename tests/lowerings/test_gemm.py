@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, view_to_reshape
@@ -338,6 +338,31 @@ def test_gemms_over_one_channel_are_multiplications(which):
         assert [value(out).stride() for out in gm.graph.output_node().args[0]] == strides
 
 
+def test_backward_is_not_handed_a_product_of_two_vectors():
+    """In a graph that is not divided yet the partitioner takes it for a GEMM, which is not computed twice."""
+    def rotated(x, frequencies, positions):
+        angles = (frequencies[:, None] @ positions[None]).t()
+        return x * angles.cos()
+
+    def saved(multiplied):
+        handed = []
+
+        def divided(joint, inputs, **options):
+            if multiplied:
+                outer_products.MultiplyOuterProducts()(joint.graph)
+            halves = min_cut_rematerialization_partition(joint, inputs, **options)
+            handed.extend(tuple(value(n).shape) for n in halves[0].graph.output_node().args[0][1:])
+            return halves
+
+        given = draw(6, 4).requires_grad_(), draw(4), draw(6)
+        found = aot_function(rotated, lambda gm, _: make_boxed_func(gm), partition_fn=divided)(*given)
+        found.sum().backward()
+        torch.testing.assert_close(given[0].grad, (given[2][:, None] * given[1]).cos())
+        return handed
+
+    assert (4, 6) in saved(multiplied=False) and not {(4, 6), (6, 4)} & {*saved(multiplied=True)}
+
+
 def test_other_gemms_stay():
     def others(a, b, c, bias):
         return a @ b, torch.addmm(bias, c, b[:1])
@@ -503,6 +528,9 @@ def test_tuning_is_an_option_and_for_cuda(on):
             assert isinstance(gave["joint_custom_pre_pass"], autotune.BeginSearch)
             gave["post_grad_custom_post_pass"](fx.Graph())
             assert seen == ["the user's"]
+        elif target == "cuda":
+            assert {**gave, "joint_custom_pre_pass": None} == {**given, "joint_custom_pre_pass": None}
+            assert isinstance(gave["joint_custom_pre_pass"], outer_products.MultiplyOuterProducts)
         else:
             assert gave == given
 

@@ -2,7 +2,8 @@
 
 Models make their tables of rotations as `inv_freq[:, None] @ positions[None, :]`. cuBLAS writes such a product to
 memory with the frequencies as rows; the kernel of sines and cosines then reads it transposed, for which Inductor
-compiles six tilings, 0.7 s each: 4.4 s of Gemma's first step beside an H200, the longest of all kernels.
+compiles six tilings, 0.7 s each: 4.4 s of Gemma's first step beside an H200, the longest of all kernels. In a graph
+that is not divided yet, the partitioner, too, sees that backward need not be handed the product.
 
 A product of two numbers is rounded once either way, so results are those of a GEMM in the operands' own precision;
 where TF32 is allowed for float32 they are closer to exact than cuBLAS'.
@@ -10,13 +11,32 @@ where TF32 is allowed for float32 they are closer to exact than cuBLAS'.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.inductor_pass import GraphPass
 
 aten = torch.ops.aten
+
+
+class MultiplyOuterProducts(GraphPass):
+    """`multiply`, on a graph that is not divided into forward and backward yet."""
+
+    def __init__(self, before: Any = None) -> None:
+        self.before = before
+
+    def run(self, graph: fx.Graph) -> None:
+        multiply(graph)
+
+    def key(self) -> tuple[Any, ...]:
+        return ()
+
+    def __reduce__(self) -> Any:
+        return MultiplyOuterProducts, (self.before,)
 
 
 def multiply(graph: fx.Graph) -> int:
