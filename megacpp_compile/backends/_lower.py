@@ -28,11 +28,12 @@ from megacpp_compile.errors import NotLoweredError, RegistrationError
 from megacpp_compile.fx.aliasing import memory_of, overwritable
 from megacpp_compile.fx.edit import drop_dead, same_sizes, value
 from megacpp_compile.fx.inductor_pass import GraphPass
+from megacpp_compile.fx.materialize import operands_of
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings import _sum_gradient
 from megacpp_compile.lowerings._gemm import outer_products, shared_input
 from megacpp_compile.lowerings._kernels.trace_options import autotune, tracing
-from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._op import KERNEL_OPS, no_autocast
 from megacpp_compile.lowerings._registry import Choice, choose, semantic_ops
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.report import stages
@@ -85,6 +86,7 @@ class LowerSemanticOps(GraphPass):
         if self.config.overlap_collectives:
             overlap(graph)
         if self.target is CUDA:
+            operands_of(graph, _is_kernel)
             compile_ahead(graph)
 
     def key(self) -> tuple[Any, ...]:
@@ -92,6 +94,10 @@ class LowerSemanticOps(GraphPass):
 
     def __reduce__(self) -> Any:
         return LowerSemanticOps, (self.target, self.config, self.before, self.regions)
+
+
+def _is_kernel(node: Node) -> bool:
+    return node.target in KERNEL_OPS or "triton_kernel_wrapper" in str(node.target)
 
 
 def expand(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphModule]) -> dict[Node, Node]:

@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.inductor_pass import GraphPass
+from megacpp_compile.fx.materialize import operands_of
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._gemm import cublaslt
 from megacpp_compile.lowerings._traits import OpTraits, declare
@@ -80,6 +81,10 @@ class BeginSearch(_OverGemms):
 
 class AutotuneGemms(_OverGemms):
     """Turns large `aten.mm` of a partitioned CUDA graph into `megacpp::tuned_mm` where a candidate gains."""
+
+    def run(self, graph: fx.Graph) -> None:
+        super().run(graph)
+        operands_of(graph, lambda node: node.target is torch.ops.megacpp.tuned_mm.default)
 
     def see(self, node: Node) -> None:
         if _takes(node):
