@@ -116,9 +116,10 @@ def _remembering(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _key(kernel: Any, kwargs: Mapping[str, Any]) -> Any:
-    """All that torch makes the kernel's IR of; None for arguments that are not known here."""
-    found = []
-    for name, value in kwargs.items():
+    """All that torch makes the kernel's IR of; None for arguments that are not known here. torch wraps a kernel for
+    which warps are chosen into an autotuner of one choice, and reads both."""
+    found, configs = [], getattr(kernel, "configs", ())
+    for name, value in {**kwargs, **(configs[0].kwargs if configs else {})}.items():
         if isinstance(value, FakeTensor):
             of: Any = "tensor", value.dtype
         elif isinstance(value, torch.Tensor):
@@ -131,7 +132,7 @@ def _key(kernel: Any, kwargs: Mapping[str, Any]) -> Any:
             of = type(value), value
         found.append((name, of))
     try:
-        hash(key := (id(kernel), tuple(found)))
+        hash(key := (id(kernel.fn if configs else kernel), tuple(found)))
     except TypeError:
         return None
     return key

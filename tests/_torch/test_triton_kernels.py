@@ -4,6 +4,7 @@ from when its source is written."""
 from __future__ import annotations
 
 import inspect
+import types
 
 import pytest
 import sympy
@@ -73,6 +74,22 @@ def test_what_makes_another_kernel_of_it_is_asked_about_anew(asked, other, descr
         assert len(asked) == (3 if descriptors or not isinstance(other.get("x", Buffer(0)), Buffer) or "K" in other else 2)
         read(lambda: None, given, {})
     assert len(asked) in (3, 4)
+
+
+def tuner(*configs):
+    """As torch wraps a kernel whose warps a launch chooses."""
+    return types.SimpleNamespace(fn=kernel, configs=[types.SimpleNamespace(kwargs=kwargs) for kwargs in configs])
+
+
+def test_a_choice_of_warps_is_asked_about_once_and_one_of_constants_by_its_first(asked):
+    given = {"x": Buffer(torch.float32), "rows": 1}
+    with kernels_read_once():
+        read = getattr(wrap, NAME)
+        first = read(tuner({}), given, {})
+        assert read(kernel, given, {}) is first and read(tuner({}), given, {}) is first
+        other = read(tuner({"rows": 2}, {"rows": 1}), given, {})
+        assert other != first and read(kernel, {**given, "rows": 2}, {}) is other
+    assert len(asked) == 2
 
 
 def test_errors_and_threads_that_leave_in_the_order_they_entered_leave_torch_as_it_was(asked):
