@@ -179,8 +179,8 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "== installing $(TORCH); this is the large one"
 	$(PIP) $(TORCH)
-	@echo "== installing megacpp-compile and the development tools, about a minute"
-	$(PIP) -q -e '.[dev]'
+	@echo "== installing megacpp-compile and the development tools, about half a minute"
+	$(PIP) -q --no-compile -e '.[dev]'
 	$(call ready,$(VENV),$@)
 
 # The tools of the extra `docs`, without the package itself: that would bring torch.
