@@ -55,7 +55,7 @@ export UV_HTTP_TIMEOUT ?= 300
 .NOTPARALLEL:
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all unit suite kernels test-repeat test-xla lint types accept pages docs docs-if-changed build wheel-runs clean FORCE
+.PHONY: help demo test test-all unit suite kernels test-repeat test-xla lint types accept pages docs docs-if-changed build wheel-runs release clean FORCE
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -137,9 +137,14 @@ wheel-runs: $(READY)  ## README's model, compiled by the wheel of `make build` a
 	rm -rf build/wheel
 	$(VENV)/bin/python -m pip install --quiet --no-deps --no-index --target build/wheel dist/*.whl
 	(echo 'import torch, megacpp_compile'; echo 'assert "build/wheel" in megacpp_compile.__file__'; \
+		echo 'from importlib.metadata import version'; \
+		echo 'assert version("megacpp-compile") == megacpp_compile.__version__'; \
 		awk '/^```/ { on = !on && /python/; n += on; next } on && n == 2' README.md) > build/model.py
 	cd build && PYTHONPATH=wheel ../$(VENV)/bin/python model.py
 	PYTHONPATH=build/wheel $(VENV)/bin/python -P -m megacpp_compile.cli --version
+
+release:  ## tag this commit with the version that the package says, where CHANGELOG.md agrees
+	.ci/release
 
 clean:  ## remove the venvs, caches, builds and what the examples wrote
 	rm -rf $(VENV) $(XLA_VENV) $(DOCS_VENV) .pytest_cache .ruff_cache .mypy_cache build dist site examples/out

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megacpp_compile.resume import check_resume
     from megacpp_compile.sharding.sequences import sharded_sequences
 
-__version__ = "0.6.0"
+__version__ = "0.7.0.dev0"
 __all__ = [
     "CheckpointingPolicy", "CompileCache", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache", "Match",
     "MatchFailure", "NativeLayerSpec", "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity",

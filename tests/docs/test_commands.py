@@ -23,7 +23,10 @@ import torch
 
 from tests.docs.commands import PAGES, ROOT, Printed, commands_of, programs, started
 
-TARGETS = ("unit", "suite", "kernels", "test", "test-all", "demo", "accept", "pages", "docs", "build", "lint", "test-xla")
+TARGETS = (
+    "unit", "suite", "kernels", "test", "test-all", "demo", "accept", "pages", "docs", "build", "wheel-runs", "release", "lint",
+    "test-xla",
+)
 # What is run -> the commands that it stands for. {tmp}: a folder, with what `made` puts there.
 RUNS = {
     "megacpp tags escapes dtype": ["megacpp tags", "megacpp tags escapes dtype"],
