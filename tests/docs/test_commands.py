@@ -140,6 +140,8 @@ NEEDS = {
         "python -m benchmarks.fp8_gate --compiled", "python -m benchmarks.fp8_gate --compiled --recipe fp8_current",
         "python -m benchmarks.fp8_gate --shape 16384,8192,512 --recipe fp8_current",
         "python -m benchmarks.compile_time --device cuda", "python -m benchmarks.hybrid_lm",
+        "python -m benchmarks.logits_dropped", "python -m benchmarks.logits_dropped --rows dropped --layers 4",
+        "python -m benchmarks.logits_dropped --out docs/h200/logits_dropped.json",
         "python -m benchmarks.hybrid_lm --size large --dtype bfloat16 --length 4096 --batch 4 --steps 200 "
         "--backends eager inductor megacpp hugging_face+eager hugging_face+inductor",
         "python -m benchmarks.qwen3_next --rows float32 eager inductor megacpp --steps 100",
