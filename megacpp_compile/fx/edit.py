@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -28,6 +28,13 @@ _ASKS_SIZES = release(torch.__version__) < (2, 13)
 def value(node: Any) -> Any:
     """The fake value of a node, or the argument itself when it is no node."""
     return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """All arguments of a call of `op` by name, in its schema's order, with the defaults of those that are left out."""
+    known = op._schema.arguments
+    given = {a.name: given for a, given in zip(known, args, strict=False)} | {**kwargs}
+    return {a.name: given.get(a.name, a.default_value) for a in known}
 
 
 def dynamo_value(node: Node) -> Any:

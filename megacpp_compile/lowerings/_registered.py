@@ -63,7 +63,7 @@ def register_lowering(
             raise RegistrationError(what, f"is for {one!r}, not for one of {', '.join(TARGETS)}", str(one), [*TARGETS])
     _check_arguments(what, found, body)
     _check_name(what, found, targets, name, body)
-    added = Added(name, body, tuple(a.default_value for a in found._schema.arguments), supports)
+    added = Added(found, name, body, supports)
     for one in targets:
         if not any(known.body is body for known in ADDED.get((found, one), ())):
             ADDED[found, one] = (*ADDED.get((found, one), ()), added)

@@ -22,6 +22,7 @@ import torch
 import megacpp_compile.lowerings as package
 from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.config import registered
+from megacpp_compile.fx.edit import arguments
 from megacpp_compile.targets import TARGETS
 
 GROUP = "megacpp.ops"
@@ -52,20 +53,16 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """A lowering that another package has registered. defaults: of the op's arguments, None for one without. supports:
-    says why it cannot serve a call with these arguments."""
+    """A lowering of `op` that another package has registered. supports: says why it cannot serve a call with these
+    arguments."""
 
+    op: Any
     name: str
     body: Callable[..., Any]
-    defaults: tuple[Any, ...]
     supports: Callable[..., str | None] | None
 
-    def whole(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments of a call: torch leaves out those at the end that are as they would be."""
-        return (*args, *self.defaults[len(args) :])
-
     def __call__(self, *args: Any) -> Any:
-        return self.body(*self.whole(args))
+        return self.body(*arguments(self.op, args).values())
 
 
 # (op, target) -> what other packages have registered, in this order.
@@ -152,7 +149,7 @@ def _by_added(added: Sequence[Added], args: Sequence[Any], reasons: list[str]) -
     """The first of other packages' lowerings that serves a call, None where none does: `reasons` then says why."""
     for one in added:
         try:
-            reason = one.supports(*one.whole(args)) if one.supports is not None else None
+            reason = one.supports(*arguments(one.op, args).values()) if one.supports is not None else None
         except Exception as error:
             reason = f"its 'supports' fails: {type(error).__name__}: {error}".splitlines()[0]
         if not reason:

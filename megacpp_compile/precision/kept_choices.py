@@ -26,6 +26,7 @@ from megacpp_compile._torch import present
 from megacpp_compile._torch.dispatch import DispatchKey, TorchDispatchMode, set_excluded
 from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile._torch.pytree import tree_map
+from megacpp_compile.fx.edit import arguments
 from megacpp_compile.lowerings._traits import name_of, traits_of
 
 # Their order of adding is not fixed on GPUs, beside that of the ops whose trait is "kernel".
@@ -210,9 +211,7 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
     dropout."""
     if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    names = [a.name for a in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-    return not ("dropout_p" in names and given.get("dropout_p", 0.0) == 0.0)
+    return arguments(func, args, kwargs or {}).get("dropout_p") != 0.0
 
 
 def _may_differ(func: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import OpOverload
-from megacpp_compile.fx.edit import attribute_of, called, same_size, value
+from megacpp_compile.fx.edit import arguments, attribute_of, called, same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import PARTS, REARRANGEMENTS, SPLITS
 from megacpp_compile.fx.walks import ancestors, descendants
@@ -126,12 +126,11 @@ def _operands(node: Node) -> Iterator[tuple[Node, str]]:
     """(operand, its form) of an op that is told of documents."""
     if not isinstance(node.target, OpOverload) or node.target.namespace == "megacpp" and traits_of(node).tokens is None:
         return
-    for i, argument in enumerate(node.target._schema.arguments):
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+    for name, given in arguments(node.target, node.args, node.kwargs).items():
         if isinstance(given, Node) and isinstance(value(given), torch.Tensor):
-            if _OFFSETS.search(argument.name):
+            if _OFFSETS.search(name):
                 yield given, OFFSETS
-            elif _NUMBERS.fullmatch(argument.name):
+            elif _NUMBERS.fullmatch(name):
                 yield given, NUMBERS
 
 

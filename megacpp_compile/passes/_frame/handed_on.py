@@ -24,7 +24,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx import short_loops
-from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.edit import Builder, arguments, value
 from megacpp_compile.lowerings._entering_states import entering_states
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.sharding.sequences import Parts
@@ -40,7 +40,7 @@ def problem(node: Node, new: list[Node], parts: Parts) -> str:
     """Why no state can be handed on to the op of `node`, in words; "" where one can be. new: what else reads the op."""
     if parts.unknown:
         return parts.unknown
-    name, given = name_of(node), operands(node)
+    name, given = name_of(node), arguments(node.target, node.args, node.kwargs)
     if name not in _TOKENS:
         return "no state is handed on to it"
     tokens, device = value(given[_TOKENS[name][0]]).shape[1], value(node.args[0]).device.type
@@ -64,7 +64,7 @@ def problem(node: Node, new: list[Node], parts: Parts) -> str:
 def hand_on(node: Node, parts: Parts, fake_mode: Any) -> tuple[Node, list[Node]]:
     """Have the op of `node` take what the parts before leave, in its graph: the op's new node, and all new nodes."""
     build = Builder(node.graph, fake_mode, node, node)
-    name, given = name_of(node), operands(node)
+    name, given = name_of(node), arguments(node.target, node.args, node.kwargs)
     for token_operand in _TOKENS[name]:
         given[token_operand] = _apart(build, given[token_operand], parts)
     if name == "megacpp::causal_conv1d":
@@ -82,13 +82,6 @@ def hand_on(node: Node, parts: Parts, fake_mode: Any) -> tuple[Node, list[Node]]
             node.graph.erase_node(item)
     node.graph.erase_node(node)
     return op_node, build.emitted
-
-
-def operands(node: Node) -> dict[str, Any]:
-    """What the op of `node` is called with, by name."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {a.name: node.args[i] if i < len(node.args) else a.default_value for i, a in enumerate(schema)}
-    return given | node.kwargs
 
 
 def _items(node: Node, index: int) -> list[Node]:

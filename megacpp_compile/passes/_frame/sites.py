@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.edit import arguments
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.passes._driver import Outcome
@@ -30,12 +30,7 @@ def choose_lowerings(outcome: Outcome, target: str) -> None:
         if node.target not in semantic_ops():
             site.requested = site.effective = site.op.partition("::")[0]
             continue
-        args = torch.fx.map_arg(_positional(node), lambda n: n.meta["val"])
+        given = arguments(node.target, node.args, node.kwargs).values() if node.kwargs else node.args
+        args = torch.fx.map_arg(tuple(given), lambda n: n.meta["val"])
         choice = choose(node.target, target, args)
         site.requested, site.effective, site.reason = choice.requested, choice.effective, choice.reason
-
-
-def _positional(node: Node) -> tuple[Any, ...]:
-    """The arguments of an op in the order of its schema, as lowerings get them."""
-    rest = node.target._schema.arguments[len(node.args) :] if node.kwargs else ()  # type: ignore[union-attr]
-    return (*node.args, *(node.kwargs.get(a.name, a.default_value) for a in rest))
