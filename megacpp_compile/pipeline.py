@@ -23,7 +23,6 @@ from megacpp_compile.backends.agreement import Meeting, Outcome, form_of, meetin
 from megacpp_compile.backends.cache_hits import cache_hits
 from megacpp_compile.backends.delayed_scaling import thread_amax_history
 from megacpp_compile.backends.serialized import serializable
-from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.backends.weight_casts import take_casts
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
@@ -103,8 +102,6 @@ def compile_frame(
     before = stages.since_frame_began()
     target = resolve_target(config.target, example_inputs)
     given, config = config, config.without_auto()
-    if inner_compile is None:
-        start_workers(target)
     if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
         raise GraphBreakError(cut.place, cut.reason)
     whole, outputs = gm, dropped_outputs.without(gm, example_inputs, config)
