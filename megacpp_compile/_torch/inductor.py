@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch._inductor.runtime.compile_tasks import _worker_compile_triton as worker_compile_triton
-    from torch._inductor.utils import get_device_tflops, get_gpu_dram_gbps
     from torch.utils._triton import has_triton_package
 else:
     __getattr__ = theme(__name__)
