@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PASSES = sorted(p.stem for p in (PACKAGE / "passes").glob("*.py") if not p.stem.startswith("_"))
 OPS = sorted(p.parent.name for p in (PACKAGE / "lowerings").glob("[!_]*/__init__.py"))
 
+LONGEST_FILE = 350  # lines
+MEDIAN_FUNCTION = 8  # lines, with its signature and docstring
 # On an idle machine; the shortest of several runs, as whatever else runs can only add to it.
 LONGEST_IMPORT = 0.050
 
@@ -58,9 +61,14 @@ def test_op(op):
 
 def test_files_are_short_and_named_by_what_they_hold():
     lengths = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in SOURCES}
-    assert not {name: n for name, n in lengths.items() if n > 400}
+    assert not {name: n for name, n in lengths.items() if n > LONGEST_FILE}
     assert not [p for p in SOURCES if p.stem in ("utils", "util", "helpers", "misc")]
     assert len(list(PACKAGE.glob("*.py"))) <= 10, "a newcomer reads the root first"
+
+
+def test_functions_are_short():
+    functions = [n for path in SOURCES for n in nodes(path) if isinstance(n, ast.FunctionDef)]
+    assert statistics.median(n.end_lineno - n.lineno + 1 for n in functions) <= MEDIAN_FUNCTION
 
 
 @functools.cache

@@ -22,8 +22,9 @@ class Symbol:
     """A row of the table.
 
     Attributes:
-        name: "theme.name", what `megacpp_compile._torch` calls it; "" for what is read through another row, such as a
-            key of a config, and for attributes of torch's objects, which Dynamo has to see as they are.
+        name: "theme.name", what `megacpp_compile._torch` calls it; "theme." for torch's own name, without underscores
+            before it; "" for what is read through another row, such as a key of a config, and for attributes of torch's
+            objects, which Dynamo has to see as they are.
         path: where torch has it.
         use: what it is for, as a noun.
         without: what happens where it is missing, as a sentence.
@@ -37,6 +38,10 @@ class Symbol:
     without: str
     seen: str = "2.9-2.15"
     instead: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name.endswith("."):
+            object.__setattr__(self, "name", self.name + self.path.rpartition(".")[2].lstrip("_"))
 
     def get(self) -> Any:
         """The symbol, what stands in for it, or a `Missing`."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megacpp_compile.lowerings.moe.reference import by_expert, experts_of
+from megacpp_compile.lowerings.moe._grouped import experts_of
+from megacpp_compile.lowerings.moe.reference import by_expert
 
 from . import LAYOUTS
 from .agreement import KIND, reference_of

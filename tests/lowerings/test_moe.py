@@ -14,7 +14,7 @@ from megacpp_compile.lowerings._activation import Activation, Bound
 from megacpp_compile.lowerings._kernels.grouped import rows, separate, sums, weights
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.lowerings.moe import moe, reference
-from megacpp_compile.lowerings.moe.reference import experts_of
+from megacpp_compile.lowerings.moe._grouped import experts_of
 
 from . import relative_error
 from .agreement import module_of

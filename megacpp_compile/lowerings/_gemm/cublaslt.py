@@ -21,7 +21,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch import Tensor
 from megacpp_compile._torch.dispatch import disable_current_modes
 from megacpp_compile._torch.functorch import temporarily_clear_interpreter_stack
 from megacpp_compile.lowerings._gemm import kept_choices
+from megacpp_compile.lowerings._gemm.operands import Operand
 from megacpp_compile.lowerings._kernels.kept_tensors import kept
 
 log = logging.getLogger(__name__)
@@ -305,14 +306,14 @@ def gains(a: Tensor, b: Tensor) -> bool:
         return False
     # A lowering asks while it is functionalised, under which new tensors have no memory of their own.
     with disable_current_modes(), temporarily_clear_interpreter_stack():
-        return _tried(*(_Operand.like(t) for t in (a, b)))
+        return _tried(*(Operand.like(t) for t in (a, b)))
 
 
 def begin(a: Tensor, b: Tensor) -> None:
     """Begin to find out in a thread what `gains` will be asked of `a` and `b`; each GEMM once."""
     if (key := _key(a, b)) in _gemms or key in _begun or not available() or torch.cuda.is_current_stream_capturing():
         return
-    _begun[key] = _thread().submit(_tried, *(_Operand.like(t) for t in (a, b)))
+    _begun[key] = _thread().submit(_tried, *(Operand.like(t) for t in (a, b)))
 
 
 @contextlib.contextmanager
@@ -334,24 +335,7 @@ def _thread() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(1, "megacpp_gemms")
 
 
-class _Operand(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def like(cls, t: Tensor) -> _Operand:
-        return cls(t.shape, t.stride(), t.dtype, t.device)
-
-    def filled(self) -> Tensor:
-        """Random numbers in this memory layout, from a generator of their own."""
-        source = torch.Generator(self.device).manual_seed(0)
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return made.normal_(generator=source)
-
-
-def _tried(a: _Operand, b: _Operand) -> bool:
+def _tried(a: Operand, b: Operand) -> bool:
     try:
         with torch.no_grad():
             left, right = a.filled(), b.filled()

@@ -37,6 +37,7 @@ from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.moe import reference
+from megacpp_compile.lowerings.moe._grouped import empty_weight_gradients, experts_of
 from megacpp_compile.lowerings.moe.float8 import Float8Operands
 
 
@@ -46,7 +47,7 @@ def moe(  # type: ignore[no-untyped-def]
 ):
     slots = indices.shape[0] * indices.shape[1]
     hidden = reference.empty_hidden(x, slots, w_gate, w_up, *others[:2]) if keep_hidden else []
-    order, experts = indices.new_empty(slots, dtype=torch.int64), reference.experts_of(w_down)
+    order, experts = indices.new_empty(slots, dtype=torch.int64), experts_of(w_down)
     if precision and Float8Operands.of(others[3:]) is None:
         widths = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]
         hidden += [x.new_empty((experts, n), dtype=compute_dtype(x)) for n in widths]
@@ -59,7 +60,7 @@ def moe_backward(  # type: ignore[no-untyped-def]
     grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision="",
     b_gate=None, b_up=None, b_down=None, *turned,
 ):  # fmt: skip
-    d_into, d_down = reference.empty_weight_gradients(x, w_gate, w_up, w_down)
+    d_into, d_down = empty_weight_gradients(x, w_gate, w_up, w_down)
     biases = [b.new_empty(b.shape) for b in (b_gate, b_up, b_down) if b is not None]
     return x.new_empty(x.shape), gates.new_empty(gates.shape), d_into, d_down, biases
 

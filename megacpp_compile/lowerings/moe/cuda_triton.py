@@ -19,7 +19,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._activation import Activation
 from megacpp_compile.lowerings._gemm.float8_support import FP8_GEMM_ALIGNMENT, no_float8
 from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the GEMMs
-from megacpp_compile.lowerings.moe import float8, reference
+from megacpp_compile.lowerings.moe import _grouped, float8, reference
 
 __all__ = ["moe", "moe_backward", "supports"]
 
@@ -54,7 +54,7 @@ def _fuses_interleaved(activation: Activation, layout: str) -> bool:
     return layout == "interleaved" and not activation.soft or _fuses(activation, layout)
 
 
-class GroupedGemms(reference.GroupedGemms):
+class GroupedGemms(_grouped.GroupedGemms):
     """The grouped GEMMs; `gated` fuses gate, up and activation, `gradients` what lies between backward's GEMMs."""
 
     gradients = torch.ops.grouped_gemms.gradients

@@ -7,16 +7,16 @@ weighted sum over every token's choices. No shape depends on the routing, and no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.lowerings._activation import Activation, passed_on
-from megacpp_compile.lowerings._kernels.grouped import dtype_of  # registers the GEMMs, too
+from megacpp_compile.lowerings._kernels.grouped import dtype_of
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
 from megacpp_compile.lowerings.moe import float8
+from megacpp_compile.lowerings.moe._grouped import Grouped, GroupedGemms, experts_of, weights_gradient
 
 PRECISIONS = ("", "fp8_current")
 _PRECISION_AT = {"moe": 10, "moe_backward": 11, "moe_sorted": 8, "moe_sorted_backward": 9}
@@ -24,39 +24,6 @@ _PRECISION_AT = {"moe": 10, "moe_backward": 11, "moe_sorted": 8, "moe_sorted_bac
 # (docs/precision.md).
 TIME_IN_FP8 = 0.8
 SCALES = 2  # tensors of scales that follow what is kept of a call in float8
-
-
-class Grouped(Protocol):
-    """How a target does the GEMMs; `_kernels/grouped.py` says what each one is."""
-
-    def rows(
-        self,
-        xs: list[Tensor],
-        weights: list[Tensor],
-        offsets: Tensor,
-        transposed: bool,
-        take: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor: ...
-    def weights(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        offsets: Tensor,
-        take_grad: Tensor | None = None,
-        take_x: Tensor | None = None,
-    ) -> Tensor: ...
-    def sums(
-        self, rows: Tensor, offsets: Tensor, take: Tensor | None = None, factors: Tensor | None = None
-    ) -> Tensor: ...
-
-
-class GroupedGemms:
-    """The grouped GEMMs as opaque ops."""
-
-    rows = torch.ops.grouped_gemms.rows
-    weights = torch.ops.grouped_gemms.weights
-    sums = torch.ops.grouped_gemms.sums
 
 
 def precision_of(name: str, args: Sequence[Any]) -> str:
@@ -67,10 +34,6 @@ def precision_of(name: str, args: Sequence[Any]) -> str:
 
 def check_precision(precision: str) -> None:
     assert precision in PRECISIONS, precision
-
-
-def experts_of(weights: Sequence[Tensor]) -> int:
-    return weights[0].shape[0] if weights[0].dim() == 3 else len(weights)
 
 
 def by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -288,42 +251,11 @@ def backward_of_rows(
     d_biases, added = _bias_gradients(added_grad, d_hidden, gate_of, offsets, token, (b_gate, b_up), b_down, grouped)
     d_hidden = d_hidden.to(x.dtype)
     d_gate = d_gate if added is None else d_gate + added
-    d_down = _weights_gradient(grouped, [w_down], (grad, token), (a, None), offsets)
-    d_into = _weights_gradient(grouped, ups, (d_hidden, None), (x, token), offsets)
+    d_down = weights_gradient(grouped, [w_down], (grad, token), (a, None), offsets)
+    d_into = weights_gradient(grouped, ups, (d_hidden, None), (x, token), offsets)
     parts = [d_hidden] if getattr(grouped, "side_by_side", False) else list(d_hidden.chunk(len(ups), 1))
     d_rows = grouped.rows(parts, [w for part in ups for w in part], offsets, True)
     return d_rows, d_gate, d_into, d_down, d_biases
-
-
-def empty_weight_gradients(
-    x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], w_down: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """What the gradients of w_gate and w_up, side by side, and of w_down will be, as they will lie."""
-    return _empty_gradient(x, [w for w in (w_gate, w_up) if w]), _empty_gradient(x, [w_down])
-
-
-def _empty_gradient(x: Tensor, parts: list[list[Tensor]]) -> Tensor:
-    experts, (n, k) = experts_of(parts[0]), (sum(w[0].shape[-2] for w in parts), parts[0][0].shape[-1])
-    return x.new_empty((experts, k, n)).transpose(1, 2) if _across(parts) else x.new_empty((experts, n, k))
-
-
-def _across(parts: list[list[Tensor]]) -> bool:
-    """Whether all these weights [n, k] lie as [k, n]. So will their gradient: autograd would copy any other into one
-    that lies as its parameter does."""
-    return all(statically_known_true(w.stride(-2) == 1) and w.stride(-1) != 1 for part in parts for w in part)
-
-
-def _weights_gradient(
-    grouped: Grouped,
-    parts: list[list[Tensor]],
-    grad: tuple[Tensor, Tensor | None],
-    x: tuple[Tensor, Tensor | None],
-    offsets: Tensor,
-) -> Tensor:
-    """[E, n, k], of rows and what numbers them; of `parts` side by side."""
-    if _across(parts):
-        return grouped.weights(x[0], grad[0], offsets, x[1], grad[1]).transpose(1, 2)
-    return grouped.weights(grad[0], x[0], offsets, grad[1], x[1])
 
 
 def _bias_gradients(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
-from megacpp_compile.lowerings.moe import reference
+from megacpp_compile.lowerings.moe import _grouped, reference
 
 # Rows from which a GEMM takes longer than to copy its weights, on what multiplies a few hundred times faster than
 # it reads.
@@ -76,7 +76,7 @@ class _Blocks:
         return x[source].unflatten(0, (self.count, self.rows))
 
 
-class GroupedGemms(reference.GroupedGemms):
+class GroupedGemms(_grouped.GroupedGemms):
     """The grouped GEMMs of one call, all with the same offsets."""
 
     def __init__(self) -> None:

@@ -20,14 +20,9 @@ from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._kernels.grouped import dtype_of
 from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
+from megacpp_compile.lowerings.moe._grouped import empty_weight_gradients, experts_of
 from megacpp_compile.lowerings.moe.float8 import Float8Operands
-from megacpp_compile.lowerings.moe.reference import (
-    TIME_IN_FP8,
-    check_precision,
-    empty_hidden,
-    empty_weight_gradients,
-    experts_of,
-)
+from megacpp_compile.lowerings.moe.reference import TIME_IN_FP8, check_precision, empty_hidden
 from megacpp_compile.lowerings.moe_sorted import reference
 
 

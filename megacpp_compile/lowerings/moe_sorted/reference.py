@@ -5,14 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.lowerings.moe.reference import (
-    Grouped,
-    GroupedGemms,
-    backward_of_rows,
-    forward_gemms,
-    given,
-    into_experts,
-)
+from megacpp_compile.lowerings.moe._grouped import Grouped, GroupedGemms
+from megacpp_compile.lowerings.moe.reference import backward_of_rows, forward_gemms, given, into_experts
 
 
 def moe_sorted(
