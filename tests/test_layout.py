@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import megacpp_compile
+from megacpp_compile.fx import views
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.passes._driver import all_passes, pass_names
 
@@ -24,6 +25,8 @@ OPS = sorted(p.parent.name for p in (PACKAGE / "lowerings").glob("[!_]*/__init__
 
 LONGEST_FILE = 350  # lines
 MEDIAN_FUNCTION = 8  # lines, with its signature and docstring
+# Loops outside of reader/ that follow casts or views by hand, as they do more on the way than `reader.links` can.
+MOST_STRIP_LOOPS = 10
 # On an idle machine; the shortest of several runs, as whatever else runs can only add to it.
 LONGEST_IMPORT = 0.050
 
@@ -69,6 +72,18 @@ def test_files_are_short_and_named_by_what_they_hold():
 def test_functions_are_short():
     functions = [n for path in SOURCES for n in nodes(path) if isinstance(n, ast.FunctionDef)]
     assert statistics.median(n.end_lineno - n.lineno + 1 for n in functions) <= MEDIAN_FUNCTION
+
+
+def test_casts_and_views_are_followed_by_the_reader():
+    """A `while` that asks of a node's cast or view and steps to its operand or user; no walk of a graph, which pops."""
+    asked = {name for name, held in vars(views).items() if isinstance(held, frozenset | set) or name.startswith("is_")}
+    asked -= {"LIKE", "SHAPE_ONLY", "AUTOCAST_BLIND", "is_elementwise"}
+    loops = []
+    for path in SOURCES:
+        for loop in nodes(path) if "reader" not in path.parts else []:
+            names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(loop)} if isinstance(loop, ast.While) else set()
+            loops += [f"{path.relative_to(PACKAGE)}:{loop.lineno}"] if names & asked and "pop" not in names else []
+    assert len(loops) <= MOST_STRIP_LOOPS, loops
 
 
 @functools.cache

@@ -189,8 +189,7 @@ def _is_same(node: Any) -> _Same | None:
 
 def _is_position(node: Any) -> bool:
     """Whether a mask says how far into its document each step is, by an input."""
-    while isinstance(node, Node) and node.target in IDENTITIES | CASTS | SQUEEZES | _NOT | {UNSQUEEZE}:
-        node = node.args[0]
+    node = through(node, IDENTITIES, CASTS, SQUEEZES, UNSQUEEZE, _NOT)
     asked = isinstance(node, Node) and node.target in _LIMITS and _is_numbers(node.args[0])
     return asked and not is_constant(node)
 

@@ -1,4 +1,4 @@
-"""Chains of first arguments: what a value is a cast, a copy or a view of."""
+"""Chains of casts, copies and views: what a value is one of, and what alone reads it by way of such."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ def chain(node: Any, *links: Any) -> list[Any]:
 def through(node: Any, *links: Any) -> Any:
     """What `node` is `links` of: the end of its chain."""
     return chain(node, *links)[-1]
+
+
+def onward(node: Node, *links: Any) -> list[Node]:
+    """`node`, its only user if that is one of `links`, as in `chain`, the only user of that if it is one, and so on."""
+    found = [node]
+    while (user := only_user(found[-1])) is not None and _source(user, links):
+        found.append(user)
+    return found
+
+
+def only_user(node: Node) -> Node | None:
+    """The node that alone reads `node`, or None."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def above(node: Any, base: Any) -> list[Node]:

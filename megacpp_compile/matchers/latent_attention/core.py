@@ -14,6 +14,7 @@ from megacpp_compile.fx.edit import attribute_of, same_size, value
 from megacpp_compile.fx.filled import fill_of
 from megacpp_compile.fx.views import COPIES, DETACH, is_cast
 from megacpp_compile.matchers.numbers import number_of
+from megacpp_compile.reader.links import only_user, onward
 from megacpp_compile.reader.products import BROADCAST, CONTRACTED, Factor, product_of
 
 aten = torch.ops.aten
@@ -238,19 +239,14 @@ def _literal(node: Any) -> float | None:
 
 def _result(softmax: Node, rows: int) -> tuple[Node, Factor, Factor] | None:
     """(node, probabilities, values) of the product with the values, which alone reads the probabilities."""
-    node = softmax
-    while len(node.users) == 1:
-        user = next(iter(node.users))
-        if user.target in COPIES or is_cast(user):
-            node = user
-            continue
-        product = product_of(user)
-        if product is None:
-            return None
-        first, second = product.factors
-        if first.node is not node:
-            first, second = second, first
-        if first.node is not node or second.node is node or first.dims[rows] != CONTRACTED:
-            return None
-        return user, first, second
-    return None
+    node = onward(softmax, COPIES, is_cast)[-1]
+    user = only_user(node)
+    product = product_of(user) if user is not None else None
+    if product is None:
+        return None
+    first, second = product.factors
+    if first.node is not node:
+        first, second = second, first
+    if first.node is not node or second.node is node or first.dims[rows] != CONTRACTED:
+        return None
+    return product.node, first, second

@@ -20,7 +20,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import DETACH, UNIT_DIMS, is_identity
 from megacpp_compile.reader.dims import reduced_dims
-from megacpp_compile.reader.links import above, chain, through
+from megacpp_compile.reader.links import above, chain, only_user, onward, through
 
 aten = torch.ops.aten
 
@@ -101,19 +101,13 @@ def is_added_again(log_sum: LogSumExp) -> Node | None:
 def difference(picked: Node, of: Node) -> tuple[Node, float, tuple[Node, ...]] | None:
     """(node, sign, the nodes it is computed from): `node` is `sign` times `picked` less the log-sum-exp of `of`, and
     nothing else reads either."""
-    node, sign, through = picked, 1.0, [picked]
-    while len(node.users) == 1:
-        (user,) = node.users
-        if user.target in (aten.sub.Tensor, aten.add.Tensor) and len(user.all_input_nodes) == 2 and not user.kwargs:
-            break
-        if user.target is aten.neg.default:
-            sign = -sign
-        elif not _is_view(user):
-            return None
-        node = user
-        through.append(node)
-    else:
+    through = onward(picked, aten.neg.default, _is_view)
+    node, user = through[-1], only_user(through[-1])
+    if user is None or user.target not in (aten.sub.Tensor, aten.add.Tensor) or user.kwargs:
         return None
+    if len(user.all_input_nodes) != 2:
+        return None
+    sign = (-1.0) ** sum(n.target is aten.neg.default for n in through[1:])
     other: Node = user.args[user.args[0] is node]  # type: ignore[assignment]
     log_sum = log_sum_exp(_source(other)) if isinstance(other, Node) else None
     if log_sum is None or log_sum.of is not of or list(_readers(log_sum.node)) != [user]:

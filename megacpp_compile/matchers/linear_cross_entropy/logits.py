@@ -21,6 +21,7 @@ from megacpp_compile.matchers.linear import Linear
 from megacpp_compile.matchers.linear_cross_entropy.by_hand import begins, log_sum_exp, without_the_largest
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, row_view
 from megacpp_compile.matchers.numbers import number_of
+from megacpp_compile.reader.links import only_user, onward
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
@@ -261,14 +262,8 @@ def _normalised(logits: Logits, user: Node) -> list[Logits] | None:
 def _is_logged(node: Node) -> bool:
     """Whether the logarithm of `node` is all that it is read for, perhaps kept away from zero: else it may be the score
     of an expert."""
-    while len(node.users) == 1:
-        (user,) = node.users
-        if user.target is aten.log.default:
-            return True
-        if user.target not in _TO_LOG:
-            return False
-        node = user
-    return False
+    user = only_user(onward(node, _TO_LOG)[-1])
+    return user is not None and user.target is aten.log.default
 
 
 def _is_denominator(node: Any, logits: Logits) -> bool:

@@ -20,7 +20,7 @@ from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
 from megacpp_compile.matchers.linear_cross_entropy.one_hot import one_hot
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
 from megacpp_compile.reader.dims import reduced_dims
-from megacpp_compile.reader.links import through
+from megacpp_compile.reader.links import onward, through
 
 aten = torch.ops.aten
 Kind = Literal["loss", "log-probability", "logit", "logsumexp", "mean", "sum"]
@@ -168,9 +168,8 @@ def _by_one_hot(logits: Logits, node: Node) -> Read | MatchFailure | None:
         return None
     if value(other).dim() != len(shape) or not all(map(same_size, value(other).shape, shape)):
         return None
-    sign, through = logits.sign, [node]
-    while len(through[-1].users) == 1 and (user := next(iter(through[-1].users))).target is aten.neg.default:
-        sign, through = -sign, [*through, user]
+    through = onward(node, aten.neg.default)
+    sign = logits.sign * (-1) ** (len(through) - 1)
     reduction, keepdim = _summed(through[-1], logits.dim)
     if reduction is None:
         return None

@@ -11,6 +11,7 @@ from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.links import only_user, onward
 
 aten = torch.ops.aten
 
@@ -21,17 +22,16 @@ def gate_behind(layer: RoutedExperts) -> RoutedExperts:
     one = layer.choices == 1 or indices.dim() == 1
     if not one or layer.base is not None or layer.column is not None:
         return layer
-    out = layer.output
-    while len(out.users) == 1:
-        (user,) = out.users
-        if (is_cast(user) or user.target in RESHAPES) and same_size(value(user).shape[-1], value(out).shape[-1]):
-            out = user
-            continue
-        gate = _gate(user, out) if user.target is aten.mul.Tensor and of_tensors(user) else None
-        if gate is None or not same_size(value(gate).numel(), indices.numel()):
-            break
-        return dataclasses.replace(layer, output=user, gates=gate, choices=1)
-    return layer
+    out = onward(layer.output, is_cast, _keeps_channels)[-1]
+    user = only_user(out)
+    gate = _gate(user, out) if user is not None and user.target is aten.mul.Tensor and of_tensors(user) else None
+    if gate is None or not same_size(value(gate).numel(), indices.numel()):
+        return layer
+    return dataclasses.replace(layer, output=user, gates=gate, choices=1)
+
+
+def _keeps_channels(node: Node) -> bool:
+    return node.target in RESHAPES and same_size(value(node).shape[-1], value(node.args[0]).shape[-1])
 
 
 def _gate(product: Node, out: Node) -> Node | None:

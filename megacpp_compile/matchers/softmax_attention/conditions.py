@@ -20,6 +20,7 @@ from megacpp_compile.matchers.softmax_attention.prefixes import Prefix, prefix_o
 from megacpp_compile.matchers.ssd.atoms import length
 from megacpp_compile.matchers.ssd.packed import alike
 from megacpp_compile.reader.dims import permutation
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 # Of a place or a number what it is for itself, such as the chunk it is in.
@@ -96,12 +97,13 @@ def conditions_of(found: Attention, term: Term) -> list[Hidden] | None:
 
 def _before_unit_dims(term: Term) -> Term:
     """The same mask before dimensions of size 1 were put in, such as that of heads."""
-    while term.node.target is UNSQUEEZE:
-        rank, at = value(term.node).dim(), term.node.args[1]
-        at = len(term.dims) - rank + at % rank  # type: ignore[operator]
-        dims = (*term.dims[:at], *term.dims[at + 1 :])
-        term = dataclasses.replace(term, node=term.node.args[0], dims=dims)  # type: ignore[arg-type]
-    return term
+    *unsqueezed, base = chain(term.node, UNSQUEEZE)
+    dims = term.dims
+    for node in unsqueezed:
+        rank = value(node).dim()
+        at = len(dims) - rank + node.args[1] % rank
+        dims = (*dims[:at], *dims[at + 1 :])
+    return dataclasses.replace(term, node=base, dims=dims)
 
 
 def _by_number(found: Attention, term: Term, fill: float, part: Any) -> Hidden | None:
@@ -143,19 +145,21 @@ def _numbers(found: Attention, term: Term, node: Any) -> tuple[Node, str] | None
 
 def _stem(node: Node) -> Node | None:
     """What `node` is a view of, with its dimensions, or an index of all of it, in order; None where they are turned."""
-    while node.target in {UNSQUEEZE, *PERMUTATIONS, *RESHAPES, aten.slice.Tensor} and isinstance(node.args[0], Node):
-        if node.target is aten.slice.Tensor and not same_shape(node, node.args[0]):
-            break
-        if (order := permutation(node)) is not None:
-            long = [d for d in order if not same_size(value(node.args[0]).shape[d], 1)]
+    *views, node = chain(node, {UNSQUEEZE, *PERMUTATIONS, *RESHAPES}, _is_whole_slice)
+    for view in views:
+        if (order := permutation(view)) is not None:
+            long = [d for d in order if not same_size(value(view.args[0]).shape[d], 1)]
             if long != sorted(long):
                 return None
-        node = node.args[0]
     if (picked := picked_along(node)) is not None:
         node, places = picked
         if [p for p in places if p is not None] != sorted(p for p in places if p is not None):
             return None
     return node
+
+
+def _is_whole_slice(node: Node) -> bool:
+    return node.target is aten.slice.Tensor and same_shape(node, node.args[0])  # type: ignore[arg-type]
 
 
 def _same(a: Node, b: Node) -> bool:

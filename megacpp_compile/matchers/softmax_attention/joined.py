@@ -17,6 +17,7 @@ from megacpp_compile.matchers.softmax_attention.whole import Apart, Site
 from megacpp_compile.matchers.softmax_attention.whole_heads import Heads
 from megacpp_compile.matchers.softmax_attention.whole_queries import Queries
 from megacpp_compile.matchers.ssd.atoms import Atom, NoAxes
+from megacpp_compile.reader.links import only_user, onward
 
 aten = torch.ops.aten
 _JOINS = {aten.cat.default, aten.stack.default}
@@ -60,19 +61,17 @@ def _end(found: Attention) -> tuple[Node, Node, Groups] | None:
     """(what joins the result with others, as what it joins it, the dimensions of that); None where something else reads
     the result, too."""
     twins = {a: Atom(a.size) for d in found.result_dims for a in d}
-    node, dims, casts = found.result, [[twins[a] for a in d] for d in found.result_dims], 0
-    while len(node.users) == 1:
-        user = next(iter(node.users))
-        if user.target in _JOINS:
-            own = {twin: a for a, twin in twins.items()}
-            whole = all(twin.parts is None for twin in own)
-            return (user, node, tuple(tuple(own[a] for a in d) for d in dims)) if whole else None
-        casts += is_cast(user)
-        if casts > 1 or not (is_cast(user) or user.target in _VIEWS):
-            return None
-        try:
-            dims = ScoresReader(frozenset()).view(user, dims)
-        except NoAxes:
-            return None
-        node = user
-    return None
+    dims = [[twins[a] for a in d] for d in found.result_dims]
+    _, *views = onward(found.result, is_cast, _VIEWS)
+    last = views[-1] if views else found.result
+    join = only_user(last)
+    if join is None or join.target not in _JOINS or sum(map(is_cast, views)) > 1:
+        return None
+    try:
+        for view in views:
+            dims = ScoresReader(frozenset()).view(view, dims)
+    except NoAxes:
+        return None
+    own = {twin: a for a, twin in twins.items()}
+    whole = all(twin.parts is None for twin in own)
+    return (join, last, tuple(tuple(own[a] for a in d) for d in dims)) if whole else None

@@ -20,7 +20,7 @@ from megacpp_compile.matchers.softmax_attention.parts import Dropout, NotAttenti
 from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, FILLS, ScoresReader, reduced
 from megacpp_compile.matchers.ssd.atoms import Dim, flat
 from megacpp_compile.matchers.ssd.packed import alike
-from megacpp_compile.reader.links import chain, through
+from megacpp_compile.reader.links import chain, only_user, onward, through
 from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
 
 aten = torch.ops.aten
@@ -123,17 +123,15 @@ def _total(total: Node, weights: Node) -> Softmax | None:
 
 def divided(product: Node, total: Node) -> tuple[Node, list[Node]]:
     """(a product of exponentials with values divided by their sum, the nodes before)."""
-    nodes = [product]
-    while True:
-        if len(nodes[-1].users) != 1:
-            raise NotAttention(nodes[-1], "weights-kept", "the product of exponentials is read before it is normalised")
-        nodes.append(next(iter(nodes[-1].users)))
-        parts = _quotient(nodes[-1])
-        if parts == (nodes[-2], total) and same_shape(nodes[-1], nodes[-2]):
-            return nodes[-1], [*nodes[:-1], *_between(nodes[-1], *parts)]
-        if not (nodes[-1].target in COPIES or is_cast(nodes[-1])):
-            reason = f"{nodes[-1].target} reads the product of exponentials before it is normalised"
-            raise NotAttention(nodes[-1], "weights-changed", reason)
+    nodes = onward(product, COPIES, is_cast)
+    user = only_user(nodes[-1])
+    if user is None:
+        raise NotAttention(nodes[-1], "weights-kept", "the product of exponentials is read before it is normalised")
+    parts = _quotient(user)
+    if parts != (nodes[-1], total) or not same_shape(user, nodes[-1]):
+        reason = f"{user.target} reads the product of exponentials before it is normalised"
+        raise NotAttention(user, "weights-changed", reason)
+    return user, [*nodes, *_between(user, *parts)]
 
 
 def weighted(

@@ -18,6 +18,7 @@ from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS, is_cast
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, SAME, VIEWS
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _PRODUCTS = CONTRACTIONS | {aten.mul.Tensor, aten.mul.Scalar}
@@ -60,18 +61,18 @@ class Zeros:
 
     def left(self, n: Node) -> Node:
         """`n` without what is 0 in sums, and without casts: a value of the same elements."""
-        while n in self.step and n not in self.stops and (n.target in _SUMS or is_cast(n)):
-            one, other = [*n.args, None][:2]
-            if is_cast(n) or self.zero(other):
-                kept, factor = one, 1
-            elif self.zero(one) and n.target in (aten.add.Tensor, aten.add.Scalar):
-                kept, factor = other, n.kwargs.get("alpha", 1)
-            else:
-                break
-            if factor != 1 or not isinstance(kept, Node) or not same_sizes(kept, n):
-                break
-            n = kept
-        return n
+        return through(n, self._kept)  # type: ignore[no-any-return]
+
+    def _kept(self, n: Node) -> Node | None:
+        if n not in self.step or n in self.stops or not (n.target in _SUMS or is_cast(n)):
+            return None
+        one, other = [*n.args, None][:2]
+        kept, factor = None, 1
+        if is_cast(n) or self.zero(other):
+            kept = one
+        elif self.zero(one) and n.target in (aten.add.Tensor, aten.add.Scalar):
+            kept, factor = other, n.kwargs.get("alpha", 1)
+        return kept if isinstance(kept, Node) and factor == 1 and same_sizes(kept, n) else None
 
 
 def same_sizes(a: Node, b: Node) -> bool:

@@ -15,6 +15,7 @@ from megacpp_compile.fx.views import REARRANGEMENTS
 from megacpp_compile.matchers.documents import is_constant
 from megacpp_compile.matchers.latent_attention.core import WHERES
 from megacpp_compile.matchers.linear import is_projection
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 # (tag, reason) of a step that clears the state, and of decays that no op takes the flags of.
@@ -56,16 +57,13 @@ def clears(node: Node) -> bool:
 
 def is_flags(node: Any) -> bool:
     """Whether `node` is of 0s and 1s, by what it is computed from."""
-    while isinstance(node, Node) and isinstance(value(node), torch.Tensor):
-        if value(node).dtype is torch.bool:
-            return True
-        if node.target in REARRANGEMENTS or node.target is aten.rsub.Scalar and node.args[1] == 1:
-            node = node.args[0]
-        elif node.target is aten.sub.Tensor and node.args[0] == 1:
-            node = node.args[1]
-        else:
-            return False
-    return False
+    return any(getattr(value(n), "dtype", None) is torch.bool for n in chain(node, REARRANGEMENTS, _from_one))
+
+
+def _from_one(node: Node) -> Any:
+    """What `node` subtracts from 1, or None."""
+    one, other = (1, 0) if node.target is aten.rsub.Scalar else (0, 1)
+    return node.args[other] if node.target in (aten.rsub.Scalar, aten.sub.Tensor) and node.args[one] == 1 else None
 
 
 def cleared_in_front(nodes: Iterable[Node]) -> bool:

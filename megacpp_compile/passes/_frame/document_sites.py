@@ -202,14 +202,17 @@ def _compared_in_bias(node: Node) -> Iterator[Node]:
 
 def _of_tokens(node: Any) -> Node | None:
     """The row of integers, one for each sequence or one for all, that `node` is a view of."""
-    while isinstance(node, Node) and not value(node).is_floating_point():
-        if (picked := picked_along(node)) is not None:
-            node = picked[0]
-        elif node.target in REARRANGEMENTS - PARTS - SPLITS:
-            node = node.args[0]
-        else:
-            return node if value(node).dtype is not torch.bool else None
-    return None
+    node = through(node, _less_a_view)
+    known = isinstance(node, Node) and value(node).dtype is not torch.bool and not value(node).is_floating_point()
+    return node if known else None
+
+
+def _less_a_view(node: Node) -> Any:
+    """What integers `node` are a view of, or gathered from along dimensions."""
+    if value(node).is_floating_point():
+        return None
+    picked = picked_along(node)
+    return picked[0] if picked is not None else node.target in REARRANGEMENTS - PARTS - SPLITS
 
 
 def _given_masks(mask: Node, weights: frozenset[Node]) -> Iterator[Node]:

@@ -25,6 +25,7 @@ from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.lanes import Source, is_one, precision
 from megacpp_compile.matchers.rope.rotation import Rotation, Table
 from megacpp_compile.passes._rewrites import rotations
+from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
 
@@ -115,15 +116,13 @@ def _token_and_head(at: int, head: Head, *others: Head) -> list[int] | None:
 def _cache(table: Table) -> _Cache | None:
     """The cache whose rows `table` has, gathered by positions in documents."""
     source = table.source
-    node, dims, lane_dims, dtype = source.node, list(source.dims), list(source.lane_dims), value(source.node).dtype
-    casts = 0
-    while is_cast(node) or node.target is UNSQUEEZE:
-        if node.target is UNSQUEEZE:
-            gone = node.args[1] % value(node).dim()  # type: ignore[operator]
+    dims, lane_dims, dtype = list(source.dims), list(source.lane_dims), value(source.node).dtype
+    *views, node = chain(source.node, is_cast, UNSQUEEZE)
+    for view in views:
+        if view.target is UNSQUEEZE:
+            gone = view.args[1] % value(view).dim()
             dims, lane_dims = ([d - (d > gone) for d in of] for of in (dims, lane_dims))
-        else:
-            casts += 1
-        node = node.args[0]  # type: ignore[assignment]
+    casts = sum(map(is_cast, views))
     gathered = _gathered(node)
     along = [(at, d) for at, d in enumerate(dims) if d >= 0]
     if gathered is None or len(along) != 1:
