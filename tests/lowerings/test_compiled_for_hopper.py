@@ -29,7 +29,7 @@ RULE = "gated_delta_rule_"
 KERNELS = {
     ("gated_delta_rule", "gate_a_head"): {"delta_prepare", "delta_walk"},
     ("gated_delta_rule", "gate_a_channel"): {
-        "delta_mild_chunks", "delta_steep_chunks", "delta_prepare", "delta_prepare_channels", "delta_walk"
+        "delta_small_decay_chunks", "delta_large_decay_chunks", "delta_prepare", "delta_prepare_channels", "delta_walk"
     },
     ("gated_delta_rule_backward", "gate_a_head"): {
         RULE + name for name in ("prepare", "states", "reverse_walk", "query_grad", "value_grad", "key_grad")
@@ -37,16 +37,16 @@ KERNELS = {
     ("gated_delta_rule_backward", "gate_a_channel"): {
         RULE + name
         for name in ("prepare", "prepare_channels", "states", "reverse_walk", "query_grad_channels", "value_grad",
-                     "read_grad_channels", "key_grad_channels", "query_grad_mild", "key_grad_mild", "grads_mild")
+                     "read_grad_channels", "key_grad_channels", "query_grad_small_decay", "key_grad_small_decay", "grads_small_decay")
     },
     ("gated_linear_attention", "gate_a_head"): {"gla_decay", "gla_join", "gla_output"},
-    ("gated_linear_attention", "gate_a_channel"): {"delta_mild_chunks", "gla_rows", "gla_join", "gla_output"},
+    ("gated_linear_attention", "gate_a_channel"): {"delta_small_decay_chunks", "gla_rows", "gla_join", "gla_output"},
     ("gated_linear_attention_backward", "two_segments"): {
         "gla_decay", "gla_walk", "gla_join", "gla_query_gradients", "gla_key_gradients"
     },
     ("gated_linear_attention_backward", "gate_a_channel"): {
-        "delta_mild_chunks", "gla_rows", "gla_walk", "gla_join", "gla_query_gradients", "gla_key_gradients",
-        "gated_delta_rule_grads_mild", "gla_rows_gradient"
+        "delta_small_decay_chunks", "gla_rows", "gla_walk", "gla_join", "gla_query_gradients", "gla_key_gradients",
+        "gated_delta_rule_grads_small_decay", "gla_rows_gradient"
     },
     ("attention", "dropout"): {"attention_forward"},
     ("attention", "dropout_of_nearly_all_at_once"): {"attention_forward"},
@@ -113,9 +113,9 @@ def symbolic_tokens():
     return fakes, fakes.from_tensor(torch.empty(8192), symbolic_context=context).shape[0], operand
 
 
-IN_GLUON = {("gated_delta_rule", "gate_a_head"): ["walk"], ("gated_delta_rule", "gate_a_channel"): ["mild_chunks"],
+IN_GLUON = {("gated_delta_rule", "gate_a_head"): ["walk"], ("gated_delta_rule", "gate_a_channel"): ["small_decay_chunks"],
             ("gated_delta_rule_backward", "gate_a_head"): ["backward"],
-            ("gated_delta_rule_backward", "gate_a_channel"): ["mild_chunks", "backward_channels"]}
+            ("gated_delta_rule_backward", "gate_a_channel"): ["small_decay_chunks", "backward_channels"]}
 
 
 @pytest.mark.end_to_end

@@ -84,7 +84,7 @@ def test_equal_inputs_give_equal_bits(rand, gate):
 def test_chunks_that_decay_little_take_one_gemm(rand, decay, monkeypatch):
     """Results are those of cuts for every chunk, within what rounding bfloat16 operands does; "mixed" has chunks of both
     kinds in a sequence, and in "late" it is the second half of one that decays. The launches are told apart: one that served the other's chunks would write its poison."""
-    from megacpp_compile.lowerings.gated_delta_rule import _mild_chunks, cuda_triton, cuda_triton_backward
+    from megacpp_compile.lowerings.gated_delta_rule import _small_decay_chunks, cuda_triton, cuda_triton_backward
 
     drawn = {"b": 1, "t": 130, "hk": 1, "hv": 2, "chunk": 64, "gate": "channel"}
     *given, scale, eps, chunk, out = rule(rand, torch.bfloat16, decay="strong" if decay == "strong" else "usual", **drawn)
@@ -92,9 +92,9 @@ def test_chunks_that_decay_little_take_one_gemm(rand, decay, monkeypatch):
         given[3][:, 64 if decay == "mixed" else 96 : 128] *= 40
     given = on(DEVICE, given)
     q, k, _, g, *_ = given
-    told = _mild_chunks.MildChunks(q, k, g, g, 3, 64, 1e-6, False, False).mild
-    mild = {"usual": [1, 1, 1], "strong": [0, 0, 1], "mixed": [1, 0, 1], "late": [1, 0, 1]}[decay]  # two tokens cannot decay by 2^64
-    assert told[0].tolist() == [[m, m] for m in mild]
+    told = _small_decay_chunks.SmallDecayChunks(q, k, g, g, 3, 64, 1e-6, False, False).small_decay
+    small_decay = {"usual": [1, 1, 1], "strong": [0, 0, 1], "mixed": [1, 0, 1], "late": [1, 0, 1]}[decay]  # two tokens cannot decay by 2^64
+    assert told[0].tolist() == [[m, m] for m in small_decay]
 
     def made():
         with poisoned_memory():
@@ -104,28 +104,28 @@ def test_chunks_that_decay_little_take_one_gemm(rand, decay, monkeypatch):
             return [o, last, *cuda_triton_backward.gated_delta_rule_backward(*args)]
 
     got = made()
-    monkeypatch.setattr(_mild_chunks, "told_apart", lambda wide: False)
+    monkeypatch.setattr(_small_decay_chunks, "told_apart", lambda wide: False)
     assert not faults(got, made(), 4 * torch.finfo(torch.bfloat16).eps)
 
 
 @seldom
-@pytest.mark.parametrize("steep", ["none", "some", "all"])
-def test_any_number_of_programs_by_cuts(rand, steep, monkeypatch):
+@pytest.mark.parametrize("large_decay", ["none", "some", "all"])
+def test_any_number_of_programs_by_cuts(rand, large_decay, monkeypatch):
     """Three and more than there are chunks give equal bits, which are those of a program for each chunk but for rounding.
     Of two heads' 10 chunks 4 have no token."""
-    from megacpp_compile.lowerings.gated_delta_rule import _mild_chunks, cuda_triton
+    from megacpp_compile.lowerings.gated_delta_rule import _small_decay_chunks, cuda_triton
 
     *given, scale, eps, chunk, out = rule(rand, torch.bfloat16, documents=(5, 20, 0), hk=1, hv=2, chunk=16,
                                           gate="channel")
-    given[3][:, {"none": slice(0), "some": slice(5, 21), "all": slice(None)}[steep]] *= 100
+    given[3][:, {"none": slice(0), "some": slice(5, 21), "all": slice(None)}[large_decay]] *= 100
     given = on(DEVICE, given)
     q, k, _, g, _, _, cu_seqlens = given
     places = ChunkTables(cu_seqlens, chunk, 5).chunks
-    listed = _mild_chunks.MildChunks(q, k, g, places, 5, chunk, eps, True, False).steep[0]
-    assert listed == {"none": 0, "some": 2, "all": 6}[steep]
+    listed = _small_decay_chunks.SmallDecayChunks(q, k, g, places, 5, chunk, eps, True, False).large_decay[0]
+    assert listed == {"none": 0, "some": 2, "all": 6}[large_decay]
 
     def made(programs):
-        monkeypatch.setattr(_mild_chunks, "programs", lambda device: programs)
+        monkeypatch.setattr(_small_decay_chunks, "programs", lambda device: programs)
         with poisoned_memory():
             o, last, states, inverse = cuda_triton.gated_delta_rule(*given, scale, eps, chunk, out)
             args = o.flip(1), last.flip(-1), *given, states, inverse, scale, eps, chunk
@@ -133,33 +133,33 @@ def test_any_number_of_programs_by_cuts(rand, steep, monkeypatch):
 
     got = made(3)
     assert all(torch.equal(*both) for both in zip(got, made(50), strict=True))
-    monkeypatch.setattr(_mild_chunks, "told_apart", lambda wide: False)
+    monkeypatch.setattr(_small_decay_chunks, "told_apart", lambda wide: False)
     assert not faults(got, made(0), 4 * torch.finfo(torch.bfloat16).eps)
 
 
-def test_steep_chunks_are_listed_heads_first():
-    from megacpp_compile.lowerings.gated_delta_rule import _triton_steep
+def test_large_decay_chunks_are_listed_heads_first():
+    from megacpp_compile.lowerings.gated_delta_rule import _triton_large_decay
 
     batch, chunks, heads = 2, 5, 3
-    mild = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 0, 0] * 3, dtype=torch.int32, device=DEVICE).view(batch, chunks, heads)
-    steep = mild.new_full((1 + mild.numel(),), -1)
+    small_decay = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 0, 0] * 3, dtype=torch.int32, device=DEVICE).view(batch, chunks, heads)
+    large_decay = small_decay.new_full((1 + small_decay.numel(),), -1)
     static = {"num_warps": 1, "num_stages": 1, "ROWS": 4}
-    _triton_steep.steep_chunks(lambda meta: (1,), static, mild=mild, steep=steep, chunks=chunks, heads=heads,
-                               count=mild.numel())
-    want = (mild.transpose(1, 2).flatten() == 0).nonzero().flatten().tolist()
-    assert steep.tolist() == [len(want), *want, *[-1] * (mild.numel() - len(want))]
+    _triton_large_decay.large_decay_chunks(lambda meta: (1,), static, small_decay=small_decay, large_decay=large_decay, chunks=chunks, heads=heads,
+                               count=small_decay.numel())
+    want = (small_decay.transpose(1, 2).flatten() == 0).nonzero().flatten().tolist()
+    assert large_decay.tolist() == [len(want), *want, *[-1] * (small_decay.numel() - len(want))]
 
 
 @seldom
-@pytest.mark.parametrize("steep", [1, 4, 30])
-def test_a_rate_that_all_tokens_share(rand, steep):
+@pytest.mark.parametrize("large_decay", [1, 4, 30])
+def test_a_rate_that_all_tokens_share(rand, large_decay):
     """Its gradient is what is left of sums that cancel: several times further off where a row and a column round the
     same product differently."""
     from megacpp_compile.lowerings.gated_delta_rule import cuda_triton
 
     drawn = {"b": 1, "t": 130, "hk": 1, "hv": 1, "k": 32, "v": 32, "chunk": 64, "gate": "channel", "initial": False}
     *given, scale, eps, chunk, _ = rule(rand, torch.bfloat16, **drawn)
-    given[3] = steep * torch.nn.functional.logsigmoid(given[3] + 3)
+    given[3] = large_decay * torch.nn.functional.logsigmoid(given[3] + 3)
 
     def gradient(given, kernels):
         o, _, states, inverse = kernels.gated_delta_rule(*given, scale, eps, chunk, given[3].dtype)

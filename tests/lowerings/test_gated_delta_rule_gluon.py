@@ -23,8 +23,8 @@ KERNELS = {"walk": {**SIZES, "BV": 64, "EVERY": 8, "FIRST": 0, "A_STAGES": 3, "B
            "query_grad_bare": {**SIZES, "HB": 1, "NORM": 0},
            "key_grad": {**SIZES, "HB": 2, "GATED": 1, "BETA": 1, "NORM": 1},
            "key_grad_bare": {**SIZES, "HB": 1, "GATED": 0, "BETA": 0, "NORM": 0},
-           "mild_chunks": {"C": 64, "K": 128, "GATE": "float32", "NORM": 1},
-           "mild_chunks_bare": {"C": 64, "K": 128, "GATE": "bfloat16", "NORM": 0},
+           "small_decay_chunks": {"C": 64, "K": 128, "GATE": "float32", "NORM": 1},
+           "small_decay_chunks_bare": {"C": 64, "K": 128, "GATE": "bfloat16", "NORM": 0},
            "channel_grads": {**SIZES, "GATE": "float32", "WHOLE": 1, "BETA": 1, "NORM": 1},
            "channel_grads_bare": {**SIZES, "GATE": "bfloat16", "WHOLE": 0, "BETA": 0, "NORM": 0}}  # fmt: skip
 KERNELS["walk_from_a_state"] = KERNELS["walk"] | {"FIRST": 1}
@@ -43,17 +43,17 @@ def compiled(label: str) -> Any:
     from megacpp_compile.lowerings._kernels.gluon_launch import numbers
 
     gluon = hopper("gated_delta_rule")
-    which = re.match("walk|reverse_walk|states|query_grad|key_grad|channel_grads|mild_chunks", label)[0]
-    kernel = getattr(gluon, "delta_mild_chunks_hopper" if which == "mild_chunks" else f"delta_{which}")
+    which = re.match("walk|reverse_walk|states|query_grad|key_grad|channel_grads|small_decay_chunks", label)[0]
+    kernel = getattr(gluon, "delta_small_decay_chunks_hopper" if which == "small_decay_chunks" else f"delta_{which}")
     constants = dict(KERNELS[label])
-    types = {"scale": "fp32", "eps": "fp32", "mild": "*i32", "d_between": "*bf16"} | dict.fromkeys(FLOATS, "*fp32")
+    types = {"scale": "fp32", "eps": "fp32", "small_decay": "*i32", "d_between": "*bf16"} | dict.fromkeys(FLOATS, "*fp32")
     tiles = NARROW_TILES if which in ("walk", "reverse_walk", "states") else TILES
     types |= {name: tile(shape) for name, shape in tiles.items()}
     if which == "walk":
         types |= dict.fromkeys(("first_state", "states", "last"), tile((128, 64), torch.float32))
     elif which == "states":
         types["kept"] = tile((128, 64), torch.float32)
-    if which in ("channel_grads", "mild_chunks"):
+    if which in ("channel_grads", "small_decay_chunks"):
         dtype = getattr(torch, constants["GATE"])
         constants["GATE"] = numbers(dtype)
         types |= dict.fromkeys(("g", "dg"), tile((1, 64, 128), dtype))
@@ -63,7 +63,7 @@ def compiled(label: str) -> Any:
 
 
 @pytest.mark.end_to_end
-@pytest.mark.rare("walk_from_a_state", "reverse_walk_channels", "query_grad_bare", "key_grad", "mild_chunks_bare",
+@pytest.mark.rare("walk_from_a_state", "reverse_walk_channels", "query_grad_bare", "key_grad", "small_decay_chunks_bare",
                   "channel_grads_bare")
 @needs_triton
 @pytest.mark.parametrize("case", KERNELS)
@@ -102,32 +102,32 @@ def test_whom_it_serves(monkeypatch, change, served):
 
 
 @needs_triton
-@pytest.mark.parametrize("op", ["walk", "mild_chunks", "backward", "backward_channels"])
+@pytest.mark.parametrize("op", ["walk", "small_decay_chunks", "backward", "backward_channels"])
 def test_what_does_not_compile_is_served_otherwise(monkeypatch, caplog, op):
-    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _mild_chunks, _walks
+    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _small_decay_chunks, _walks
 
     gluon, ops = hopper("gated_delta_rule"), torch.ops.megacpp_delta
     monkeypatch.setattr(gluon.kernels, "missing", "")
-    for kernel in ("delta_walk", "delta_reverse_walk", "delta_mild_chunks_hopper"):
+    for kernel in ("delta_walk", "delta_reverse_walk", "delta_small_decay_chunks_hopper"):
         monkeypatch.setattr(gluon, kernel, DoesNotCompile())
     asked = []
     module, name = {"walk": (_walks, "_in_triton"), "backward": (_behind_prepare, "_heads_in_triton"),
                     "backward_channels": (_behind_prepare, "_channels_in_triton"),
-                    "mild_chunks": (_mild_chunks, "_in_triton")}[op]  # fmt: skip
+                    "small_decay_chunks": (_small_decay_chunks, "_in_triton")}[op]  # fmt: skip
     monkeypatch.setattr(module, name, lambda *args: asked.append(args) or promised)
     q, k, v = (torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16) for _ in range(3))
     square, kept, rows = torch.zeros(1, 64, 1, 64, dtype=q.dtype), torch.zeros(1, 1, 1, 128, 128), torch.zeros(1, 1, 1, 64)
     if op == "walk":
         args = q, k, v, square, square, torch.zeros(5, 1, 1, 64), None, 0.1
         promised = _walks.promised(q, k, v)
-    elif op == "mild_chunks":
-        args, promised = (q, k, q.float(), None), _mild_chunks.promised(q)
+    elif op == "small_decay_chunks":
+        args, promised = (q, k, q.float(), None), _small_decay_chunks.promised(q)
     elif op == "backward":
         args = v, None, q, k, v, None, None, kept, square, rows, rows, torch.zeros(1, 1, 1, 2, 64), square, square, 0.1, None
         promised = _behind_prepare.fake_outputs((v, q, k, v, None, None), 0.1, None)
     else:
-        mild, ends, g = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 3, 128), q.float()
-        args = v, None, q, k, v, g, None, kept, square, q, k, k, mild, ends, rows, square, square, 0.1, None
+        small_decay, ends, g = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 3, 128), q.float()
+        args = v, None, q, k, v, g, None, kept, square, q, k, k, small_decay, ends, rows, square, square, 0.1, None
         promised = _behind_prepare.channels_promised((v, q, k, v, g, None), 0.1, None)
     for _ in range(2):
         got = getattr(ops, op)(*args)
@@ -143,7 +143,7 @@ import sys, torch, megacpp_compile.lowerings.gated_delta_rule
 assert not [name for name in sys.modules if name.startswith("megacpp_compile") and name.endswith("cuda_triton")]
 print(*[getattr(torch.ops.megacpp_delta, op).default for op in sys.argv[1:]])
 """
-    ops = "walk", "mild_chunks", "backward", "backward_channels"
+    ops = "walk", "small_decay_chunks", "backward", "backward_channels"
     out = subprocess.run([sys.executable, "-c", code, *ops], capture_output=True, text=True)
     assert out.stdout.split() == [f"megacpp_delta.{op}.default" for op in ops], out
 
@@ -157,7 +157,7 @@ NUMBERS = {"as_in_a_model": {}, "ragged": {"t": 200, "b": 2}, "one_head_a_key": 
 CHANNELS = {"channels": {"hk": 4}, "channels_ragged": {"hk": 4, "t": 200, "b": 2},
             "channels_two_heads_a_key_ragged": {"t": 200, "b": 2}, "channels_gates_in_16_bits": {"hk": 4, "t": 200},
             "channels_two_heads_a_key": {}, "channels_bare": {"hk": 4, "beta": False, "initial": False},
-            "channels_keys_as_they_are": {"eps": None}, "channels_all_steep": {"hk": 4, "decay": "strong", "t": 640},
+            "channels_keys_as_they_are": {"eps": None}, "channels_all_large_decay": {"hk": 4, "decay": "strong", "t": 640},
             "channels_of_both_kinds": {"hk": 4, "t": 320}}
 NUMBERS |= {label: {"gate": "channel", **options} for label, options in CHANNELS.items()}
 # q, k and v are slices of rows that begin at odd multiples of 8 numbers, which are copied; these are not.
@@ -173,8 +173,8 @@ def test_numbers(rand, monkeypatch, label):
     monkeypatch.setattr(LEAST_CHUNKS, 0)
     launched = []
     of_heads = ["delta_walk", "delta_reverse_walk", "delta_states", "delta_query_grad", "delta_key_grad"]
-    mild = "delta_mild_chunks_hopper"
-    of_channels = [mild, mild, "delta_reverse_walk", "delta_channel_grads"]
+    small_decay = "delta_small_decay_chunks_hopper"
+    of_channels = [small_decay, small_decay, "delta_reverse_walk", "delta_channel_grads"]
     for kernel in {*of_heads, *of_channels}:
         monkeypatch.setattr(gluon, kernel, told(getattr(gluon, kernel), launched))
     options = {"b": 1, "t": 256, "hk": 2, "hv": 4, "k": 128, "v": 128, **NUMBERS[label]}

@@ -33,16 +33,16 @@ DELTA = "gated_delta_rule_"
 WITH_FLOATS = {
     "attention": {"attention_forward"},
     "attention_backward": {"attention_query_grad", "attention_keys_grad", "attention_bias_grad"},
-    "gated_delta_rule": {"delta_mild_chunks", "delta_prepare", "delta_prepare_channels", "delta_walk"},
+    "gated_delta_rule": {"delta_small_decay_chunks", "delta_prepare", "delta_prepare_channels", "delta_walk"},
     "gated_delta_rule_backward": {
-        "delta_mild_chunks",
+        "delta_small_decay_chunks",
         *(DELTA + kernel
           for kernel in ("prepare", "reverse_walk", "query_grad", "prepare_channels", "query_grad_channels",
-                         "read_grad_channels", "key_grad_channels", "query_grad_mild", "grads_mild")),
+                         "read_grad_channels", "key_grad_channels", "query_grad_small_decay", "grads_small_decay")),
     },
-    "gated_linear_attention": {"delta_mild_chunks", "gla_walk", "gla_output"},
+    "gated_linear_attention": {"delta_small_decay_chunks", "gla_walk", "gla_output"},
     "gated_linear_attention_backward": {
-        "delta_mild_chunks", "gla_walk", "gla_query_gradients", "gla_key_gradients", DELTA + "grads_mild"
+        "delta_small_decay_chunks", "gla_walk", "gla_query_gradients", "gla_key_gradients", DELTA + "grads_small_decay"
     },
     "compressed_linear": {"random_signs"},
     "compressed_linear_backward": {"random_signs"},

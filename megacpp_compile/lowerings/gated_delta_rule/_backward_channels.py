@@ -1,7 +1,7 @@
 """What backward of `gated_delta_rule` has of its own for gates a channel: what no state enters, and the gradients.
 
-Chunks by cuts have kernels of `_triton_backward_channels`; mild ones those of the rule without gates, and of
-`_channel_gradients`, which are launched for all chunks and leave those by cuts alone.
+Chunks by cuts have kernels of `_triton_backward_channels`; those of small decay have those of the rule without gates,
+and of `_channel_gradients`, which are launched for all chunks and leave those by cuts alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _triton_backward_channels, _triton_states
 from megacpp_compile.lowerings.gated_delta_rule._backward_call import BROAD, NARROW, Call, only, prepare_args, prepared
-from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import MildChunks
+from megacpp_compile.lowerings.gated_delta_rule._small_decay_chunks import SmallDecayChunks
 
 
 class GatesAChannel:
@@ -23,7 +23,7 @@ class GatesAChannel:
         assert call.g is not None
         self.call, self.g = call, call.g
         places = call.packed.chunks if call.packed else call.nothing
-        self.chunks = MildChunks(
+        self.chunks = SmallDecayChunks(
             call.q, call.k, call.g, places, call.chunks, call.C, call.eps, call.packed is not None, call.wide
         )
         # G of chunks by cuts.
@@ -47,11 +47,12 @@ class GatesAChannel:
             ends=chunks.ends, CUTS=call.cuts, **chunks.by_cuts(), **args,
         )  # fmt: skip
         if chunks.told_apart:
-            inside = {"mild": chunks.mild, "GATED": 0, "NORM": 0, "MILD": 1, "decay": unread, "norms": unread}
+            inside = {"small_decay": chunks.small_decay, "GATED": 0, "NORM": 0, "SMALL_DECAY": 1, "decay": unread,
+                      "norms": unread}
             _triton_states.prepare(self._grid, NARROW, dots=chunks.dots, **(args | chunks.rows() | inside))
         return made | {"decay": unread, "norms": unread, "ends": chunks.ends, "q": chunks.queries, "k": chunks.keys,
                        "queries": chunks.queries, "keys": chunks.keys, "out_keys": chunks.out_keys,
-                       "mild": chunks.mild, "spare": self.sums}  # fmt: skip
+                       "small_decay": chunks.small_decay, "spare": self.sums}  # fmt: skip
 
     def backward(
         self, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor

@@ -22,7 +22,7 @@ from megacpp_compile.lowerings.gated_delta_rule._backward_call import Call, only
 _NAME = "gated_delta_rule_backward"
 # What the kernels read of what is written before them, of gates a head, and a channel; and what they leave to others.
 _OF_HEADS = "decay steps norms solve turned"
-_OF_CHANNELS = "queries keys out_keys mild ends steps solve turned"
+_OF_CHANNELS = "queries keys out_keys small_decay ends steps solve turned"
 _LEFT = "states errors d_states"
 
 
@@ -43,7 +43,7 @@ def of_channels(
     call: Call, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor, made: dict[str, Tensor]
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """The same of gates a channel, with dq, dk and dg as `_channel_gradients` leaves them; and what kernels by cuts
-    read: states, errors, d_states, dv and d_between. made: also queries, keys, mild and spare."""
+    read: states, errors, d_states, dv and d_between. made: also queries, keys, small_decay and spare."""
     if not _served(call):
         results = _channels_in_triton(call, dfinal, kept, initial, inverse, made)
     else:

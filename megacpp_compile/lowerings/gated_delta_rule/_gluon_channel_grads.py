@@ -1,7 +1,7 @@
-"""All gradients of a mild chunk of gates a channel on Hopper, in Gluon: one program a chunk of a head.
+"""All gradients of a chunk of small decay of gates a channel on Hopper, in Gluon: one program a chunk of a head.
 
-As `_triton_mild_gradients`, whose four kernels leave one another 0.8 GB of float32 (8192 tokens, 32 heads). Here every
-tile is read once, and gates are added up by GEMMs of ones.
+As `_triton_small_decay_gradients`, whose four kernels leave one another 0.8 GB of float32 (8192 tokens, 32 heads). Here
+every tile is read once, and gates are added up by GEMMs of ones.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def _put(rows, tile, out, b, first, h, tokens, heads, WHOLE: gl.constexpr):
 
 @gluon.jit
 def delta_channel_grads(queries, keys, out_keys, q, k, do, errors, d_rows, states, d_states, dq, dk, dv, g, dg, steps,
-                        mild, d_between, dbeta, tokens, chunks, heads, per_key, scale, eps,
+                        small_decay, d_between, dbeta, tokens, chunks, heads, per_key, scale, eps,
                         C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr,
                         NORM: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
-    """dv = beta dR and dbeta = <dR, F>; of a mild chunk what a value head gives to dq and dk, and dg, and of any other
-    d_between [b, c, h, C, C], the gradient of A, which its kernels read.
+    """dv = beta dR and dbeta = <dR, F>; of a chunk of small decay what a value head gives to dq and dk, and dg, and of
+    any other d_between [b, c, h, C, C], the gradient of A, which its kernels read.
 
     Descriptors of [b, tokens, heads x channels] by [1, C, channels]: queries, keys, out_keys, q, k, do, dv, g and dg of
     GATE, and, WHOLE, dq and dk, which are float32 [b, tokens, heads, K] otherwise; of rows [b c h C] by [C, .]: errors
@@ -80,7 +80,7 @@ def delta_channel_grads(queries, keys, out_keys, q, k, do, errors, d_rows, state
     PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], T)
     c, h, b = gl.program_id(0) % chunks, gl.program_id(0) // chunks, gl.program_id(1)
     row, first, key_lane = (b * chunks + c) * heads + h, c * C, h // per_key * K
-    is_mild = gl.load(mild + row) != 0
+    is_small_decay = gl.load(small_decay + row) != 0
     row_s = shared_tile(T, C, V)
     error_s = shared_tile(T, C, V)
     do_s = shared_tile(T, C, V)
@@ -99,7 +99,7 @@ def delta_channel_grads(queries, keys, out_keys, q, k, do, errors, d_rows, state
     mbarrier.expect(landed.index(0), 4 * C * V)
     tma_load(d_rows, [row * C, 0], landed.index(0), row_s)
     tma_load(errors, [row * C, 0], landed.index(0), error_s)
-    if is_mild:
+    if is_small_decay:
         mbarrier.expect(landed.index(1), C * K * GATE.primitive_bitwidth // 8)
         bring_tokens(g, b, first, h * K, landed.index(1), gate_s)
         mbarrier.expect(landed.index(2), 2 * C * V)
@@ -123,7 +123,7 @@ def delta_channel_grads(queries, keys, out_keys, q, k, do, errors, d_rows, state
     fence_async_shared()
     barrier()
     tma_store(dv, [b, first, h * V], row_s.reshape([1, C, V]))
-    if not is_mild:
+    if not is_small_decay:
         gl.store(d_between + row.to(gl.int64) * C * C + reader[:, None] * C + writer[None, :], between.to(T))
     else:
         # G - G_m of a token.

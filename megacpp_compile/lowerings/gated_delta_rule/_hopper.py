@@ -1,6 +1,6 @@
 """What the delta rule's kernels in Gluon take.
 
-`_walks`, `_mild_chunks` and `_behind_prepare` launch them, by ops of their own (`_hopper_ops`), and fall back to
+`_walks`, `_small_decay_chunks` and `_behind_prepare` launch them, by ops of their own (`_hopper_ops`), and fall back to
 Triton's kernels where this release of Triton does not compile them.
 """
 
@@ -18,9 +18,9 @@ try:
 
     from megacpp_compile.lowerings.gated_delta_rule._gluon_channel_grads import delta_channel_grads
     from megacpp_compile.lowerings.gated_delta_rule._gluon_key_grad import delta_key_grad
-    from megacpp_compile.lowerings.gated_delta_rule._gluon_mild_chunks import delta_mild_chunks_hopper
     from megacpp_compile.lowerings.gated_delta_rule._gluon_query_grad import PARTS, delta_query_grad
     from megacpp_compile.lowerings.gated_delta_rule._gluon_reverse_walk import delta_reverse_walk
+    from megacpp_compile.lowerings.gated_delta_rule._gluon_small_decay_chunks import delta_small_decay_chunks_hopper
     from megacpp_compile.lowerings.gated_delta_rule._gluon_states import delta_states
     from megacpp_compile.lowerings.gated_delta_rule._gluon_walk import delta_walk
 
@@ -33,9 +33,9 @@ __all__ = [
     "PARTS",
     "delta_channel_grads",
     "delta_key_grad",
-    "delta_mild_chunks_hopper",
     "delta_query_grad",
     "delta_reverse_walk",
+    "delta_small_decay_chunks_hopper",
     "delta_states",
     "delta_walk",
     "rows",
@@ -63,7 +63,8 @@ def serve(call: Any, chunk: int, packed: bool, per_channel: bool = False) -> boo
 
 
 def serve_gates(g: Tensor, chunk: int, count: Any) -> bool:
-    """Whether the kernel that looks for mild chunks takes these, bfloat16 without documents: `count` of all heads."""
+    """Whether the kernel that looks for chunks of small decay takes these, bfloat16 without documents: `count` of all
+    heads."""
     return g.dtype in GATES and _fit(g.device, chunk, {g.shape[3]}, count)
 
 

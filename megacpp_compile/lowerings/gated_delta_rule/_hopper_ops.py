@@ -1,8 +1,8 @@
 """Parts of `gated_delta_rule` as ops of their own, for Inductor takes no kernels of Gluon.
 
 Registered with the op itself, as a graph from a cache on disk names them where nothing has been lowered. What they do
-is in `_walks`, `_mild_chunks` and `_behind_prepare`, which call them, and need Triton. All take bfloat16 operands
-without documents.
+is in `_walks`, `_small_decay_chunks` and `_behind_prepare`, which call them, and need Triton. All take bfloat16
+operands without documents.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ def _(q, k, v, inverse, mixed, factors, initial_state, scale):  # type: ignore[n
     return _walks.promised(q, k, v)
 
 
-@kernel_op("megacpp_delta::mild_chunks")
-def mild_chunks(
+@kernel_op("megacpp_delta::small_decay_chunks")
+def small_decay_chunks(
     q: Tensor,
     k: Tensor,
     g: Tensor,
     eps: Optional[float],  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`_mild_chunks.MildChunks`: mild, queries, keys, out_keys, dots and ends."""
-    from megacpp_compile.lowerings.gated_delta_rule import _mild_chunks
+    """`_small_decay_chunks.SmallDecayChunks`: small_decay, queries, keys, out_keys, dots and ends."""
+    from megacpp_compile.lowerings.gated_delta_rule import _small_decay_chunks
 
-    mild, queries, keys, out_keys, dots, ends = _mild_chunks.on_hopper(q, k, g, eps)
-    return mild, queries, keys, out_keys, dots, ends
+    small_decay, queries, keys, out_keys, dots, ends = _small_decay_chunks.on_hopper(q, k, g, eps)
+    return small_decay, queries, keys, out_keys, dots, ends
 
 
-@torch.library.register_fake("megacpp_delta::mild_chunks")
+@torch.library.register_fake("megacpp_delta::small_decay_chunks")
 def _(q, k, g, eps):  # type: ignore[no-untyped-def]
-    from megacpp_compile.lowerings.gated_delta_rule import _mild_chunks
+    from megacpp_compile.lowerings.gated_delta_rule import _small_decay_chunks
 
-    return _mild_chunks.promised(g)
+    return _small_decay_chunks.promised(g)
 
 
 @kernel_op("megacpp_delta::backward")
@@ -109,7 +109,7 @@ def backward_channels(
     queries: Tensor,
     keys: Tensor,
     out_keys: Tensor,
-    mild: Tensor,
+    small_decay: Tensor,
     ends: Tensor,
     steps: Tensor,
     solve: Tensor,
@@ -120,7 +120,7 @@ def backward_channels(
     """`_behind_prepare.of_channels`: dq, dk, dv, dg, dbeta, the first state's, d_between, states, errors, d_states."""
     from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare
 
-    parts = queries, keys, out_keys, mild, ends, steps, solve, turned
+    parts = queries, keys, out_keys, small_decay, ends, steps, solve, turned
     dq, dk, dv, dg, dbeta, d_initial, d_between, states, errors, d_states = _behind_prepare.channels_on_hopper(
         (do, q, k, v, g, beta), dfinal, kept, inverse, parts, scale, eps
     )

@@ -4,7 +4,7 @@ The decay between two tokens is inside the sum over channels, and neither of two
 tokens are told apart by halves: a chunk is cut in two, then each half, down to single rows, and a pair belongs to the
 cut that parts it. With G_m at the cut, the first row behind it, both factors are exp(-|G - G_m|) <= 1, and one GEMM of
 the chunk serves all cuts of one size. Chunks that decay little are not these kernels'
-(`_triton_steep`, `_triton_mild_gradients`).
+(`_triton_large_decay`, `_triton_small_decay_gradients`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     product,
     through_norm,
 )
+from megacpp_compile.lowerings.gated_delta_rule._triton_large_decay import nth_chunk, share
 from megacpp_compile.lowerings.gated_delta_rule._triton_states import NO_STEP
-from megacpp_compile.lowerings.gated_delta_rule._triton_steep import nth_chunk, share
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _add_decayed_keys(to, gate, readers, readers_t, pairs, k, k_t, length, eps, 
 
 @triton.jit
 def gated_delta_rule_prepare_channels(q, k, g, beta, inverse, table, decay, steps, ends, queries,
-                                      keys, out_keys, solve, turned, steep, tokens, chunks, heads, per_key,
+                                      keys, out_keys, solve, turned, large_decay, tokens, chunks, heads, per_key,
                                       scale, eps, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
                                       C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                                       CUTS: tl.constexpr, SKIP: tl.constexpr, BETA: tl.constexpr,
@@ -65,11 +65,11 @@ def gated_delta_rule_prepare_channels(q, k, g, beta, inverse, table, decay, step
                                       WIDE: tl.constexpr):  # fmt: skip
     """As `gated_delta_rule_prepare`, with decay [b, c, h, C, K] a channel. Queries and keys that read the state, and
     keys that write it, have theirs inside, and norms, in queries, keys and out_keys [b, t, h, K]. ends [b, c, h, 3, K]:
-    the chunk's sum, and twice 0 (`_triton_mild`). CUTS: log2(C). SKIP: leaves out mild chunks."""
+    the chunk's sum, and twice 0 (`_triton_small_decay`). CUTS: log2(C). SKIP: leaves out chunks of small decay."""
     scale, eps = single(scale), single(eps)
-    start, stop, stride = share(steep, SKIP)
+    start, stop, stride = share(large_decay, SKIP)
     for i in tl.range(start, stop, stride, disable_licm=True):
-        c, h, b = nth_chunk(steep, i, chunks, heads, SKIP)
+        c, h, b = nth_chunk(large_decay, i, chunks, heads, SKIP)
         r, n = tl.arange(0, C), tl.arange(0, K)[None, :]
         first, length = chunk_tokens(table, c, tokens, C, PACKED)
         there = r < length
@@ -122,7 +122,7 @@ def gated_delta_rule_prepare_channels(q, k, g, beta, inverse, table, decay, step
 
 @triton.jit
 def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, errors, dq, d_scores, d_decay,
-                                         steep, tokens, chunks, heads, per_key, scale, eps,
+                                         large_decay, tokens, chunks, heads, per_key, scale, eps,
                                          q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h,
                                          C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
                                          CUTS: tl.constexpr, SKIP: tl.constexpr,
@@ -130,9 +130,9 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
     """What a value head gives to dq [b, t, h, K]; the gradient of P, d_scores [b, c, h, C, C], before decays; and the
     queries' part of that of the decays, d_decay [b, c, h, C, K]."""
     scale, eps = single(scale), single(eps)
-    start, stop, stride = share(steep, SKIP)
+    start, stop, stride = share(large_decay, SKIP)
     for i in tl.range(start, stop, stride, disable_licm=True):
-        c, h, b = nth_chunk(steep, i, chunks, heads, SKIP)
+        c, h, b = nth_chunk(large_decay, i, chunks, heads, SKIP)
         r, n, m = tl.arange(0, C), tl.arange(0, K)[None, :], tl.arange(0, K)[:, None]
         first, length = chunk_tokens(table, c, tokens, C, PACKED)
         there = r[:, None] < length
@@ -170,16 +170,16 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
 
 @triton.jit
 def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_decay, d_reads, dv,
-                                        steep, tokens, chunks, heads, per_key, eps, k_b, k_t, k_h,
+                                        large_decay, tokens, chunks, heads, per_key, eps, k_b, k_t, k_h,
                                         C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
                                         CUTS: tl.constexpr, SKIP: tl.constexpr,
                                         NORM: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """The gradient of keys where they read the state or stand in A's rows, d_reads [b, c, h, C, K]; what it gives to
     that of the decays is added to `d_decay`. d_between [b, c, h, C, C]: the gradient of A, before decays."""
     eps = single(eps)
-    start, stop, stride = share(steep, SKIP)
+    start, stop, stride = share(large_decay, SKIP)
     for i in tl.range(start, stop, stride, disable_licm=True):
-        c, h, b = nth_chunk(steep, i, chunks, heads, SKIP)
+        c, h, b = nth_chunk(large_decay, i, chunks, heads, SKIP)
         r, n, m = tl.arange(0, C), tl.arange(0, K)[None, :], tl.arange(0, K)[:, None]
         first, length = chunk_tokens(table, c, tokens, C, PACKED)
         row = (b * chunks + c) * heads + h
@@ -206,7 +206,7 @@ def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_de
 
 @triton.jit
 def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, errors, d_states, d_scores, d_between,
-                                       d_decay, d_reads, dk, dg, steep, tokens, chunks, heads, per_key, eps,
+                                       d_decay, d_reads, dk, dg, large_decay, tokens, chunks, heads, per_key, eps,
                                        q_b, q_t, q_h, k_b, k_t, k_h,
                                        C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
                                        CUTS: tl.constexpr, SKIP: tl.constexpr,
@@ -214,9 +214,9 @@ def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, 
     """What a value head gives to dk [b, t, h, K], from d_reads and from keys where they write the state or stand in
     columns of A and P; and dg."""
     eps = single(eps)
-    start, stop, stride = share(steep, SKIP)
+    start, stop, stride = share(large_decay, SKIP)
     for i in tl.range(start, stop, stride, disable_licm=True):
-        c, h, b = nth_chunk(steep, i, chunks, heads, SKIP)
+        c, h, b = nth_chunk(large_decay, i, chunks, heads, SKIP)
         r, n, m = tl.arange(0, C), tl.arange(0, K)[None, :], tl.arange(0, K)[:, None]
         first, length = chunk_tokens(table, c, tokens, C, PACKED)
         there = r[:, None] < length

@@ -94,7 +94,8 @@ def through_norm(grad, unit, norm, NORM: tl.constexpr):
 
 @triton.jit
 def end_of(ends, row, which: tl.constexpr, there, K: tl.constexpr):
-    """Number `which` of the three powers of 2 [K] of chunk and head `row` (`_triton_mild`); 0 unless `there` > 0."""
+    """Number `which` of the three powers of 2 [K] of chunk and head `row` (`_triton_small_decay`); 0 unless `there` >
+    0."""
     n = tl.arange(0, K)
     return tl.load(ends + (row * 3 + which) * K + n, mask=n * 0 + there > 0, other=0)
 

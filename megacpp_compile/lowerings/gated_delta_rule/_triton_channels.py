@@ -4,7 +4,7 @@ Decay between two tokens, exp(G_t - G_i), is now inside the sum over channels, a
 for each GEMM operand, neither of which may grow. So pairs of tokens are told apart by halves: a chunk is cut in two,
 then each half, down to single rows, and a pair belongs to the cut that parts it. With G_m at the cut, the first row
 behind it, both factors are exp(-|G - G_m|) <= 1, and one GEMM of the chunk serves all cuts of one size. Chunks that
-decay little are not this kernel's (`_triton_mild`, `_triton_steep`).
+decay little are not this kernel's (`_triton_small_decay`, `_triton_large_decay`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.gated_delta_rule._triton_inverse import unit_lower_inverse
-from megacpp_compile.lowerings.gated_delta_rule._triton_steep import nth_chunk, share
+from megacpp_compile.lowerings.gated_delta_rule._triton_large_decay import nth_chunk, share
 from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import chunk_tokens, dot, inverse_norm, sums
 
 # Channels that a program takes at once: their tiles fit into registers.
@@ -40,20 +40,20 @@ def load_rows(x, x_t, n, there):
 
 @triton.jit
 def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated_q, gated_k, out_keys, ends,
-                           steep, tokens, heads, per_key, chunks, scale, eps, q_b, q_t, q_h, k_b, k_t, k_h,
+                           large_decay, tokens, heads, per_key, chunks, scale, eps, q_b, q_t, q_h, k_b, k_t, k_h,
                            g_b, g_t, g_h, beta_b, beta_t, beta_h, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
                            SKIP: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr, DOCUMENTS: tl.constexpr,
                            WIDE: tl.constexpr):  # fmt: skip
     """Chunks of value heads: `inverse` and `mixed` as `delta_prepare`.
 
     gated_q = q exp(G), gated_k = k exp(G), out_keys = k exp(G_C - G), all [b, tokens, heads, K] and normed;
-    ends [b, chunks, heads, 3, K] = G_C in powers of 2, and twice 0 (`_triton_mild`). SKIP: leaves out mild chunks.
-    factors is beta alone.
+    ends [b, chunks, heads, 3, K] = G_C in powers of 2, and twice 0 (`_triton_small_decay`). SKIP: leaves out chunks of
+    small decay. factors is beta alone.
     """
     scale, eps = single(scale), single(eps)
-    start, stop, stride = share(steep, SKIP)
+    start, stop, stride = share(large_decay, SKIP)
     for i in tl.range(start, stop, stride, disable_licm=True):
-        c, h, b = nth_chunk(steep, i, chunks, heads, SKIP)
+        c, h, b = nth_chunk(large_decay, i, chunks, heads, SKIP)
         first, end = chunk_tokens(places, c, tokens, C, DOCUMENTS)
         if first < end:
             r = tl.arange(0, C)

@@ -1,4 +1,5 @@
-"""Triton kernel: all that a chunk of a head needs and no state has a part in, gates a head, or a channel and mild.
+"""Triton kernel: all that a chunk of a head needs and no state has a part in, gates a head, or a channel of
+small decay.
 
 Norms of q and k are factors of rows, as the gates are: GEMMs read q and k as they are in memory, and what they give is
 multiplied by the factors of its rows and columns.
@@ -17,9 +18,9 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import chunk_token
 
 
 @triton.jit
-def delta_prepare(q, k, out_keys, dots, g, beta, places, inverse, mixed, factors, mild, tokens, heads, per_key, chunks,
-                  scale, eps, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
-                  C: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, MILD: tl.constexpr, BETA: tl.constexpr,
+def delta_prepare(q, k, out_keys, dots, g, beta, places, inverse, mixed, factors, small_decay, tokens, heads, per_key,
+                  chunks, scale, eps, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
+                  C: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, SMALL_DECAY: tl.constexpr, BETA: tl.constexpr,
                   NORM: tl.constexpr, DOCUMENTS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """A chunk of a value head.
 
@@ -27,15 +28,16 @@ def delta_prepare(q, k, out_keys, dots, g, beta, places, inverse, mixed, factors
     mixed, laid out the same: scale * P T, P_ti = <q_t, k_i> exp(G_t - G_i) on and below the diagonal.
     factors [5, b, heads, tokens], float32, what the walk multiplies by: beta for v; beta * exp(G) for k S;
     scale * exp(G) for q S; exp(G_C - G) for U; exp(G_C) for S. Those of k and q have the norms in them.
-    MILD: of mild chunks alone, whose gates and norms are in q, k and out_keys (`_triton_mild`); factors is beta alone.
+    SMALL_DECAY: of chunks of small decay alone, whose gates and norms are in q, k and out_keys (`_triton_small_decay`);
+    factors is beta alone.
     """
     scale, eps = single(scale), single(eps)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first, end = chunk_tokens(places, tl.program_id(0), tokens, C, DOCUMENTS)
     if first >= end:
         return
-    if MILD:
-        if tl.load(mild + (b * chunks + tl.program_id(0)) * heads + h) == 0:
+    if SMALL_DECAY:
+        if tl.load(small_decay + (b * chunks + tl.program_id(0)) * heads + h) == 0:
             return
     r = tl.arange(0, C)
     t = first.to(tl.int64) + r
@@ -60,7 +62,7 @@ def delta_prepare(q, k, out_keys, dots, g, beta, places, inverse, mixed, factors
     apart = (decay[:, None] - decay[None, :]).to(tl.float32)
     apart = tl.where(r[:, None] >= r[None, :], apart, float("-inf"))
     weight = tl.exp2(apart) * k_norm[None, :]
-    if MILD:
+    if SMALL_DECAY:
         columns = out_keys + b * k_b + h // per_key * k_h + t[:, None] * k_t + n[None, :]
         across = tl.trans(tl.load(columns, mask=there[:, None], other=0))
     else:
@@ -73,14 +75,14 @@ def delta_prepare(q, k, out_keys, dots, g, beta, places, inverse, mixed, factors
     queries = tl.load(q + b * q_b + h // per_key * q_h + t[:, None] * q_t + n[None, :], mask=there[:, None], other=0)
     q_norm = inverse_norm(queries, eps, NORM) * scale
     scores = dot(queries, across, None, WIDE) * weight * q_norm[:, None]
-    if MILD:  # above the diagonal a product of factors may be infinite, which a weight of 0 does not undo
+    if SMALL_DECAY:  # above the diagonal a product of factors may be infinite, which a weight of 0 does not undo
         diagonal = tl.load(dots + (b * tokens + t) * heads + h, mask=there, other=0) * scale
         scores = tl.where(r[:, None] > r[None, :], scores, tl.where(r[:, None] == r[None, :], diagonal[:, None], 0.0))
     tl.store(mixed + row, as_stored(dot(scores, solved, None, WIDE), mixed), mask=there[:, None])
     each = (h * 0 + heads) * tokens * tl.num_programs(2)
     factors += (b * heads + h) * tokens + t
     tl.store(factors, step, mask=there)
-    if not MILD:
+    if not SMALL_DECAY:
         into = tl.exp2(decay.to(tl.float32))
         tl.store(factors + each, step * k_norm * into, mask=there)
         tl.store(factors + 2 * each, q_norm * into, mask=there)

@@ -29,7 +29,7 @@ def gated_delta_rule_reverse_walk(q, k, out_keys, do, inverse, turned, decay, st
     What U is given by P, here turned, is made here: it waits for nothing, and in memory it would be larger than P.
     Three GEMMs wait for the state's gradient: that of U, that of R, and what R takes from it; the one of the queries
     does not. `CHANNELS`: gates are in q, k and out_keys, and d_states are gradients of what k^T U is added to
-    (`_triton_mild`).
+    (`_triton_small_decay`).
     """
     scale = single(scale)
     tile, h, document = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

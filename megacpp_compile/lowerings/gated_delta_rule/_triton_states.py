@@ -29,18 +29,18 @@ NO_STEP = tl.constexpr(1e-18)
 
 @triton.jit
 def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, decay, steps, norms, solve, turned,
-                             mild, tokens, chunks, heads, per_key, scale, eps,
+                             small_decay, tokens, chunks, heads, per_key, scale, eps,
                              q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
                              C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-                             GATED: tl.constexpr, MILD: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
+                             GATED: tl.constexpr, SMALL_DECAY: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
                              PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """What a chunk of a value head needs that no state enters.
 
     decay, steps [b, c, h, C]: g summed up to and with a token, in powers of 2, and beta; behind the last token nothing
     decays and nothing comes in. norms [b, c, h, 2, C]: what normalises a row of q and of k.
     solve [b, c, h, C, C] = (I + A diag(beta))^-1; turned [b, c, h, C, C] = P^T.
-    MILD: of mild chunks alone, whose gates and norms are in q, k and out_keys (`_triton_mild`); decay and norms
-    are not written.
+    SMALL_DECAY: of chunks of small decay alone, whose gates and norms are in q, k and out_keys (`_triton_small_decay`);
+    decay and norms are not written.
     """
     scale, eps = single(scale), single(eps)
     c, h = chunk_and_head(chunks)
@@ -51,17 +51,17 @@ def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, deca
     q += b * q_b + h // per_key * q_h + first * q_t
     k += b * k_b + h // per_key * k_h + first * k_t
     row = (b * chunks + c) * heads + h
-    if MILD:
-        if tl.load(mild + row) == 0:
+    if SMALL_DECAY:
+        if tl.load(small_decay + row) == 0:
             return
     keys = operand(tl.load(k + (r[:, None] * k_t + n), mask=there[:, None], other=0), WIDE)
-    if MILD:
+    if SMALL_DECAY:
         columns = out_keys + b * k_b + h // per_key * k_h + first * k_t + (r[:, None] * k_t + n)
         across = tl.trans(tl.load(columns, mask=there[:, None], other=0))
     else:
         across = tl.trans(keys)
     of_k = inverse_norm(keys, eps, NORM)
-    if not MILD:
+    if not SMALL_DECAY:
         tl.store(norms + (2 * row + 1) * C + r, of_k)
     total, step = tl.zeros([C], tl.float32), tl.full([C], 1, tl.float32)
     if GATED:
@@ -70,7 +70,7 @@ def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, deca
     if BETA:
         step = tl.load(beta + b * beta_b + h * beta_h + first * beta_t + r * beta_t, mask=there, other=0)
         step = step.to(tl.float32)
-    if not MILD:
+    if not SMALL_DECAY:
         tl.store(decay + row * C + r, total)
     tl.store(steps + row * C + r, step)
     inverse += ((b * tokens + first) * heads + h) * C
@@ -80,7 +80,7 @@ def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, deca
         if smallest < NO_STEP:
             between = product(keys, across, WIDE) * of_k[:, None] * of_k[None, :]
             between *= tl.exp2(tl.where(r[:, None] > r[None, :], total[:, None] - total[None, :], float("-inf")))
-            if MILD:
+            if SMALL_DECAY:
                 between = tl.where(r[:, None] > r[None, :], between, 0)
             solved = 0 - product(between, solved * step[None, :], WIDE)
         else:
@@ -89,11 +89,11 @@ def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, deca
     tl.store(solve + row * C * C + (r[:, None] * C + r[None, :]), as_stored(solved, solve))
     queries = operand(tl.load(q + (r[:, None] * q_t + n), mask=there[:, None], other=0), WIDE)
     of_q = inverse_norm(queries, eps, NORM)
-    if not MILD:
+    if not SMALL_DECAY:
         tl.store(norms + 2 * row * C + r, of_q)
     scores = product(queries, across, WIDE) * (of_q * scale)[:, None] * of_k[None, :]
     scores *= tl.exp2(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
-    if MILD:  # above the diagonal a product of factors may be infinite, which a weight of 0 does not undo
+    if SMALL_DECAY:  # above the diagonal a product of factors may be infinite, which a weight of 0 does not undo
         diagonal = tl.load(dots + (b * tokens + first + r) * heads + h, mask=there, other=0) * scale
         scores = tl.where(r[:, None] > r[None, :], scores, tl.where(r[:, None] == r[None, :], diagonal[:, None], 0))
     tl.store(turned + row * C * C + (r[:, None] * C + r[None, :]), as_stored(tl.trans(scores), turned))
@@ -106,10 +106,9 @@ def gated_delta_rule_states(k, out_keys, v, solve, decay, steps, norms, ends, ta
                             EVERY: tl.constexpr, C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
                             CHANNELS: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
                             WIDE: tl.constexpr):  # fmt: skip
-    """The states [b, c, h, K, V] that enter a segment's chunks, as these read them (`_triton_mild`), and the errors F
-    [b, c, h, C, V], from `kept`, the state that enters the segment: BV of V channels, in registers from chunk to chunk.
-    `CHANNELS`: gates are in k and out_keys.
-    starts [c]: the document that begins with a chunk, or -1."""
+    """The states [b, c, h, K, V] that enter a segment's chunks, as these read them (`_triton_small_decay`), and the
+    errors F [b, c, h, C, V], from `kept`, the state that enters the segment: BV of V channels, in registers from chunk
+    to chunk. `CHANNELS`: gates are in k and out_keys. starts [c]: the document that begins with a chunk, or -1."""
     segment, tile, b = tl.program_id(0) % segments, tl.program_id(1), tl.program_id(2).to(tl.int64)
     h = (tl.program_id(0) // segments).to(tl.int64)
     r, n, p = tl.arange(0, C), tl.arange(0, K), tile * BV + tl.arange(0, BV)[None, :]

@@ -21,8 +21,8 @@ def delta_walk(q, k, out_keys, v, inverse, mixed, factors, ends, first_state, do
     S = exp(G_C) S + k^T (exp(G_C - G) U), with the factors that `prepare` wrote. o needs no U, so that each chunk
     multiplies three times in a row, no more.
     states [b, segments, heads, K, V]: S every `EVERY` chunks of a row; last [n, heads, K, V].
-    `CHANNELS`: gates are in q, k and out_keys, factors are beta alone, ends is as `_triton_mild` says. `DOCUMENTS`: one
-    after the other in a sequence, the n-th from documents[n] on, bases [n] its first chunk.
+    `CHANNELS`: gates are in q, k and out_keys, factors are beta alone, ends is as `_triton_small_decay` says.
+    `DOCUMENTS`: one after the other in a sequence, the n-th from documents[n] on, bases [n] its first chunk.
     """
     scale = single(scale)
     tile, h, n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels.triton_launch import MOST_BLOCKS, too_large, unfit
 from megacpp_compile.lowerings.gated_delta_rule import _triton_channels, _triton_prepare
 from megacpp_compile.lowerings.gated_delta_rule._forward_call import COLUMNS, STAGES, Call
-from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import MildChunks
+from megacpp_compile.lowerings.gated_delta_rule._small_decay_chunks import SmallDecayChunks
 from megacpp_compile.lowerings.gated_delta_rule._walks import rows_as_they_are, walk
 from megacpp_compile.lowerings.gated_delta_rule.cuda_triton_backward import gated_delta_rule_backward, shared_memory
 from megacpp_compile.lowerings.gated_delta_rule.reference import inverse_dtype
@@ -96,11 +96,11 @@ def _prepared(
     if not call.per_channel:
         _triton_prepare.prepare(
             grid, {"num_warps": 8 if call.wide else 4, "num_stages": 1}, out_keys=call.k, dots=call.nothing,
-            mild=call.nothing, MILD=0, **common,
+            small_decay=call.nothing, SMALL_DECAY=0, **common,
         )  # fmt: skip
         return rows_as_they_are(call) | {"factors": factors, "ends": factors}
     assert call.g is not None
-    chunks = MildChunks(
+    chunks = SmallDecayChunks(
         call.q, call.k, call.g, places, call.chunks, call.chunk, eps, call.documents is not None, call.wide
     )
     launch = {"num_warps": 4, "num_stages": 1}
@@ -110,6 +110,7 @@ def _prepared(
         **{name: arg for name, arg in common.items() if name != "GATED"},
     )  # fmt: skip
     if chunks.told_apart:
-        inside = {"GATED": 0, "NORM": 0, "MILD": 1}
-        _triton_prepare.prepare(grid, launch, dots=chunks.dots, mild=chunks.mild, **(common | chunks.rows() | inside))
+        inside = {"GATED": 0, "NORM": 0, "SMALL_DECAY": 1}
+        _triton_prepare.prepare(grid, launch, dots=chunks.dots, small_decay=chunks.small_decay,
+                                **(common | chunks.rows() | inside))
     return chunks.rows() | {"factors": factors, "ends": chunks.ends, "CHANNELS": 1}

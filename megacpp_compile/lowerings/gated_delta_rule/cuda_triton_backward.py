@@ -65,7 +65,7 @@ def _prepare(call: Call, inverse: Tensor) -> dict[str, Tensor]:
     _triton_states.prepare(
         lambda meta: (call.chunks * call.heads, call.batch),
         NARROW, g=g, GATED=int(call.g is not None),
-        out_keys=call.k, dots=call.nothing, mild=call.nothing, MILD=0,
+        out_keys=call.k, dots=call.nothing, small_decay=call.nothing, SMALL_DECAY=0,
         **strides("g", g, "bth"), **made, **prepare_args(call, inverse),
     )  # fmt: skip
     return made | {"q": call.q, "k": call.k, "out_keys": call.k, "ends": made["decay"]}

@@ -85,7 +85,7 @@ class Call:
     def rows(self) -> dict[str, Any]:
         """Arguments for queries and keys as they are, with a gate a head or none. Channels': `_channels`."""
         return {"q": self.q, "k": self.k, "per_key": self.heads // self.key_heads, "decay": self.decay(),
-                "ends": self.nothing, "mild": self.nothing, "dots": self.nothing, "scores": self.nothing,
+                "ends": self.nothing, "small_decay": self.nothing, "dots": self.nothing, "scores": self.nothing,
                 "GATED": int(self.gated), "CHANNELS": 0}  # fmt: skip
 
     def edges(self, reverse: bool = False) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Gates a channel inside queries and keys, in front of linear attention's kernels, and out of their gradients again.
 
-Chunks in which no channel decays by much are the delta rule's "mild" ones, and have its kernels (`_triton_mild`); the
-others, by cuts, their own (`_triton_channels`).
+Chunks in which no channel decays by much are chunks of small decay, and have the delta rule's kernels
+(`_triton_small_decay`); the others, by cuts, their own (`_triton_channels`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.triton_launch import strides
-from megacpp_compile.lowerings.gated_delta_rule import _triton_mild_gradients
-from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import ROWS, MildChunks
+from megacpp_compile.lowerings.gated_delta_rule import _triton_small_decay_gradients
+from megacpp_compile.lowerings.gated_delta_rule._small_decay_chunks import ROWS, SmallDecayChunks
 from megacpp_compile.lowerings.gated_linear_attention import _triton_channels
 from megacpp_compile.lowerings.gated_linear_attention._call import Call, without
 
@@ -27,11 +27,12 @@ class Channels:
         assert call.g is not None
         self.call, self.g = call, call.g
         documents = call.packed is not None
-        self.chunks = MildChunks(
+        self.chunks = SmallDecayChunks(
             call.q, call.k, call.g, call.places, call.chunks, call.C, None, documents, call.wide
         )  # fmt: skip
-        # Without kernels for mild chunks none is, and nobody says so.
-        self.mild = self.chunks.mild if self.chunks.told_apart else torch.zeros_like(self.chunks.mild)
+        # Without kernels for chunks of small decay none is, and nobody says so.
+        small_decay = self.chunks.small_decay
+        self.small_decay = small_decay if self.chunks.told_apart else torch.zeros_like(small_decay)
         self.scores = call.by_chunk(call.C, call.C, dtype=call.inner)
         _triton_channels.rows(
             lambda meta: (self.chunks.programs,), _BY_CUTS, queries=self.chunks.queries, keys=self.chunks.out_keys,
@@ -52,7 +53,8 @@ class Channels:
     def rows(self) -> dict[str, Any]:
         """As `Call.rows`."""
         return {"q": self.chunks.queries, "k": self.chunks.out_keys, "per_key": 1, "decay": self.call.nothing,
-                "ends": self.chunks.ends, "mild": self.mild, "dots": self.chunks.dots, "scores": self.scores,
+                "ends": self.chunks.ends, "small_decay": self.small_decay, "dots": self.chunks.dots,
+                "scores": self.scores,
                 "GATED": 0, "CHANNELS": 1}  # fmt: skip
 
     def gradients(self, d_queries: Tensor, d_keys: Tensor, d_scores: Tensor, d_end: Tensor) -> tuple[Tensor, ...]:
@@ -63,9 +65,10 @@ class Channels:
         dg = call.new(*g.shape, dtype=g.dtype)
         given = {"d_scores": d_scores, "d_queries": d_queries, "d_end": d_end, "dq": dq, "dk": dk, "dg": dg}
         if self.chunks.told_apart:
-            _triton_mild_gradients.grads(
+            _triton_small_decay_gradients.grads(
                 lambda meta: (call.chunks * call.heads, call.batch), {"num_warps": 1, "num_stages": 1, "ROWS": ROWS},
-                mild=self.mild, ends=self.chunks.ends, d_keys=call.nothing, d_out_keys=d_keys, eps=0.0, NORM=0, READS=0,
+                small_decay=self.small_decay, ends=self.chunks.ends, d_keys=call.nothing, d_out_keys=d_keys, eps=0.0,
+                NORM=0, READS=0,
                 K=call.K, **given, **self._operands(), **without(call.common, "WIDE"),
             )  # fmt: skip
         _triton_channels.rows_gradient(

@@ -2,7 +2,7 @@
 
 The decay between two tokens is made of two factors at a cut that parts them, neither of which grows, as the delta
 rule's (`gated_delta_rule._triton_channels`); of chunks that decay little gates are factors of queries and keys
-(`_triton_mild`).
+(`_triton_small_decay`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     product,
 )
 from megacpp_compile.lowerings.gated_delta_rule._triton_channels import load_rows, to_cut
-from megacpp_compile.lowerings.gated_delta_rule._triton_steep import nth_chunk, share
+from megacpp_compile.lowerings.gated_delta_rule._triton_large_decay import nth_chunk, share
 from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import sums
 from megacpp_compile.lowerings.gated_linear_attention._triton_walk import in_powers
 
@@ -34,14 +34,14 @@ def parted_by(r, log):
 
 
 @triton.jit
-def gla_rows(q, k, g, table, queries, keys, ends, scores, steep, tokens, chunks, heads, per_key,
+def gla_rows(q, k, g, table, queries, keys, ends, scores, large_decay, tokens, chunks, heads, per_key,
              q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
              CUTS: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """queries = q exp(G), keys = k exp(G_C - G), both [b, t, h, K]; ends [b, c, h, 3, K] = G_C in powers of 2, and
-    twice 0; scores [b, c, h, C, C] = P. CUTS: log2(C). SKIP: leaves out mild chunks."""
-    start, stop, stride = share(steep, SKIP)
+    twice 0; scores [b, c, h, C, C] = P. CUTS: log2(C). SKIP: leaves out chunks of small decay."""
+    start, stop, stride = share(large_decay, SKIP)
     for i in tl.range(start, stop, stride, disable_licm=True):
-        c, h, b = nth_chunk(steep, i, chunks, heads, SKIP)
+        c, h, b = nth_chunk(large_decay, i, chunks, heads, SKIP)
         first, length = chunk_tokens(table, c, tokens, C, PACKED)
         r = tl.arange(0, C)
         there = r < length
@@ -69,15 +69,15 @@ def gla_rows(q, k, g, table, queries, keys, ends, scores, steep, tokens, chunks,
 
 
 @triton.jit
-def gla_rows_gradient(q, k, g, table, d_scores, d_queries, d_keys, d_end, dq, dk, dg, steep,
+def gla_rows_gradient(q, k, g, table, d_scores, d_queries, d_keys, d_end, dq, dk, dg, large_decay,
                       tokens, chunks, heads, per_key, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
                       C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CUTS: tl.constexpr, SKIP: tl.constexpr,
                       PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """What a value head gives to dq and dk [b, t, h, K], and dg, from the gradients of what `gla_rows` writes, in
     float32 [b, c, h, C, K], of P, and of the logarithm of the chunk's whole decay, before that, [b, c, h, K]."""
-    start, stop, stride = share(steep, SKIP)
+    start, stop, stride = share(large_decay, SKIP)
     for i in tl.range(start, stop, stride, disable_licm=True):
-        c, h, b = nth_chunk(steep, i, chunks, heads, SKIP)
+        c, h, b = nth_chunk(large_decay, i, chunks, heads, SKIP)
         first, length = chunk_tokens(table, c, tokens, C, PACKED)
         r = tl.arange(0, C)
         there = r < length

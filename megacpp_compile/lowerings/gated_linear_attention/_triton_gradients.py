@@ -2,7 +2,7 @@
 gradients of those that leave them.
 
 CHANNELS (HB = 1): gates are in q and k; dq and dk are of those, float32 [b, c, h, C, K], without what P's diagonal
-gives, and of chunks that are not mild without what P gives.
+gives, and of chunks of large decay without what P gives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megacpp_compile.lowerings.gated_linear_attention._triton_output import betw
 
 
 @triton.jit
-def gla_query_gradients(q, k, v, do, decay, mild, dots, scores, table, states, dq, reads, d_scores,
+def gla_query_gradients(q, k, v, do, decay, small_decay, dots, scores, table, states, dq, reads, d_scores,
                         tokens, chunks, heads, key_heads, scale, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
                         do_b, do_t, do_h,
                         C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HB: tl.constexpr,
@@ -65,7 +65,7 @@ def gla_query_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d
             gate = tl.sum(queries.to(tl.float32) * into, 1)
             grads += into
             keys = tl.load(k + (r[:, None] * k_t + n), mask=there, other=0)
-            weights = pairs(queries, keys, total, length, heads, mild, dots, scores, C, GATED, CHANNELS, WIDE)
+            weights = pairs(queries, keys, total, length, heads, small_decay, dots, scores, C, GATED, CHANNELS, WIDE)
             moved = tl.where(r[:, None] > r[None, :], d * weights, 0)
             tl.store(reads + row * C + r, gate + tl.sum(moved, 1) - tl.sum(moved, 0))
             d *= between(total, r)
@@ -74,7 +74,7 @@ def gla_query_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d
             keys = tl.load(k + (r[:, None] * k_t + n), mask=there, other=0)
         tl.store(d_scores + row * C * C + (r[:, None] * C + r[None, :]), as_stored(d, d_scores))
         if CHANNELS:
-            d = tl.where((r[:, None] > r[None, :]) & (tl.load(mild + row) != 0), d, 0)
+            d = tl.where((r[:, None] > r[None, :]) & (tl.load(small_decay + row) != 0), d, 0)
         grads = add_product(grads, d, keys, WIDE)
     if CHANNELS:
         tl.store(dq + ((b * chunks + c) * heads + key_head) * C * K + (r[:, None] * K + n), grads)
@@ -84,7 +84,8 @@ def gla_query_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d
 
 
 @triton.jit
-def gla_key_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d_states, reads, d_scores, dk, dv, dg,
+def gla_key_gradients(q, k, v, do, decay, small_decay, dots, scores, table, states, d_states, reads, d_scores, dk, dv,
+                      dg,
                       d_end,
                       tokens, chunks, heads, key_heads, scale, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
                       do_b, do_t, do_h,
@@ -92,8 +93,8 @@ def gla_key_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d_s
                       GATED: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
                       WIDE: tl.constexpr):  # fmt: skip
     """dk [b, t, hk, K], summed over the HB value heads of a key head, dv [b, t, h, V], and, GATED, dg [b, t, h].
-    CHANNELS, d_end [b, c, h, K]: the gradient of the logarithm of the chunk's whole decay, in mild chunks with what
-    keys write."""
+    CHANNELS, d_end [b, c, h, K]: the gradient of the logarithm of the chunk's whole decay, in chunks of small decay
+    with what keys write."""
     scale = single(scale)
     c, key_head = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
@@ -112,7 +113,7 @@ def gla_key_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d_s
             total, end = tl.load(decay + row * C + r), tl.load(decay + row * C + C - 1)
             left = tl.exp2(end - total)[:, None]
         weights = pairs(
-            queries, keys, total, length, heads, mild + row, dots + (b * tokens + first) * heads + h,
+            queries, keys, total, length, heads, small_decay + row, dots + (b * tokens + first) * heads + h,
             scores + row * C * C, C, GATED, CHANNELS, WIDE,
         )  # fmt: skip
         turned = tl.trans(operand(weights * scale, WIDE))
@@ -143,10 +144,10 @@ def gla_key_gradients(q, k, v, do, decay, mild, dots, scores, table, states, d_s
             tl.store(dg + at, as_stored(gate, dg), mask=r < length)
         d = tl.load(d_scores + row * C * C + (r[:, None] * C + r[None, :]))
         if CHANNELS:
-            is_mild = tl.load(mild + row) != 0
-            inner += tl.where(is_mild, tl.sum(keys.to(tl.float32) * out, 0), 0)
+            is_small_decay = tl.load(small_decay + row) != 0
+            inner += tl.where(is_small_decay, tl.sum(keys.to(tl.float32) * out, 0), 0)
             tl.store(d_end + row * K + tl.arange(0, K), inner)
-            d = tl.where((r[:, None] > r[None, :]) & is_mild, d, 0)
+            d = tl.where((r[:, None] > r[None, :]) & is_small_decay, d, 0)
         grads = add_product(grads + out, tl.trans(operand(d, WIDE)), queries, WIDE)
     if CHANNELS:
         tl.store(dk + ((b * chunks + c) * heads + key_head) * C * K + (r[:, None] * K + n), grads)

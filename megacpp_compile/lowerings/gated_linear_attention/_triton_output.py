@@ -24,34 +24,35 @@ def between(total, r):
 
 
 @triton.jit
-def pairs(queries, keys, total, length, heads, mild, dots, scores,
+def pairs(queries, keys, total, length, heads, small_decay, dots, scores,
           C: tl.constexpr, GATED: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """P [C, C]: queries by keys times the decay between the two, 0 above the diagonal. CHANNELS: gates are in the rows
-    of a mild chunk, where dots, a row apart by `heads`, are the diagonal, less rounded; of others P is in scores."""
+    of a chunk of small decay, where dots, a row apart by `heads`, are the diagonal, less rounded; of others P is in
+    scores."""
     r = tl.arange(0, C)
     made = product(queries, tl.trans(operand(keys, WIDE)), WIDE)
     if GATED:
         made *= between(total, r)
     if CHANNELS:
-        is_mild = tl.load(mild)
-        same = tl.load(dots + r * heads, mask=r < length * is_mild, other=0)[:, None]
+        is_small_decay = tl.load(small_decay)
+        same = tl.load(dots + r * heads, mask=r < length * is_small_decay, other=0)[:, None]
         square = r[:, None] * C + r[None, :]
-        by_cuts = tl.load(scores + square, mask=square * 0 + is_mild == 0, other=0)
+        by_cuts = tl.load(scores + square, mask=square * 0 + is_small_decay == 0, other=0)
         made = tl.where(r[:, None] == r[None, :], same, made)
-        made = tl.where(is_mild != 0, made, by_cuts.to(tl.float32))
+        made = tl.where(is_small_decay != 0, made, by_cuts.to(tl.float32))
     # A product of factors may be infinite above the diagonal, which a weight of 0 does not undo.
     return tl.where(r[:, None] >= r[None, :], made, 0)
 
 
 @triton.jit
-def gla_output(q, k, v, decay, ends, mild, dots, scores, table, starts, stops, outside, entering, o, last,
+def gla_output(q, k, v, decay, ends, small_decay, dots, scores, table, starts, stops, outside, entering, o, last,
                tokens, chunks, behind_last, heads, per_key, scale, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
                C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, EVERY: tl.constexpr,
                GATED: tl.constexpr, CHANNELS: tl.constexpr, OUTSIDE: tl.constexpr, PACKED: tl.constexpr,
                WIDE: tl.constexpr):  # fmt: skip
     """o [b, t, h, V] = scale (exp(G) q S + P v), BV of V channels, and last [n, h, K, V], what sequences end with.
 
-    entering [b, s, h, K, V]: the states that enter segments. CHANNELS: gates are in q and k (`_triton_mild`)."""
+    entering [b, s, h, K, V]: the states that enter segments. CHANNELS: gates are in q and k (`_triton_small_decay`)."""
     scale = single(scale)
     segment, h, count = place(chunks, behind_last, EVERY)
     tile, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -78,7 +79,7 @@ def gla_output(q, k, v, decay, ends, mild, dots, scores, table, starts, stops, o
         if GATED:
             total = tl.load(decay + row * C + r)
         weights = pairs(
-            queries, keys, total, length, heads, mild + row, dots + (b * tokens + first) * heads + h,
+            queries, keys, total, length, heads, small_decay + row, dots + (b * tokens + first) * heads + h,
             scores + row * C * C, C, GATED, CHANNELS, WIDE,
         )  # fmt: skip
         if CHANNELS:

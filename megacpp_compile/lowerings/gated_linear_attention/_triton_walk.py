@@ -71,9 +71,9 @@ def gla_walk(x, y, decay, ends, table, edges, others, outside, entering, totals,
 
     Without STATES from nothing, writing what the segment adds to entering [b, s, h, K, V] and its decay, in powers of
     2, to totals [b, s, h, K if CHANNELS else 1], -inf where a document begins in it. With STATES from `entering`,
-    writing to states [b, c, h, K, V] each chunk's state as the chunk reads it (`_triton_mild`), and, REVERSE, those
-    that begin documents to `last`.
-    edges [c]: the document that a walk enters with a chunk, or -1; others: the one that it leaves.
+    writing to states [b, c, h, K, V] each chunk's state as the chunk reads it (`_triton_small_decay`), and, REVERSE,
+    those that begin documents to `last`. edges [c]: the document that a walk enters with a chunk, or -1; others: the
+    one that it leaves.
     """
     scale = single(scale)
     segment, h, count = place(chunks, behind_last, EVERY)

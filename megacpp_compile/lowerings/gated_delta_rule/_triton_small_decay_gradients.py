@@ -1,4 +1,5 @@
-"""Triton kernels of backward for mild chunks of gates a channel (`_triton_mild`): gradients of q, k and the gates.
+"""Triton kernels of backward for chunks of small decay of gates a channel (`_triton_small_decay`): gradients of q, k
+and the gates.
 
 As factors, gates are in queries, keys and out_keys before any GEMM, and in no GEMM's operands afterwards: two kernels
 multiply, for the gradients of those three, and one that only reads and writes takes the factors out of them again.
@@ -19,7 +20,7 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     chunk_tokens,
     operand,
 )
-from megacpp_compile.lowerings.gated_delta_rule._triton_mild import row_norm
+from megacpp_compile.lowerings.gated_delta_rule._triton_small_decay import row_norm
 
 
 @triton.jit
@@ -51,7 +52,8 @@ def gated_delta_rule_value_grad(table, steps, errors, d_rows, d_between, dv, dbe
 
 
 @triton.jit
-def gated_delta_rule_query_grad_mild(out_keys, do, table, steps, states, errors, mild, d_scores, d_queries,
+def gated_delta_rule_query_grad_small_decay(out_keys, do, table, steps, states, errors, small_decay, d_scores,
+                                            d_queries,
                                      tokens, chunks, heads, scale, do_b, do_t, do_h,
                                      C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
                                      PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
@@ -60,7 +62,7 @@ def gated_delta_rule_query_grad_mild(out_keys, do, table, steps, states, errors,
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
     row = (b * chunks + c) * heads + h
-    if tl.load(mild + row) == 0:
+    if tl.load(small_decay + row) == 0:
         return
     r, n = tl.arange(0, C), tl.arange(0, K)[None, :]
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
@@ -84,8 +86,9 @@ def gated_delta_rule_query_grad_mild(out_keys, do, table, steps, states, errors,
 
 
 @triton.jit
-def gated_delta_rule_key_grad_mild(queries, keys, out_keys, table, steps, states, errors, d_states, d_scores, d_between,
-                                   dv, mild, d_keys, d_out_keys, d_end, tokens, chunks, heads,
+def gated_delta_rule_key_grad_small_decay(queries, keys, out_keys, table, steps, states, errors, d_states, d_scores,
+                                          d_between,
+                                   dv, small_decay, d_keys, d_out_keys, d_end, tokens, chunks, heads,
                                    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
                                    PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """d_keys and d_out_keys [b, c, h, C, K], less what the diagonal of P gives, and d_end [b, c, h, K], the gradient of
@@ -93,7 +96,7 @@ def gated_delta_rule_key_grad_mild(queries, keys, out_keys, table, steps, states
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
     row = (b * chunks + c) * heads + h
-    if tl.load(mild + row) == 0:
+    if tl.load(small_decay + row) == 0:
         return
     r, n = tl.arange(0, C), tl.arange(0, K)[None, :]
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
@@ -139,7 +142,8 @@ def _through_norm(grad, unit, norm, NORM: tl.constexpr):
 
 
 @triton.jit
-def gated_delta_rule_grads_mild(q, k, g, table, mild, ends, d_scores, d_queries, d_keys, d_out_keys, d_end, dq, dk, dg,
+def gated_delta_rule_grads_small_decay(q, k, g, table, small_decay, ends, d_scores, d_queries, d_keys, d_out_keys,
+                                       d_end, dq, dk, dg,
                                 tokens, chunks, heads, per_key, eps, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
                                 C: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
                                 READS: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
@@ -149,7 +153,7 @@ def gated_delta_rule_grads_mild(q, k, g, table, mild, ends, d_scores, d_queries,
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
     row = (b * chunks + c) * heads + h
-    if tl.load(mild + row) == 0:
+    if tl.load(small_decay + row) == 0:
         return
     n = tl.arange(0, K)
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
@@ -191,8 +195,10 @@ def gated_delta_rule_grads_mild(q, k, g, table, mild, ends, d_scores, d_queries,
 
 CHOICES = [{"num_warps": warps, "num_stages": 1} for warps in (4, 8)]
 value_grad = Kernel(gated_delta_rule_value_grad, CHOICES, key=("heads", "C", "K", "V", "BV"))
-query_grad = Kernel(gated_delta_rule_query_grad_mild, CHOICES, key=("heads", "C", "K", "V", "BV"))
-key_grad = Kernel(gated_delta_rule_key_grad_mild, CHOICES, key=("heads", "C", "K", "V", "BV"))
+query_grad = Kernel(gated_delta_rule_query_grad_small_decay, CHOICES, key=("heads", "C", "K", "V", "BV"))
+key_grad = Kernel(gated_delta_rule_key_grad_small_decay, CHOICES, key=("heads", "C", "K", "V", "BV"))
 grads = Kernel(
-    gated_delta_rule_grads_mild, [{"num_warps": 1, "num_stages": 1, "ROWS": n} for n in (2, 4)], key=("heads", "C", "K")
+    gated_delta_rule_grads_small_decay,
+    [{"num_warps": 1, "num_stages": 1, "ROWS": n} for n in (2, 4)],
+    key=("heads", "C", "K"),
 )

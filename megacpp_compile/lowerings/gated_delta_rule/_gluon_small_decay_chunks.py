@@ -1,7 +1,7 @@
-"""Which chunks of gates a channel are mild, and their rows with the gates inside, on Hopper in Gluon.
+"""Which chunks of gates a channel are of small decay, and their rows with the gates inside, on Hopper in Gluon.
 
-In `_triton_mild` a warp walks through the rows of a chunk and reads the gates twice; here TMA brings a chunk's tiles
-once, and two programs of a multiprocessor take turns.
+In `_triton_small_decay` a warp walks through the rows of a chunk and reads the gates twice; here TMA brings a chunk's
+tiles once, and two programs of a multiprocessor take turns.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from megacpp_compile.lowerings._kernels.gluon_tiles import (
 )
 from megacpp_compile.lowerings._kernels.triton_math import LOG2_E
 from megacpp_compile.lowerings.gated_delta_rule._gluon_tiles import put_ones, summed, unit_rows
-from megacpp_compile.lowerings.gated_delta_rule._triton_mild import MOST
+from megacpp_compile.lowerings.gated_delta_rule._triton_small_decay import MOST
 
 
 @gluon.jit
-def delta_mild_chunks_hopper(q, k, g, queries, keys, out_keys, mild, dots, ends, tokens, chunks, heads, per_key, eps,
+def delta_small_decay_chunks_hopper(q, k, g, queries, keys, out_keys, small_decay, dots, ends, tokens, chunks, heads,
+                                    per_key, eps,
                              C: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, NORM: gl.constexpr):  # fmt: skip
-    """As `_triton_mild.delta_mild_chunks`, without documents, in bfloat16. q, k, g of GATE, queries, keys and out_keys
-    are descriptors of [b, tokens, heads x channels] by tiles [1, C, K]."""
+    """As `_triton_small_decay.delta_small_decay_chunks`, without documents, in bfloat16. q, k, g of GATE, queries, keys
+    and out_keys are descriptors of [b, tokens, heads x channels] by tiles [1, C, K]."""
     gl.static_assert(gl.num_warps() % 4 == 0 and C == 64 and K == 128)
     T: gl.constexpr = gl.bfloat16
     GROUPS: gl.constexpr = gl.num_warps() // 4
@@ -59,10 +60,10 @@ def delta_mild_chunks_hopper(q, k, g, queries, keys, out_keys, mild, dots, ends,
     part_s.store(gl.abs(gate).to(T))
     fence_async_shared()
     barrier()
-    is_mild = gl.max(gl.max(warpgroup_mma_wait(0, deps=[product(ones, part_s, K)]), 0), 0) <= MOST
-    gl.store(mild + row, is_mild.to(gl.int32))
+    is_small_decay = gl.max(gl.max(warpgroup_mma_wait(0, deps=[product(ones, part_s, K)]), 0), 0) <= MOST
+    gl.store(small_decay + row, is_small_decay.to(gl.int32))
     barrier()
-    if is_mild:
+    if is_small_decay:
         mbarrier.expect(landed.index(1), 4 * C * K)
         bring_tokens(q, b, first, key_lane, landed.index(1), q_s)
         put_ones(ones, "middle")

@@ -1,10 +1,10 @@
-"""Triton: chunks in which no channel decays by much, "mild": gates a channel as factors of queries and keys.
+"""Triton: chunks of small decay, where no channel decays by much: gates a channel as factors of queries and keys.
 
 The decay from token i to t is 2^(G_t - G_m) 2^(G_m - G_i), with G_m of the last row of the chunk's first half. Queries
 and keys that read take the first, keys that write the second, and the chunk is one of a rule without gates, whose state
 enters times 2^G_m and is written to times 2^(G_C - G_m). One of the two factors grows, so that this serves where no
 channel decays by more than 2^MOST over half a chunk. Mild chunks and the others have kernels of their own
-(`_triton_steep`, `_triton_channels`, `_triton_backward_channels`), as both in one spill registers.
+(`_triton_large_decay`, `_triton_channels`, `_triton_backward_channels`), as both in one spill registers.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def row_norm(x, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def delta_mild_chunks(q, k, g, places, mild, queries, keys, out_keys, dots, ends, tokens, heads, per_key, chunks, eps,
+def delta_small_decay_chunks(q, k, g, places, small_decay, queries, keys, out_keys, dots, ends, tokens, heads, per_key,
+                             chunks, eps,
                       q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, C: tl.constexpr, K: tl.constexpr,
                       ROWS: tl.constexpr, NORM: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
-    """mild [b, chunks, heads], int32: whether a chunk of gates g [b, tokens, heads, K] is; and of those that are,
+    """small_decay [b, chunks, heads], int32: whether a chunk of gates g [b, tokens, heads, K] is one; of those,
 
     queries = q 2^(G - G_m), keys = k 2^(G - G_m), out_keys = k 2^(G_m - G), all [b, tokens, heads, K] and normed;
     dots [b, tokens, heads] = <q, k>, of which factors would round the most that is in P;
@@ -63,11 +64,11 @@ def delta_mild_chunks(q, k, g, places, mild, queries, keys, out_keys, dots, ends
     n = tl.arange(0, K)
     g += b * g_b + h * g_h + first * g_t + n
     chunk = (b * chunks + c) * heads + h
-    early, steep = _sums(g, g_t, there, 0, C // 2, K, ROWS)
-    late, steeper = _sums(g, g_t, there, C // 2, C, K, ROWS)
-    steepest = tl.max(tl.maximum(steep, steeper), 0)
-    tl.store(mild + chunk, (steepest <= MOST).to(tl.int32))
-    if steepest > MOST:
+    early, decay = _sums(g, g_t, there, 0, C // 2, K, ROWS)
+    late, later_decay = _sums(g, g_t, there, C // 2, C, K, ROWS)
+    largest = tl.max(tl.maximum(decay, later_decay), 0)
+    tl.store(small_decay + chunk, (largest <= MOST).to(tl.int32))
+    if largest > MOST:
         return
     ends += chunk * 3 * K + n
     tl.store(ends, tl.zeros([K], tl.float32))
@@ -95,6 +96,6 @@ def delta_mild_chunks(q, k, g, places, mild, queries, keys, out_keys, dots, ends
             tl.store(out_keys + at, as_stored(row * tl.exp2(0 - apart), out_keys), mask=r < there)
 
 
-mild_chunks = Kernel(
-    delta_mild_chunks, [{"num_warps": 1, "num_stages": 1, "ROWS": n} for n in (4, 8)], key=("heads", "C", "K")
+small_decay_chunks = Kernel(
+    delta_small_decay_chunks, [{"num_warps": 1, "num_stages": 1, "ROWS": n} for n in (4, 8)], key=("heads", "C", "K")
 )
