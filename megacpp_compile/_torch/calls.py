@@ -15,7 +15,7 @@ from megacpp_compile._torch import dynamo
 
 
 @dataclass(frozen=True)
-class Call:
+class CompiledCall:
     """A call of what `torch.compile` returned.
 
     Attributes:
@@ -35,7 +35,7 @@ class Call:
     through: frozenset[tuple[str, str]]
 
 
-def current() -> Call | None:
+def current() -> CompiledCall | None:
     """The innermost call; None where no frame is being compiled, or torch does not let it be found."""
     entry = _entry()
     caller = entry.f_back if entry is not None else None
@@ -54,7 +54,7 @@ def current() -> Call | None:
     while caller is not None and caller is not found:
         through.add((caller.f_code.co_filename, caller.f_code.co_name))
         caller = caller.f_back
-    return Call(whole, module, held["self"], hooks, held["cleanups"], frozenset(through))
+    return CompiledCall(whole, module, held["self"], hooks, held["cleanups"], frozenset(through))
 
 
 def _entry() -> FrameType | None:

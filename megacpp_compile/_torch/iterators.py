@@ -90,7 +90,7 @@ class Parts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Zipped:
     """Tuples of one entry of each column."""
 
     columns: list[Any]
@@ -144,7 +144,8 @@ def cut(function: Any, args: Any, kwargs: Any, least: int) -> Parts | None:
 
 
 def left(variable: Any) -> Any:
-    """What an iterator has left to give, as `Numbers`, `Parts` or `Rows`; None for what is not known to be regular."""
+    """What an iterator has left to give, as `Numbers`, `Parts` or `Zipped`; None for what is not known to be
+    regular."""
     held = variables.realized(variable)
     if isinstance(held, find(PATHS["RangeIterator"])):
         return _numbers(held.start, held.step, held.len)
@@ -200,10 +201,10 @@ def _iterable(variable: Any) -> Any:
     return left(held)
 
 
-def _rows(columns: list[Any]) -> Rows | None:
-    """`Rows` of columns that are equally long: else some iterators go on when others have nothing left."""
+def _rows(columns: list[Any]) -> Zipped | None:
+    """`Zipped` of columns that are equally long: else some iterators go on when others have nothing left."""
     counts = {c.count for c in columns if c is not None} - {ENDLESS}
-    return Rows(columns, counts.pop()) if None not in columns and len(counts) == 1 else None
+    return Zipped(columns, counts.pop()) if None not in columns and len(counts) == 1 else None
 
 
 def _entries(entries: list[Any], taken: int) -> Any:

@@ -40,7 +40,7 @@ _PRODUCTS = frozenset(
 
 
 @dataclasses.dataclass
-class Call:
+class OpaqueCall:
     """A call that was isolated: where its results enter the traced part and its tensor arguments leave it."""
 
     node: Node
@@ -61,7 +61,7 @@ class IsolatedHops:
 
     gm: GraphModule
     fakes: list[Any]
-    calls: list[Call]
+    calls: list[OpaqueCall]
     inputs: int
     outputs: int
     holders: Sequence[Node] = ()
@@ -80,7 +80,7 @@ def isolate_hops(
         return IsolatedHops(gm, list(fakes), [], len(fakes), len(values))
     graph, env = fx.Graph(), dict[Node, Node]()
     extra: list[Any] = []
-    calls: list[Call] = []
+    calls: list[OpaqueCall] = []
     holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     own = [fake for node, fake in zip(holders, fakes, strict=True) if node not in on_dtensors]
     for node in holders:
@@ -98,7 +98,7 @@ def isolate_hops(
             joined = joined and node.op == "get_attr"
             continue
         arguments = {n: _snapshot(graph, n, env[n]) for n in node.all_input_nodes if n in env and not is_body(gm, n)}
-        call = Call(node, gm, [], arguments)
+        call = OpaqueCall(node, gm, [], arguments)
         if on_dtensor and not any(v.target is _CLONE for v in arguments.values()):
             if not (call := dataclasses.replace(call, joined=joined)).joined:
                 marker = graph.call_function(_EMPTY, ([0],), {"device": torch.device("cpu")})
@@ -228,7 +228,7 @@ def restore(gm: GraphModule, made: IsolatedHops) -> None:
             raise CaptureError("a call's arguments are ready only after it")
         with graph.inserting_before(before):
 
-            def place(a: Node, traced: dict[Node, Any] = traced, call: Call = call) -> Any:
+            def place(a: Node, traced: dict[Node, Any] = traced, call: OpaqueCall = call) -> Any:
                 if a in traced or a in placed:
                     return traced[a] if a in traced else placed[a]
                 name = f"{call.node.name}_{a.target}".replace(".", "_")

@@ -32,7 +32,7 @@ from megacpp_compile._torch.dynamo import (
 )
 from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.frontend import graph_breaks
-from megacpp_compile.frontend.expert_loops import Loops
+from megacpp_compile.frontend.expert_loops import ExpertLoopTracer
 from megacpp_compile.frontend.garbage import no_full_collections
 from megacpp_compile.frontend.loop_advice import advice
 from megacpp_compile.frontend.rolled_loops import CannotRepeat, RolledLoops, repeated
@@ -52,7 +52,7 @@ _retraced: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_retrac
 _counted: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar("megacpp_counted")
 # Tells the guard that failed, as Dynamo says it, where the frame being compiled was compiled before.
 _failed: contextvars.ContextVar[Callable[[], str] | None] = contextvars.ContextVar("megacpp_failed", default=None)
-_loops: contextvars.ContextVar[Loops | None] = contextvars.ContextVar("megacpp_expert_loops", default=None)
+_loops: contextvars.ContextVar[ExpertLoopTracer | None] = contextvars.ContextVar("megacpp_expert_loops", default=None)
 _rolled: contextvars.ContextVar[RolledLoops | None] = contextvars.ContextVar("megacpp_rolled_loops", default=None)
 IN_PIECES = (
     "DDP's optimizer cuts the graph, and would part a loop from its step; with `torch._dynamo.config.optimize_ddp` set "
@@ -91,7 +91,8 @@ def install(at_first: Callable[[], None] = lambda: None) -> None:
         at_first()
         seen, token = len(graph_break_reasons), _retraced.set(False)
         traced = functools.partial(_traced_whole, original, args, kwargs)
-        loops = Loops(_restart) if watches and graph_breaks.option(given["compiler_fn"], "expert_loops") else None
+        watched = watches and graph_breaks.option(given["compiler_fn"], "expert_loops")
+        loops = ExpertLoopTracer(_restart) if watched else None
         failed_token = _failed.set(functools.partial(failed_guard, given))
         option = functools.partial(graph_breaks.option, given["compiler_fn"])
         # A site of a few steps cannot be run for what verifies it.

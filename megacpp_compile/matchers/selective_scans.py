@@ -19,7 +19,7 @@ from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.associative_scans import States, find_states
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, number
-from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import RATE, Leaf, arranged
@@ -84,7 +84,7 @@ class _Candidate:
         (dt,), (A,) = shared, [n for n in factors if n not in shared]
         leaves = list(dict.fromkeys([dt, A, *inputs, C, states.node]))
         self.inside -= {*leaves}
-        r = Resized(RULES, sorted(self.inside), leaves, Axes(LONGEST))
+        r = Resized(RULES, sorted(self.inside), leaves, AxisEquations(LONGEST))
         for made in (states.a, states.b):
             for one, other in zip(r.dims[made], r.dims[states.node], strict=True):
                 r.axes.same(one, other)

@@ -19,7 +19,7 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class LayerCall:
     """Call `number`, from 0, of `module` in its loop. beside: whether tokens mix outside of the loop, too."""
 
     module: str
@@ -27,7 +27,7 @@ class Call:
     beside: bool
 
 
-def calls_of(forward: Sequence[Node], mixes: Callable[[Node], bool]) -> dict[Node, Call]:
+def calls_of(forward: Sequence[Node], mixes: Callable[[Node], bool]) -> dict[Node, LayerCall]:
     """The call of every node that is in a loop over depth. forward: in graph order; mixes: whether in a node tokens
     mix."""
     return loops_of(
@@ -40,7 +40,7 @@ def loops_of(
     stacks: Mapping[Value, Mapping[str, int]],
     mixing: Sequence[Value],
     read: Callable[[Value], Iterable[Value]],
-) -> dict[Value, Call]:
+) -> dict[Value, LayerCall]:
     """What `calls_of` says, of values that need not be nodes. forward: in the order they are made; stacks: the modules
     around each, the outermost first, with the number of the call; mixing: those in which tokens mix; read: what a value
     is made of."""
@@ -48,12 +48,12 @@ def loops_of(
     if not repeated:
         return {}
     outermost = [next((name for name in stacks[n] if name in repeated), None) for n in mixing]
-    found: dict[Value, Call] = {}
+    found: dict[Value, LayerCall] = {}
     for module in dict.fromkeys(name for name in outermost if name is not None):
         numbers = {n: stack[module] for n, stack in stacks.items() if module in stack}
         if _is_loop(forward, numbers, mixing, read):
             beside = any(n not in numbers for n in mixing)
-            found.update({n: Call(module, number, beside) for n, number in numbers.items()})
+            found.update({n: LayerCall(module, number, beside) for n, number in numbers.items()})
     return found
 
 

@@ -21,7 +21,7 @@ from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.view_chains import base_of
 from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.matchers.recurrences import find_recurrences
-from megacpp_compile.remat.depth_loops import Call, calls_of
+from megacpp_compile.remat.depth_loops import LayerCall, calls_of
 from megacpp_compile.remat.nodes import is_core, is_depthwise, is_gemm
 from megacpp_compile.remat.plan import BlockRef
 
@@ -58,7 +58,7 @@ def blocks_of(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node
     return {n: BlockRef(b[0], b[1] if kinds[b] else None, kinds[b], b[0] in repeated) for n, b in of.items()}
 
 
-def _within(call: Call, layer: str, child: str | None, fqn: str) -> tuple[str, str | None]:
+def _within(call: LayerCall, layer: str, child: str | None, fqn: str) -> tuple[str, str | None]:
     """The layer and the child of it that a node in a loop over depth is in: a numbered layer inside of the module that
     is called, or that module."""
     inside = f"{layer}.".startswith(f"{call.module}.")

@@ -9,12 +9,12 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from megacpp_compile.lowerings._kernels.rows import Rows, overlaps, rows_of
+from megacpp_compile.lowerings._kernels.rows import RowLayout, overlaps, rows_of
 
 B, S, H, D = 2, 5, 3, 4
 
 
-def walked(rows: Rows, index: int) -> list[list[int]]:
+def walked(rows: RowLayout, index: int) -> list[list[int]]:
     """Where the walk finds tensor `index`: offsets by token and head."""
     first, second, head = rows.strides[index]
     return [
@@ -73,7 +73,7 @@ WALKS = {
 def test_walk(label):
     full, shared, head, n1 = WALKS[label]
     rows = rows_of(full, shared)
-    assert isinstance(rows, Rows), rows
+    assert isinstance(rows, RowLayout), rows
     shape = tuple(full[0].shape[:-1])
     assert (rows.head, rows.n1) == (head, n1)
     assert rows.tokens == torch.Size(shape).numel() // rows.heads
@@ -96,8 +96,8 @@ def test_refusals(words):
 
 def test_channels_of_tables_and_single_channels_need_not_be_adjacent():
     tables = [contiguous(1, S, 1, 2 * D)[..., ::2]] * 2
-    assert isinstance(rows_of([contiguous(B, S, H, D)], tables), Rows)
-    assert isinstance(rows_of([contiguous(B, S, H, 2)[..., ::2]], tables), Rows)
+    assert isinstance(rows_of([contiguous(B, S, H, D)], tables), RowLayout)
+    assert isinstance(rows_of([contiguous(B, S, H, 2)[..., ::2]], tables), RowLayout)
 
 
 @pytest.mark.parametrize("heads", [1, H])
@@ -166,7 +166,7 @@ def test_symbolic_sizes_get_no_guards(heads_first):
     shapes = ((7, H, 11, D), (1, 1, 11, D)) if heads_first else ((7, 11, H, D), (1, 11, 1, D))
     env, (q, table) = symbolic(*map(torch.empty, shapes), dynamic=(0, 2) if heads_first else (0, 1))
     rows = rows_of([q, q.new_empty(q.shape)], [table, table])
-    assert isinstance(rows, Rows), rows
+    assert isinstance(rows, RowLayout), rows
     _ = rows.empty, rows.heads_inside, overlaps(q)
     assert rows.heads == H
     assert not env.guards
@@ -231,6 +231,6 @@ def test_reordering_is_told_from_the_first_two_tensors():
     found = {}
     for name, pair in {"in": (inside, inside), "to": (inside, outside), "from": (outside, inside)}.items():
         rows = rows_of(pair, tables)
-        assert isinstance(rows, Rows), rows
+        assert isinstance(rows, RowLayout), rows
         found[name] = (rows.heads_inside, rows.reorders)
     assert found == {"in": (True, False), "to": (True, True), "from": (False, False)}

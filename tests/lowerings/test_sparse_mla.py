@@ -87,7 +87,7 @@ def test_a_row_nobody_may_see_does_no_harm(rand):
 def test_a_scale_for_all_stays_one_number(rand):
     q, payload, indices, scale, *others = quantised(rand, operands(rand, torch.float32), "tensor")
     assert scale.shape[1] == payload.shape[1] and scale.untyped_storage().nbytes() == 4
-    assert reference.Rows(payload, scale, torch.float32).scale.numel() <= q.shape[0]
+    assert reference.LatentRows(payload, scale, torch.float32).scale.numel() <= q.shape[0]
     got = sparse_mla(q, payload, indices, scale, *others)
     want = sparse_mla(q, payload, indices, scale.clone(memory_format=torch.contiguous_format), *others)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

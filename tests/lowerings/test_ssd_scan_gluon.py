@@ -108,7 +108,7 @@ def test_what_does_not_compile_is_served_otherwise(rand, monkeypatch, caplog, op
     gluon = hopper("ssd_scan")
     monkeypatch.setattr(gluon.kernels, "missing", "")
     monkeypatch.setattr(gluon, "ssd_walk_hopper", DoesNotCompile())
-    monkeypatch.setattr(_call.Call, "decay", lambda call, length: (call.dt, call.dt))
+    monkeypatch.setattr(_call.ScanOperands, "decay", lambda call, length: (call.dt, call.dt))
     args, out, _ = scan(rand)
     y, last, states = reference_of("ssd_scan")(*args, out)
     promised = (y, last, states) if op == "scan" else (*args[:6],)

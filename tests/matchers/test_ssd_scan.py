@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megacpp_compile.matchers.ssd.atoms import NoAxes, flat, fresh
-from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES, contractions, elementwise, lengths, views, writes
 from megacpp_compile.matchers.ssd.scan import NoScan, Scan, find_scans
@@ -139,7 +139,7 @@ def test_no_op_has_two_rules():
 
 
 def test_sizes_that_do_not_agree_are_told():
-    axes = Axes()
+    axes = AxisEquations()
     with pytest.raises(NoAxes, match="divide"):
         axes.regroup([fresh(4), fresh(6)], [3, 8])
     with pytest.raises(NoAxes, match="divide"):

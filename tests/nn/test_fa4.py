@@ -17,7 +17,7 @@ import megacpp_compile
 from megacpp_compile import Validity, attention, attention_capability, explainer, last_attention, pipeline, targets
 from megacpp_compile.errors import AttentionError, BadOptionError, OperandError
 from megacpp_compile.nn.attention import bodies, eligibility, fa4, fa4_runtime, switch, te
-from megacpp_compile.nn.attention.eligibility import Call, Runtime, eligible
+from megacpp_compile.nn.attention.eligibility import AttentionCall, Runtime, eligible
 from megacpp_compile.precision.native_attention import DotProductAttention as Native
 from megacpp_compile.report.kernels import families
 from tests.corpus.spellings import PlainMLA
@@ -25,7 +25,7 @@ from tests.nn.standing_in import forget, hopper_on_cpu
 from tests.nn.test_attention import mathematics, with_gradients
 
 DOCS = torch.tensor([[0] * 9 + [1] * 7, [0] * 16])
-GOOD = Call("cuda", torch.bfloat16, (192, 128), (256, 256))
+GOOD = AttentionCall("cuda", torch.bfloat16, (192, 128), (256, 256))
 PROBE = 1  # the first question calls the kernel once
 ABLE = Runtime("", (9, 0), softcap=True, backward=True)
 

@@ -29,7 +29,7 @@ _QUIET = frozenset(
 )
 
 
-class Loops:
+class ExpertLoopTracer:
     """The loops of one frame.
 
     restart: leaves the translation, to begin it anew. refused: why loops were left as they are, each with its line (a

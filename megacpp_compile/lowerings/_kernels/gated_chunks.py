@@ -40,7 +40,7 @@ def operand_problem(
     return None
 
 
-class Gradients(NamedTuple):
+class GatedChunkGradients(NamedTuple):
     """By chunk, [b, c, h, l, ...], but `gates` [b, t, hv, 1 or k], and `initial` [n, h, k, v]. others: of what
     an op has beyond these."""
 
@@ -157,7 +157,7 @@ class GatedChunks:
             return kept[:, :0]
         return torch.stack(every, 2).flatten(1, 2)[:, : self.grid.chunks]
 
-    def backward(self, do: Tensor, dfinal: Tensor | None, kept: Tensor, scale: float) -> Gradients:
+    def backward(self, do: Tensor, dfinal: Tensor | None, kept: Tensor, scale: float) -> GatedChunkGradients:
         """Everything within a chunk is recomputed from the operands."""
         last = torch.zeros_like(self.initial) if dfinal is None else dfinal.to(self.dtype)
         entered = self.entering(kept)
@@ -181,12 +181,12 @@ class GatedChunks:
         if d_k_in is not None:
             d_k = d_k + d_rows[0] + d_k_in * self.decay.into
         if not self.gated:
-            return Gradients(d_q, d_k, d_v, None, d_initial, others)
+            return GatedChunkGradients(d_q, d_k, d_v, None, d_initial, others)
         d_into, d_out = self.decay.dot(self.q_in, d_q_in), self.decay.dot(self.k_out, d_k_out)
         d_into = d_into if d_k_in is None else d_into + self.decay.dot(self.k_in, d_k_in)
         d_total = self.decay.state_dot(entered, left)
         gates = self.grid.join(d_gates + self.decay.gates_gradient(d_into, d_out, d_total))
-        return Gradients(d_q, d_k, d_v, gates, d_initial, others)
+        return GatedChunkGradients(d_q, d_k, d_v, gates, d_initial, others)
 
     def _by_value_head(self, x: Tensor) -> Tensor:
         """[b, c, hk, l, k] -> [b, c, hv, l, k]."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.rows import Rows
+from megacpp_compile.lowerings._kernels.rows import RowLayout
 from megacpp_compile.lowerings._kernels.triton_launch import is_wide, power_of_2
 
 # Rope widths a kernel holds in registers; wider ones are left to the reference lowering.
@@ -21,7 +21,7 @@ MIN_BYTES = 32 << 20
 def angle_arguments(
     cos: Tensor,
     sin: Tensor,
-    rows: Rows,
+    rows: RowLayout,
     rope_dim: int,
     interleaved_in: bool,
     interleaved_out: bool,
@@ -76,7 +76,7 @@ _OUTSIDE = {"turn": (2, 16, 4), "copy": (8, 1, 4), "keys": (8, 1, 4), "key gradi
 _REORDERED = {"copy": ((0, (1, 16, 8)),), "keys": ((17, (2, 32, 8)), (0, (1, 16, 8)))}
 
 
-def blocks(rows: Rows, work: str) -> dict[str, int]:
+def blocks(rows: RowLayout, work: str) -> dict[str, int]:
     """The built-in block sizes for `work`: "turn" in place, "copy" out of place, "keys", "key gradients"."""
     heads = rows.heads if isinstance(rows.heads, int) else 32
     by_heads = _REORDERED[work] if work in _REORDERED and rows.reorders else _INSIDE[work]

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_kno
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowLayout:
     """Sizes of the walk; `strides[i]` are tensor i's (first token coordinate, second, head), 0 where it is shared.
 
     `head` is the dimension of the heads, None where there is but one.
@@ -48,7 +48,7 @@ class Rows:
 
 def rows_of(
     full: Sequence[Tensor], shared: Sequence[Tensor], packed: bool = False, head: int | None = None
-) -> Rows | str:
+) -> RowLayout | str:
     """The walk over `full` tensors (one outer shape) beside `shared` ones (broadcast over heads at least), or why not.
 
     `packed`: the tables, last in `shared`, are `[positions, 1, channels]` and indexed by position, not by token.
@@ -99,7 +99,7 @@ def rows_of(
     tables = [(0, t.stride(0), 0) for t in shared[-2:]] if packed else []
     n1 = numel(groups[1])
     heads = 1 if head is None else outer[head]
-    return Rows(numel(groups[0]) * n1, n1, heads, (*map(strides, tensors), *tables), head)
+    return RowLayout(numel(groups[0]) * n1, n1, heads, (*map(strides, tensors), *tables), head)
 
 
 def overlaps(t: Tensor) -> bool:

@@ -18,7 +18,7 @@ NARROW, BROAD = {"num_warps": 4, "num_stages": 1}, {"num_warps": 8, "num_stages"
 COLUMNS, STAGES = 32, 3
 
 
-class Call:
+class BackwardOperands:
     """Sizes, and the operands as the kernels read them: channels contiguous in memory, rows in sixteens."""
 
     def __init__(
@@ -81,7 +81,7 @@ def shared_memory(chunk: int, keys: int, wide: bool) -> int:
     return numbers * (4 if wide else 2)
 
 
-def prepared(call: Call) -> dict[str, Tensor]:
+def prepared(call: BackwardOperands) -> dict[str, Tensor]:
     heads, C = call.heads, call.C
     return {
         "steps": call.by_chunk(heads, C),
@@ -91,7 +91,7 @@ def prepared(call: Call) -> dict[str, Tensor]:
     }
 
 
-def prepare_args(call: Call, inverse: Tensor) -> dict[str, Any]:
+def prepare_args(call: BackwardOperands, inverse: Tensor) -> dict[str, Any]:
     beta = call.do if call.beta is None else call.beta
     return {"q": call.q, "k": call.k, "beta": beta, "inverse": inverse, "scale": call.scale,
             "eps": call.eps or 0.0, "per_key": call.per_key, "BETA": int(call.beta is not None),

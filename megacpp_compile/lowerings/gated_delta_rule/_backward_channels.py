@@ -12,14 +12,21 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _triton_backward_channels, _triton_states
-from megacpp_compile.lowerings.gated_delta_rule._backward_call import BROAD, NARROW, Call, only, prepare_args, prepared
+from megacpp_compile.lowerings.gated_delta_rule._backward_call import (
+    BROAD,
+    NARROW,
+    BackwardOperands,
+    only,
+    prepare_args,
+    prepared,
+)
 from megacpp_compile.lowerings.gated_delta_rule._small_decay_chunks import SmallDecayChunks
 
 
 class GatesAChannel:
     """Of a call."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: BackwardOperands) -> None:
         assert call.g is not None
         self.call, self.g = call, call.g
         places = call.packed.chunks if call.packed else call.nothing

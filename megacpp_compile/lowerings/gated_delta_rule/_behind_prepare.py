@@ -17,7 +17,7 @@ from megacpp_compile.lowerings.gated_delta_rule import (
     _hopper,
     _reverse_walk,
 )
-from megacpp_compile.lowerings.gated_delta_rule._backward_call import Call, only
+from megacpp_compile.lowerings.gated_delta_rule._backward_call import BackwardOperands, only
 
 _NAME = "gated_delta_rule_backward"
 # What the kernels read of what is written before them, of gates a head, and a channel; and what they leave to others.
@@ -27,7 +27,8 @@ _LEFT = "states errors d_states"
 
 
 def of_heads(
-    call: Call, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor, made: dict[str, Tensor]
+    call: BackwardOperands, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor,
+    made: dict[str, Tensor]
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dg, dbeta and the first state's, in float32.
 
@@ -40,7 +41,8 @@ def of_heads(
 
 
 def of_channels(
-    call: Call, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor, made: dict[str, Tensor]
+    call: BackwardOperands, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor,
+    made: dict[str, Tensor]
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """The same of gates a channel, with dq, dk and dg as `_channel_gradients` leaves them; and what kernels by cuts
     read: states, errors, d_states, dv and d_between. made: also queries, keys, small_decay and spare."""
@@ -56,12 +58,13 @@ def of_channels(
     return tuple(grads), left
 
 
-def _served(call: Call) -> bool:
+def _served(call: BackwardOperands) -> bool:
     return call.do.dtype == torch.bfloat16 and _hopper.serve(call, call.C, call.packed is not None, call.per_channel)
 
 
 def _walked(
-    call: Call, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor, made: dict[str, Tensor]
+    call: BackwardOperands, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor,
+    made: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """`made`, the states, the errors, and what the walk back gives, in Triton."""
     walked, entered = _reverse_walk.results(call), _entering_states.results(call)
@@ -71,14 +74,16 @@ def _walked(
 
 
 def _heads_in_triton(
-    call: Call, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor, made: dict[str, Tensor]
+    call: BackwardOperands, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor,
+    made: dict[str, Tensor]
 ) -> tuple[Tensor, ...]:
     made = _walked(call, dfinal, kept, initial, inverse, made)
     return *_head_gradients.in_triton(call, made), made["d_initial"]
 
 
 def _channels_in_triton(
-    call: Call, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor, made: dict[str, Tensor]
+    call: BackwardOperands, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor,
+    made: dict[str, Tensor]
 ) -> tuple[Tensor, ...]:
     made = _walked(call, dfinal, kept, initial, inverse, made)
     *grads, d_between = _channel_gradients.in_triton(call, made)
@@ -130,14 +135,14 @@ def channels_promised(operands: tuple[Tensor | None, ...], scale: float, eps: fl
     return *grads, made["d_initial"], d_between, *only(made, _LEFT).values()
 
 
-def _call(operands: tuple[Tensor | None, ...], scale: float, eps: float | None) -> Call:
+def _call(operands: tuple[Tensor | None, ...], scale: float, eps: float | None) -> BackwardOperands:
     do, q, k, v, g, beta = operands
     assert do is not None and q is not None and k is not None and v is not None
-    return Call(do, q, k, v, g, beta, None, scale, eps, _hopper.CHUNK)
+    return BackwardOperands(do, q, k, v, g, beta, None, scale, eps, _hopper.CHUNK)
 
 
 def _heads_in_gluon(
-    call: Call, dfinal: Tensor | None, kept: Tensor, inverse: Tensor, made: dict[str, Tensor]
+    call: BackwardOperands, dfinal: Tensor | None, kept: Tensor, inverse: Tensor, made: dict[str, Tensor]
 ) -> tuple[Tensor, ...]:
     walked, entered = _reverse_walk.results(call), _entering_states.results(call)
     made = made | walked | entered
@@ -155,7 +160,7 @@ def _heads_in_gluon(
 
 
 def _channels_in_gluon(
-    call: Call, dfinal: Tensor | None, kept: Tensor, inverse: Tensor, made: dict[str, Tensor]
+    call: BackwardOperands, dfinal: Tensor | None, kept: Tensor, inverse: Tensor, made: dict[str, Tensor]
 ) -> tuple[Tensor, ...]:
     walked, entered = _reverse_walk.results(call), _entering_states.results(call)
     _hopper.side_by_side(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.gluon_launch import launch, numbers
 from megacpp_compile.lowerings.gated_delta_rule import _hopper, _small_decay_chunks, _triton_small_decay_gradients
-from megacpp_compile.lowerings.gated_delta_rule._backward_call import NARROW, Call, only
+from megacpp_compile.lowerings.gated_delta_rule._backward_call import NARROW, BackwardOperands, only
 
 # Rows of a chunk that the last kernel's loop has unrolled.
 ROWS = 8
@@ -22,7 +22,7 @@ ROWS = 8
 WARPS = 8
 
 
-def results(call: Call) -> tuple[Tensor, ...]:
+def results(call: BackwardOperands) -> tuple[Tensor, ...]:
     """dq, dk [b, t, heads, K], in float32 where they are to be summed over the value heads of a key head, dv, dg,
     dbeta, which is empty without betas, and d_between [b, c, heads, C, C], the gradient of A before decays. Of chunks
     of large decay dq, dk and dg are left to others, and of others d_between says nothing."""
@@ -35,7 +35,7 @@ def results(call: Call) -> tuple[Tensor, ...]:
     return dq, dk, dv, dg, dbeta, call.by_chunk(call.heads, call.C, call.C, dtype=call.inner)
 
 
-def in_triton(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def in_triton(call: BackwardOperands, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """`results`. made: what the kernels before have written, queries, keys and out_keys with the gates inside; and
     spare, float32 [b, c, heads, C, K], of which nobody reads the rows of chunks of small decay."""
     dq, dk, dv, dg, dbeta, d_between = results(call)
@@ -71,7 +71,7 @@ def in_triton(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return dq, dk, dv, dg, dbeta, d_between
 
 
-def in_gluon(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def in_gluon(call: BackwardOperands, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """The same."""
     out = dq, dk, dv, dg, dbeta, d_between = results(call)
     C, K, whole = _hopper.CHUNK, _hopper.CHANNELS, call.per_key == 1

@@ -11,13 +11,13 @@ from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY
 from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _hopper, _triton_states
-from megacpp_compile.lowerings.gated_delta_rule._backward_call import STAGES, Call, only
+from megacpp_compile.lowerings.gated_delta_rule._backward_call import STAGES, BackwardOperands, only
 
 # Of V's channels a program has so many.
 _COLUMNS = 64
 
 
-def results(call: Call) -> dict[str, Tensor]:
+def results(call: BackwardOperands) -> dict[str, Tensor]:
     """states [b, c, h, K, V] and errors [b, c, h, C, V]."""
     return {
         "states": call.by_chunk(call.heads, call.K, call.V, dtype=call.inner),
@@ -26,7 +26,7 @@ def results(call: Call) -> dict[str, Tensor]:
 
 
 def in_triton(
-    call: Call, kept: Tensor, initial: Tensor | None, made: dict[str, Tensor], out: dict[str, Tensor]
+    call: BackwardOperands, kept: Tensor, initial: Tensor | None, made: dict[str, Tensor], out: dict[str, Tensor]
 ) -> None:
     """Into `out`, from `kept`, the states that enter segments.
 
@@ -44,7 +44,7 @@ def in_triton(
     )  # fmt: skip
 
 
-def in_gluon(call: Call, kept: Tensor, made: dict[str, Tensor], out: dict[str, Tensor]) -> None:
+def in_gluon(call: BackwardOperands, kept: Tensor, made: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     """The same of gates a head, without documents."""
     C, K, segments = _hopper.CHUNK, _hopper.CHANNELS, kept.shape[1]
     launch(

@@ -16,7 +16,7 @@ from megacpp_compile.lowerings.gated_delta_rule._chunk_tables import ChunkTables
 COLUMNS, STAGES = 32, 3
 
 
-class Call:
+class ForwardOperands:
     """Sizes, operands as the kernels read them (channels contiguous in memory, rows in sixteens), and, with documents,
     where their chunks and segments are."""
 

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings.gated_delta_rule import _hopper, _triton_gradients
-from megacpp_compile.lowerings.gated_delta_rule._backward_call import BROAD, NARROW, Call, only
+from megacpp_compile.lowerings.gated_delta_rule._backward_call import BROAD, NARROW, BackwardOperands, only
 
 
-def results(call: Call) -> tuple[Tensor, ...]:
+def results(call: BackwardOperands) -> tuple[Tensor, ...]:
     """dq, dk, dv, dg and dbeta, the last two empty where there are no gates or betas."""
     dq, dk, dv = (call.new(*t.shape, dtype=t.dtype) for t in (call.q, call.k, call.v))
     dg, dbeta = (call.new(0) if t is None else call.new(*t.shape, dtype=t.dtype) for t in (call.g, call.beta))
     return dq, dk, dv, dg, dbeta
 
 
-def in_triton(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def in_triton(call: BackwardOperands, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """`results`. made: what the kernels before have written, by the names it has there."""
     q, k, g, beta = call.q, call.k, call.g, call.beta
     dq, dk, dv, dg, dbeta = results(call)
@@ -51,7 +51,7 @@ def in_triton(call: Call, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
 class InGluon:
     """Into `results`: first that of q, then all others, which take two parts of it."""
 
-    def __init__(self, call: Call, made: dict[str, Tensor]) -> None:
+    def __init__(self, call: BackwardOperands, made: dict[str, Tensor]) -> None:
         """made: what the kernels before have written, or, in time for a launch, will have."""
         self.call, self.made, self.results = call, made, results(call)
         C, K = _hopper.CHUNK, _hopper.CHANNELS

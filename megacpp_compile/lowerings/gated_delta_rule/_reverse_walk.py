@@ -11,13 +11,13 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _hopper, _triton_reverse_walk
-from megacpp_compile.lowerings.gated_delta_rule._backward_call import COLUMNS, STAGES, Call, only
+from megacpp_compile.lowerings.gated_delta_rule._backward_call import COLUMNS, STAGES, BackwardOperands, only
 
 # Of V's channels a program of Gluon's walk has so many.
 _GLUON_COLUMNS = 64
 
 
-def results(call: Call) -> dict[str, Tensor]:
+def results(call: BackwardOperands) -> dict[str, Tensor]:
     """d_states [b, c, h, K, V], d_rows [b, c, h, C, V], and d_initial [documents, h, K, V] in float32."""
     return {
         "d_states": call.by_chunk(call.heads, call.K, call.V, dtype=call.inner),
@@ -26,13 +26,13 @@ def results(call: Call) -> dict[str, Tensor]:
     }
 
 
-def _last(call: Call, dfinal: Tensor | None, out: dict[str, Tensor]) -> Tensor:
+def _last(call: BackwardOperands, dfinal: Tensor | None, out: dict[str, Tensor]) -> Tensor:
     """The gradient of the last state, or what takes its place where there is none."""
     return out["d_initial"] if dfinal is None else dfinal.contiguous()
 
 
 def in_triton(
-    call: Call, dfinal: Tensor | None, inverse: Tensor, made: dict[str, Tensor], out: dict[str, Tensor]
+    call: BackwardOperands, dfinal: Tensor | None, inverse: Tensor, made: dict[str, Tensor], out: dict[str, Tensor]
 ) -> None:
     """Into `out`. made: what `prepare` has written, by the names it has there."""
     columns = call.at_once(COLUMNS)
@@ -49,7 +49,7 @@ def in_triton(
 
 
 def in_gluon(
-    call: Call, dfinal: Tensor | None, inverse: Tensor, made: dict[str, Tensor], out: dict[str, Tensor]
+    call: BackwardOperands, dfinal: Tensor | None, inverse: Tensor, made: dict[str, Tensor], out: dict[str, Tensor]
 ) -> None:
     """The same, without documents."""
     C, K, columns = _hopper.CHUNK, _hopper.CHANNELS, _GLUON_COLUMNS

@@ -14,14 +14,14 @@ from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY
 from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _hopper, _triton_walk
-from megacpp_compile.lowerings.gated_delta_rule._forward_call import COLUMNS, STAGES, Call
+from megacpp_compile.lowerings.gated_delta_rule._forward_call import COLUMNS, STAGES, ForwardOperands
 
 # Of V's channels a program of Gluon's walk has so many.
 _GLUON_COLUMNS = 64
 
 
 def walk(
-    call: Call, prepared: dict[str, Any], tables: tuple[Tensor, Tensor], inverse: Tensor, mixed: Tensor,
+    call: ForwardOperands, prepared: dict[str, Any], tables: tuple[Tensor, Tensor], inverse: Tensor, mixed: Tensor,
     initial_state: Tensor | None, scale: float, out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o, the last state, and the states every `STATES_EVERY` chunks.
@@ -35,14 +35,14 @@ def walk(
     return _in_triton(call, prepared, tables, inverse, mixed, initial_state, scale, out_dtype)
 
 
-def _results(call: Call, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _results(call: ForwardOperands, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     o = call.new(call.batch, call.tokens, call.heads, call.V, dtype=out_dtype)
     last = call.new(call.sequences, call.heads, call.K, call.V)
     return o, last, call.new(call.batch, call.segments, call.heads, call.K, call.V)
 
 
 def _in_triton(
-    call: Call, prepared: dict[str, Any], tables: tuple[Tensor, Tensor], inverse: Tensor, mixed: Tensor,
+    call: ForwardOperands, prepared: dict[str, Any], tables: tuple[Tensor, Tensor], inverse: Tensor, mixed: Tensor,
     initial_state: Tensor | None, scale: float, out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     o, last, states = _results(call, out_dtype)
@@ -62,7 +62,7 @@ def _in_triton(
     return o, last, states
 
 
-def rows_as_they_are(call: Call) -> dict[str, Any]:
+def rows_as_they_are(call: ForwardOperands) -> dict[str, Any]:
     """Arguments of the walk with a gate a head: q and k have no gates inside."""
     return {"q": call.q, "k": call.k, "out_keys": call.k, "CHANNELS": 0, "per_key": call.heads // call.key_heads,
             **strides("q", call.q, "bth"), **strides("k", call.k, "bth")}  # fmt: skip
@@ -72,7 +72,7 @@ def on_hopper(
     q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, mixed: Tensor, factors: Tensor, initial_state: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    call = Call(q, k, v, None, None, None, _hopper.CHUNK)
+    call = ForwardOperands(q, k, v, None, None, None, _hopper.CHUNK)
     prepared = rows_as_they_are(call) | {"factors": factors, "ends": factors}
     tables = call.nothing, call.nothing
     return _hopper.kernels.or_in_triton(
@@ -83,11 +83,11 @@ def on_hopper(
 
 
 def promised(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _results(Call(q, k, v, None, None, None, _hopper.CHUNK), torch.bfloat16)
+    return _results(ForwardOperands(q, k, v, None, None, None, _hopper.CHUNK), torch.bfloat16)
 
 
 def _in_gluon(
-    call: Call, inverse: Tensor, mixed: Tensor, factors: Tensor, initial_state: Tensor | None
+    call: ForwardOperands, inverse: Tensor, mixed: Tensor, factors: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     o, last, states = _results(call, torch.bfloat16)
     C, K = _hopper.CHUNK, _hopper.CHANNELS

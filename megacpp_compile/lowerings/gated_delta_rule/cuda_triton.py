@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.triton_launch import MOST_BLOCKS, too_large, unfit
 from megacpp_compile.lowerings.gated_delta_rule import _triton_channels, _triton_prepare
-from megacpp_compile.lowerings.gated_delta_rule._forward_call import COLUMNS, STAGES, Call
+from megacpp_compile.lowerings.gated_delta_rule._forward_call import COLUMNS, STAGES, ForwardOperands
 from megacpp_compile.lowerings.gated_delta_rule._small_decay_chunks import SmallDecayChunks
 from megacpp_compile.lowerings.gated_delta_rule._walks import rows_as_they_are, walk
 from megacpp_compile.lowerings.gated_delta_rule.cuda_triton_backward import gated_delta_rule_backward, shared_memory
@@ -66,7 +66,7 @@ def gated_delta_rule(
     chunk_size: int,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = Call(q, k, v, g, beta, cu_seqlens, chunk_size)
+    call = ForwardOperands(q, k, v, g, beta, cu_seqlens, chunk_size)
     kept = inverse_dtype(q, k, v, torch.float32)
     if call.empty:
         last = call.new(call.sequences, call.heads, call.K, call.V)
@@ -82,7 +82,7 @@ def gated_delta_rule(
 
 
 def _prepared(
-    call: Call, places: Tensor, inverse: Tensor, mixed: Tensor, scale: float, eps: float | None
+    call: ForwardOperands, places: Tensor, inverse: Tensor, mixed: Tensor, scale: float, eps: float | None
 ) -> dict[str, Any]:
     """Writes a chunk's inverse and its scores, and returns what else the walk reads: q, k and factors of rows."""
 

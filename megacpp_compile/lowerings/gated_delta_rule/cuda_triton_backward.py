@@ -16,7 +16,7 @@ from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _triton_states
 from megacpp_compile.lowerings.gated_delta_rule._backward_call import (
     NARROW,
-    Call,
+    BackwardOperands,
     prepare_args,
     prepared,
     shared_memory,
@@ -42,7 +42,7 @@ def gated_delta_rule_backward(
     qk_norm_eps: float | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = Call(do, q, k, v, g, beta, cu_seqlens, scale, qk_norm_eps, chunk_size)
+    call = BackwardOperands(do, q, k, v, g, beta, cu_seqlens, scale, qk_norm_eps, chunk_size)
     if call.empty:
         d_initial = call.new(call.documents, call.heads, call.K, call.V)
         d_initial.zero_() if dfinal is None else d_initial.copy_(dfinal)
@@ -58,7 +58,7 @@ def gated_delta_rule_backward(
     return dq, dk, dv, dg, dbeta, d_initial
 
 
-def _prepare(call: Call, inverse: Tensor) -> dict[str, Tensor]:
+def _prepare(call: BackwardOperands, inverse: Tensor) -> dict[str, Tensor]:
     """The decays, steps and norms, and a chunk's parts that no state enters."""
     made = {"decay": call.by_chunk(call.heads, call.C)} | prepared(call)
     g = call.do if call.g is None else call.g

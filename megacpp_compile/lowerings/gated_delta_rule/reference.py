@@ -31,7 +31,7 @@ def inverse_dtype(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> torch.
     return torch.bfloat16 if narrow else dtype
 
 
-class Chunks(GatedChunks):
+class DeltaRuleChunks(GatedChunks):
     """Adds `beta` [b, c, h, l, 1], `raw`, which is L without beta, and T [b, c, h, l, l]."""
 
     def __init__(
@@ -102,7 +102,7 @@ def gated_delta_rule(
     qk_norm_eps: float | None,
     chunk_size: int,
     out_dtype: torch.dtype,
-    chunks: type[Chunks] = Chunks,
+    chunks: type[DeltaRuleChunks] = DeltaRuleChunks,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = compute_dtype(q, k, v, g, beta, initial_state)
     x = chunks(q, k, v, g, beta, initial_state, cu_seqlens, qk_norm_eps, chunk_size, dtype)
@@ -125,7 +125,7 @@ def gated_delta_rule_backward(
     scale: float,
     qk_norm_eps: float | None,
     chunk_size: int,
-    chunks: type[Chunks] = Chunks,
+    chunks: type[DeltaRuleChunks] = DeltaRuleChunks,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta and initial_state, empty where there is none.
 

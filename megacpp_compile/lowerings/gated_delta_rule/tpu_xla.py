@@ -19,7 +19,7 @@ from megacpp_compile.lowerings.gated_delta_rule import reference
 TRACED = False
 
 
-class Chunks(reference.Chunks):
+class DeltaRuleChunks(reference.DeltaRuleChunks):
     per_head, per_channel = PairedHeadDecay, PairedChannelDecay
 
     @staticmethod
@@ -34,8 +34,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 # Functions and no partials: a graph that calls one prints its name.
 def gated_delta_rule(*args: Any) -> Any:
-    return reference.gated_delta_rule(*args, chunks=Chunks)  # type: ignore[misc]
+    return reference.gated_delta_rule(*args, chunks=DeltaRuleChunks)  # type: ignore[misc]
 
 
 def gated_delta_rule_backward(*args: Any) -> Any:
-    return reference.gated_delta_rule_backward(*args, chunks=Chunks)  # type: ignore[misc]
+    return reference.gated_delta_rule_backward(*args, chunks=DeltaRuleChunks)  # type: ignore[misc]

@@ -18,7 +18,7 @@ from megacpp_compile.lowerings.gated_linear_attention import _triton_walk
 COLUMNS, WIDE_COLUMNS = 64, 32
 
 
-class Call:
+class LinearAttentionOperands:
     """Operands with contiguous channels, rows in sixteens. inner: the dtype of what one kernel leaves to another."""
 
     def __init__(

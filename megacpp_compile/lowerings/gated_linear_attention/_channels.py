@@ -15,7 +15,7 @@ from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _triton_small_decay_gradients
 from megacpp_compile.lowerings.gated_delta_rule._small_decay_chunks import ROWS, SmallDecayChunks
 from megacpp_compile.lowerings.gated_linear_attention import _triton_channels
-from megacpp_compile.lowerings.gated_linear_attention._call import Call, without
+from megacpp_compile.lowerings.gated_linear_attention._call import LinearAttentionOperands, without
 
 _BY_CUTS = {"num_warps": 8, "num_stages": 1}
 
@@ -23,7 +23,7 @@ _BY_CUTS = {"num_warps": 8, "num_stages": 1}
 class Channels:
     """Of a call."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: LinearAttentionOperands) -> None:
         assert call.g is not None
         self.call, self.g = call, call.g
         documents = call.packed is not None
@@ -51,7 +51,7 @@ class Channels:
                 **self._operands(), **self.chunks.by_cuts(), **call.common}  # fmt: skip
 
     def rows(self) -> dict[str, Any]:
-        """As `Call.rows`."""
+        """As `LinearAttentionOperands.rows`."""
         return {"q": self.chunks.queries, "k": self.chunks.out_keys, "per_key": 1, "decay": self.call.nothing,
                 "ends": self.chunks.ends, "small_decay": self.small_decay, "dots": self.chunks.dots,
                 "scores": self.scores,

@@ -25,7 +25,7 @@ from megacpp_compile.lowerings._kernels.triton_launch import (
     unfit,
 )
 from megacpp_compile.lowerings.gated_linear_attention import _triton_gradients, _triton_output
-from megacpp_compile.lowerings.gated_linear_attention._call import COLUMNS, Call, without
+from megacpp_compile.lowerings.gated_linear_attention._call import COLUMNS, LinearAttentionOperands, without
 from megacpp_compile.lowerings.gated_linear_attention._channels import Channels
 
 __all__ = ["gated_linear_attention", "gated_linear_attention_backward", "supports"]
@@ -95,7 +95,7 @@ def gated_linear_attention(
         q, k, v, g, initial_state = _all_grown(q, k, v, g, initial_state, sizes)
         o, last, states = gated_linear_attention(q, k, v, g, initial_state, cu_seqlens, scale, chunk_size, out_dtype)
         return o[..., :V].contiguous(), last[..., :K, :V].contiguous(), states[..., :K, :V].contiguous()
-    call = Call(q, k, v, g, cu_seqlens, scale, chunk_size)
+    call = LinearAttentionOperands(q, k, v, g, cu_seqlens, scale, chunk_size)
     o = call.new(call.batch, call.tokens, call.heads, call.V, dtype=out_dtype)
     if call.empty:
         states = torch.zeros(call.batch, call.segments, call.heads, call.K, call.V, device=v.device)
@@ -113,7 +113,7 @@ def gated_linear_attention(
     return o, last, states
 
 
-def _begun(call: Call, given: Tensor | None) -> Tensor:
+def _begun(call: LinearAttentionOperands, given: Tensor | None) -> Tensor:
     """What is left of sequences without tokens."""
     if given is not None:
         return given.to(torch.float32, copy=True)
@@ -144,7 +144,7 @@ def gated_linear_attention_backward(
         d_initial = d_initial if initial_state is None else d_initial[..., :K, :V]
         dq, dk, dv = (d[..., :n].contiguous() for d, n in ((dq, K), (dk, K), (dv, V)))
         return dq, dk, dv, dg.contiguous(), d_initial.contiguous()
-    call = Call(q, k, v, g, cu_seqlens, scale, chunk_size)
+    call = LinearAttentionOperands(q, k, v, g, cu_seqlens, scale, chunk_size)
     if call.empty:
         dq, dk, dv, dg = (call.new(0) if t is None else torch.zeros_like(t) for t in (q, k, v, g))
         d_initial = _begun(call, dfinal)
@@ -154,7 +154,7 @@ def gated_linear_attention_backward(
 
 
 def _backward(
-    call: Call, do: Tensor, dfinal: Tensor | None, initial_state: Tensor | None, kept: Tensor
+    call: LinearAttentionOperands, do: Tensor, dfinal: Tensor | None, initial_state: Tensor | None, kept: Tensor
 ) -> tuple[Tensor, ...]:
     channels = Channels(call) if call.per_channel else None
     rows = call.rows() if channels is None else channels.rows()

@@ -13,7 +13,7 @@ from megacpp_compile.lowerings.gated_linear_attention import reference
 TRACED = False
 
 
-class Chunks(GatedChunks):
+class LinearAttentionChunks(GatedChunks):
     per_head, per_channel = PairedHeadDecay, PairedChannelDecay
 
 
@@ -24,8 +24,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 # Functions and no partials: a graph that calls one prints its name.
 def gated_linear_attention(*args: Any) -> Any:
-    return reference.gated_linear_attention(*args, chunks=Chunks)  # type: ignore[misc]
+    return reference.gated_linear_attention(*args, chunks=LinearAttentionChunks)  # type: ignore[misc]
 
 
 def gated_linear_attention_backward(*args: Any) -> Any:
-    return reference.gated_linear_attention_backward(*args, chunks=Chunks)  # type: ignore[misc]
+    return reference.gated_linear_attention_backward(*args, chunks=LinearAttentionChunks)  # type: ignore[misc]

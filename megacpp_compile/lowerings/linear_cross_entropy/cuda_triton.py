@@ -41,7 +41,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     return f"{words} words: a row is counted in 32 bits" if isinstance(words, int) and words >= 1 << 31 else None
 
 
-class Chunks:
+class HeadChunks:
     """The chunks of a call."""
 
     def __init__(self, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, grads: str) -> None:
@@ -65,10 +65,10 @@ class Chunks:
             yield rows, logits
 
 
-class Gradients:
+class HeadGradients:
     """Those of x, w and b that `wanted` names, from chunk to chunk; w's and b's are returned in `dtype`."""
 
-    def __init__(self, of: Chunks, wanted: str, dtype: torch.dtype) -> None:
+    def __init__(self, of: HeadChunks, wanted: str, dtype: torch.dtype) -> None:
         self.of, self.wanted, self.dtype = of, wanted, dtype
         x, w, b = (name in wanted for name in "xwb")
         sums = torch.promote_types(dtype, chunks.sum_dtype(of.w.dtype, len(of.slices)))
@@ -90,7 +90,7 @@ class Gradients:
         return self.dx, self.dw.to(self.dtype), self.db.to(self.dtype)
 
 
-def _walk(of: Chunks, made: Gradients, vectors: dict[str, Tensor], constants: dict[str, Any]) -> None:
+def _walk(of: HeadChunks, made: HeadGradients, vectors: dict[str, Tensor], constants: dict[str, Any]) -> None:
     """Run the kernel on every chunk, and `made` on what it leaves there. vectors: a number for each token."""
     for rows, logits in of.logits():
         own = {name: t[rows] for name, t in vectors.items()}
@@ -113,8 +113,8 @@ def linear_cross_entropy(
     reduction: str,
     grads: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    of = Chunks(x, w, b, target, grads)
-    made = Gradients(of, grads, chunks.kept_dtype(w.dtype))
+    of = HeadChunks(x, w, b, target, grads)
+    made = HeadGradients(of, grads, chunks.kept_dtype(w.dtype))
     _assert_words(of.target, ignore_index, of.words)
     count = counts(of.target, weight, ignore_index, compute_dtype(x))
     lse, picked, total = (torch.empty_like(count) for _ in range(3))
@@ -141,8 +141,8 @@ def linear_cross_entropy_backward(
     z_loss: float,
     grads: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of = Chunks(x, w, b, target, grads)
-    made = Gradients(of, grads, w.dtype)
+    of = HeadChunks(x, w, b, target, grads)
+    made = HeadGradients(of, grads, w.dtype)
     lse = lse.contiguous()
     count = counts(of.target, weight, ignore_index, lse.dtype)
     count = counted(count, dloss)

@@ -64,8 +64,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     at = places_of(target, ignore_index)
     in_bounds(at, words)
-    of = cuda_triton.Chunks(x, w, b, at - first, grads)
-    made = cuda_triton.Gradients(of, grads, kept_dtype(w.dtype))
+    of = cuda_triton.HeadChunks(x, w, b, at - first, grads)
+    made = cuda_triton.HeadGradients(of, grads, kept_dtype(w.dtype))
     count = counts(target, weight, ignore_index, compute_dtype(x))
     lse, picked = (torch.empty_like(count) for _ in range(2))
     vectors = {"target": of.target, "count": count, "dlse": count, "lse": lse, "picked": picked, "total": lse}

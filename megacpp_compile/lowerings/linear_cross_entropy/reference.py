@@ -79,7 +79,7 @@ def counted(count: Tensor, dloss: Tensor | None) -> Tensor:
     return torch.zeros_like(count) if dloss is None else torch.where(count == 0, 0, count * dloss.to(count.dtype))
 
 
-class Gradients:
+class HeadGradients:
     """Those of x, w and b that `wanted` names, from chunk to chunk; w's and b's are summed in the compute dtype, and
     returned in `dtype`."""
 
@@ -124,7 +124,7 @@ def linear_cross_entropy(
     n, own, wide = x.shape[0], w.shape[0], compute_dtype(x)
     count, at = counts(target, weight, ignore_index, wide), places_of(target, ignore_index)
     settings = label_smoothing, scale, softcap, z_loss, words or own
-    made = Gradients(x, w, grads, kept_dtype(w.dtype))
+    made = HeadGradients(x, w, grads, kept_dtype(w.dtype))
     if group is not None and words is not None:
         in_bounds(at, words)
         at = at - first
@@ -171,7 +171,7 @@ def linear_cross_entropy_backward(
     """Gradients of x, w and b (empty where `grads` does not name them), from those of each row's loss and lse."""
     count, at = counts(target, weight, ignore_index, lse.dtype), places_of(target, ignore_index) - first
     count = counted(count, dloss)
-    made = Gradients(x, w, grads, w.dtype)
+    made = HeadGradients(x, w, grads, w.dtype)
     for rows in chunks(x.shape[0], w.shape[0], lse.dtype.itemsize, x.device):
         z = final_logits(F.linear(x[rows], w, b), scale, softcap)
         own = None if dlse is None else dlse[rows].to(lse.dtype)

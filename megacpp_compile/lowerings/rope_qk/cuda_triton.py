@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.fx.edit import same_size
 from megacpp_compile.lowerings._kernels.rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, unsupported
-from megacpp_compile.lowerings._kernels.rows import Rows, overlaps, rows_of
+from megacpp_compile.lowerings._kernels.rows import RowLayout, overlaps, rows_of
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, power_of_2
 from megacpp_compile.lowerings._kernels.triton_rope import turn_heads
 
@@ -93,7 +93,7 @@ def _packed(args: Sequence[Any]) -> bool:
 
 def _rows(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, packed: bool = False
-) -> Rows | str:
+) -> RowLayout | str:
     """One walk over the tokens for all four; or why there is none."""
     if q.dim() != k.dim():
         return "operands differ in rank"

@@ -48,7 +48,7 @@ def _is_fp8(t: Tensor) -> bool:
     return t.is_floating_point() and t.element_size() == 1
 
 
-class Rows:
+class LatentRows:
     """The latent rows by index: kv as [b, s, d], and its scale, if there is one."""
 
     def __init__(self, kv: Tensor, kv_scale: Tensor | None, dtype: torch.dtype) -> None:
@@ -99,7 +99,7 @@ def _softmax(logits: Tensor, valid: Tensor, lse: Tensor | None = None) -> tuple[
 
 
 def attend(
-    rows: Rows, q: Tensor, index: Tensor, last: Tensor | None, scale: float, d_v: int
+    rows: LatentRows, q: Tensor, index: Tensor, last: Tensor | None, scale: float, d_v: int
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of some queries [b, t, h, d], with the indices [b, t, k] of their rows."""
     valid = named(index, rows.count, last)
@@ -111,7 +111,7 @@ def attend(
 
 
 def attend_backward(
-    rows: Rows, d_rows: Tensor, grad: Tensor, delta: Tensor, q: Tensor, index: Tensor, lse: Tensor,
+    rows: LatentRows, d_rows: Tensor, grad: Tensor, delta: Tensor, q: Tensor, index: Tensor, lse: Tensor,
     last: Tensor | None, scale: float, d_v: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(The gradient of some queries, `d_rows` [b * (s + 1), d] with what these queries add to it). The extra row behind
@@ -134,7 +134,7 @@ def attend_backward(
     return d_q, d_rows.index_add(0, place.flatten(), d_gathered.flatten(0, 2))
 
 
-def no_gradient(rows: Rows) -> Tensor:
+def no_gradient(rows: LatentRows) -> Tensor:
     """Zeros [b * (s + 1), d], the `d_rows` that `attend_backward` starts from."""
     batch, count, channels = rows.kv.shape
     return torch.zeros((batch * (count + 1), channels), dtype=rows.dtype, device=rows.kv.device)
@@ -163,7 +163,7 @@ def sparse_mla(
     offset: int = 0,
     fp8_gemms: bool = False,  # allowed, not taken: nothing is rounded here
 ) -> tuple[Tensor, Tensor]:
-    rows = Rows(kv, kv_scale, compute_dtype(q.dtype))
+    rows = LatentRows(kv, kv_scale, compute_dtype(q.dtype))
     last, parts = last_seen(q.shape[1], causal, offset, q), []
     for part in _chunks(q, indices):
         seen = None if last is None else last[part]
@@ -185,7 +185,7 @@ def sparse_mla_backward(
     causal: bool,
     offset: int,
 ) -> tuple[Tensor, Tensor]:
-    rows = Rows(kv, None, compute_dtype(q.dtype))
+    rows = LatentRows(kv, None, compute_dtype(q.dtype))
     last, delta = last_seen(q.shape[1], causal, offset, q), delta_of(grad, grad_lse, out, rows.dtype)
     d_rows, parts = no_gradient(rows), []
     for part in _chunks(q, indices):

@@ -12,7 +12,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels.xla_loop import loop, parted, parts_of, rejoined
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.sparse_mla.reference import (
-    Rows,
+    LatentRows,
     attend,
     attend_backward,
     delta_of,
@@ -63,7 +63,7 @@ def sparse_mla(
 
     def body(held: tuple[Tensor, ...], part: tuple[Tensor, ...]) -> Any:
         queries, index, *last = part
-        rows = Rows(held[0], held[1] if len(held) > 1 else None, dtype)
+        rows = LatentRows(held[0], held[1] if len(held) > 1 else None, dtype)
         return held, attend(rows, queries, index, last[0] if last else None, scale, d_v)
 
     # A loop of torch_xla's carries no float8. In bfloat16 it is exact.
@@ -93,11 +93,11 @@ def sparse_mla_backward(
         kv, d_rows = held
         d_out, its_delta, its_lse, queries, index, *last = part
         seen = last[0] if last else None
-        rows = Rows(kv, None, dtype)
+        rows = LatentRows(kv, None, dtype)
         d_q, d_rows = attend_backward(rows, d_rows, d_out, its_delta, queries, index, its_lse, seen, scale, d_v)
         return (kv, d_rows), (d_q,)
 
     mine = tuple(parted(t, n) for t in (grad, delta, lse))
-    held = (kv, no_gradient(Rows(kv, None, dtype)))
+    held = (kv, no_gradient(LatentRows(kv, None, dtype)))
     (_, d_rows), (d_q,) = loop(body, held, (*mine, *_queries(n, q, indices, causal, offset)))
     return rejoined(d_q, q.shape[1]).contiguous(), of_rows(d_rows, kv)

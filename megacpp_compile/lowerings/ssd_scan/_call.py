@@ -16,7 +16,7 @@ from megacpp_compile.lowerings.ssd_scan import _triton_walk
 LANES = 64
 
 
-class Call:
+class ScanOperands:
     """Sizes, and the operands as the kernels read them: channels contiguous in memory, rows in sixteens."""
 
     def __init__(

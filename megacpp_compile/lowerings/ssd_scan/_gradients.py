@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.ssd_scan import _triton_gradients
-from megacpp_compile.lowerings.ssd_scan._call import Call
+from megacpp_compile.lowerings.ssd_scan._call import ScanOperands
 
 # Heads of a group that a program takes one after the other: they share B, C and their GEMMs.
 HEADS = 8
 
 
-class Gradients:
+class ChunkGradients:
     """By chunks of `length` tokens, from the states that enter them, and the gradients of those that leave them (left).
 
     The scores' gradients are to be there before those of B and C, and all before those of the steps. into: memory for
@@ -26,7 +26,7 @@ class Gradients:
     """
 
     def __init__(
-        self, call: Call, dy: Tensor, states: Tensor, left: Tensor, length: int,
+        self, call: ScanOperands, dy: Tensor, states: Tensor, left: Tensor, length: int,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.call, self.dy, self.states, self.left, self.length = call, dy, states, left, length
@@ -110,8 +110,8 @@ class Gradients:
         return self.d_dt, self.d_A.sum((0, 1)).to(call.A.dtype), d_B, d_C, d_D
 
 
-def in_triton(call: Call, dy: Tensor, states: Tensor, left: Tensor, length: int) -> tuple[Tensor, ...]:
-    made = Gradients(call, dy, states, left, length)
+def in_triton(call: ScanOperands, dy: Tensor, states: Tensor, left: Tensor, length: int) -> tuple[Tensor, ...]:
+    made = ChunkGradients(call, dy, states, left, length)
     if not call.empty:
         made.of_scores()
         made.of_queries()

@@ -11,8 +11,8 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.hopper import CHUNK, GluonKernels, lacking, rows, side_by_side, tokens
 from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens
-from megacpp_compile.lowerings.ssd_scan._call import LANES, Call
-from megacpp_compile.lowerings.ssd_scan._gradients import Gradients
+from megacpp_compile.lowerings.ssd_scan._call import LANES, ScanOperands
+from megacpp_compile.lowerings.ssd_scan._gradients import ChunkGradients
 
 # A head of 64 channels takes a quarter of the time of one of 128 with states of 128 x 128, and the host as long.
 LEAST = 2
@@ -38,7 +38,7 @@ PROGRAMS = 264
 PAIR_REGISTERS = 168
 
 
-def serve(call: Call, rows_dtype: torch.dtype) -> bool:
+def serve(call: ScanOperands, rows_dtype: torch.dtype) -> bool:
     """Whether these kernels take a call whose y, or its gradient, is of that dtype."""
     return (
         {call.x.dtype, call.B.dtype, call.C.dtype} == {torch.bfloat16}
@@ -51,10 +51,12 @@ def serve(call: Call, rows_dtype: torch.dtype) -> bool:
 
 
 def walk(
-    call: Call, v: Tensor, skip: Tensor | None, first: Tensor | None, chunk: int, out: Tensor | None, reverse: bool,
+    call: ScanOperands, v: Tensor, skip: Tensor | None, first: Tensor | None, chunk: int, out: Tensor | None,
+    reverse: bool,
     decays: tuple[Tensor, Tensor], cuts: dict[str, Any], made: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """`Call.walk` into `made`, which `Call.walked` gives. cuts: of chunks of CHUNK tokens, as decays."""
+    """`ScanOperands.walk` into `made`, which `ScanOperands.walked` gives. cuts: of chunks of CHUNK tokens, as
+    decays."""
     (q, k), (decay, steps), N = call.read_and_written(reverse), decays, call.n
     launch(
         ssd_walk_hopper, (call.p // LANES, call.heads, call.batch), q=tokens(q, N), k=tokens(k, N),
@@ -65,7 +67,7 @@ def walk(
     )  # fmt: skip
 
 
-def forward(call: Call, D: Tensor | None, initial_state: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]:
+def forward(call: ScanOperands, D: Tensor | None, initial_state: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]:
     """Writes y; the states that enter chunks, and the last."""
     made = call.walked(call.chunk)
     walk(call, call.x, D, initial_state, call.chunk, y, False, call.decay(CHUNK), call.cuts(CHUNK), made)
@@ -73,11 +75,12 @@ def forward(call: Call, D: Tensor | None, initial_state: Tensor | None, y: Tenso
 
 
 def backward(
-    call: Call, dy: Tensor, dfinal: Tensor | None, D: Tensor | None, initial_state: Tensor | None, states: Tensor,
+    call: ScanOperands, dy: Tensor, dfinal: Tensor | None, D: Tensor | None, initial_state: Tensor | None,
+    states: Tensor,
     d_x: Tensor, into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Writes d_x; the gradient of the first state, and those of dt, A, B, C and D. states: those forward has kept.
-    into: as `Gradients`."""
+    into: as `ChunkGradients`."""
     dy, decays, cuts = in_sixteens(dy), call.decay(CHUNK), call.cuts(CHUNK)
     entering = (states.contiguous(), states) if call.chunk == BACKWARD_CHUNK else call.walked(BACKWARD_CHUNK)
     left = call.walked(BACKWARD_CHUNK)
@@ -94,7 +97,7 @@ def backward(
     else:
         back()
         forth()
-    made = Gradients(call, dy, entering[0], left[0], BACKWARD_CHUNK, into)
+    made = ChunkGradients(call, dy, entering[0], left[0], BACKWARD_CHUNK, into)
     _of_scores(made)
     made.of_queries()
     _of_keys(made)
@@ -102,12 +105,12 @@ def backward(
     return left[1], made.results()
 
 
-def _packed(call: Call, cuts: dict[str, Any]) -> dict[str, Any]:
-    """What tells documents apart, as `Call.cuts` gives it; of a call without any it is not read."""
+def _packed(call: ScanOperands, cuts: dict[str, Any]) -> dict[str, Any]:
+    """What tells documents apart, as `ScanOperands.cuts` gives it; of a call without any it is not read."""
     return {"cuts": call.A if cuts["cuts"] is None else cuts["cuts"], "PACKED": cuts["PACKED"]}
 
 
-def _common(made: Gradients) -> dict[str, Any]:
+def _common(made: ChunkGradients) -> dict[str, Any]:
     call = made.call
     return {"x": call.x, "B": call.B, "C": call.C, "d_scores": made.d_scores, "decay": made.decay,
             "steps": made.steps, "heads": call.heads, "chunks": call.chunks_of(made.length),
@@ -115,8 +118,8 @@ def _common(made: Gradients) -> dict[str, Any]:
             "HB": made.at_once, **_packed(call, made.packed)}  # fmt: skip
 
 
-def _of_scores(made: Gradients) -> None:
-    """As `Gradients.of_scores`, of halves of chunks, and of what is across them by itself."""
+def _of_scores(made: ChunkGradients) -> None:
+    """As `ChunkGradients.of_scores`, of halves of chunks, and of what is across them by itself."""
     call, common = made.call, _common(made)
     by_head = (call.batch, call.chunks_of(made.length), call.heads)
     made.d_skip, made.across = call.new(*by_head, 2), call.new(*by_head, made.length)
@@ -128,7 +131,7 @@ def _of_scores(made: Gradients) -> None:
     )  # fmt: skip
 
 
-def _of_keys(made: Gradients) -> None:
+def _of_keys(made: ChunkGradients) -> None:
     call, common, L = made.call, _common(made), made.length
     common |= {"x": tokens(call.x, call.p, L), "B": tokens(call.B, call.n, L), "C": tokens(call.C, call.n, L)}
     launch(

@@ -25,7 +25,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels.columns import Columns
 from megacpp_compile.lowerings._kernels.triton_launch import MOST_BLOCKS, in_sixteens, unfit
 from megacpp_compile.lowerings.ssd_scan import _gradients, _hopper
-from megacpp_compile.lowerings.ssd_scan._call import Call
+from megacpp_compile.lowerings.ssd_scan._call import ScanOperands
 
 __all__ = ["ssd_scan", "ssd_scan_backward", "supports", "writes_into"]
 
@@ -53,7 +53,7 @@ def writes_into(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     if name != "ssd_scan_backward":
         return ()
     dy, _, x, dt, A, B, C, _, _, _, chunk_size, *seq_idx = args
-    call = Call(x, dt, A, B, C, chunk_size, next(iter(seq_idx), None))
+    call = ScanOperands(x, dt, A, B, C, chunk_size, next(iter(seq_idx), None))
     return _JOINED if _hopper.serve(call, dy.dtype) else ()
 
 
@@ -69,14 +69,14 @@ def ssd_scan(
     out_dtype: torch.dtype,
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = Call(x, dt, A, B, C, chunk_size, seq_idx)
+    call = ScanOperands(x, dt, A, B, C, chunk_size, seq_idx)
     if _hopper.serve(call, out_dtype):
         return torch.ops.megacpp_ssd.scan(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype, seq_idx)
     return _scan(call, D, initial_state, out_dtype)
 
 
 def _scan(
-    call: Call, D: Tensor | None, initial_state: Tensor | None, out_dtype: torch.dtype
+    call: ScanOperands, D: Tensor | None, initial_state: Tensor | None, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     y = call.new(*call.x.shape, dtype=out_dtype)
     states, final = call.walk(call.x, D, initial_state, call.chunk, y, reverse=False)
@@ -98,7 +98,7 @@ def ssd_scan_backward(
     seq_idx: Tensor | None = None,
     into: Mapping[int, Columns] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = Call(x, dt, A, B, C, chunk_size, seq_idx)
+    call = ScanOperands(x, dt, A, B, C, chunk_size, seq_idx)
     if _hopper.serve(call, dy.dtype):
         args = dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx
         if into is None:
@@ -110,7 +110,8 @@ def ssd_scan_backward(
 
 
 def _backward(
-    call: Call, dy: Tensor, dfinal: Tensor | None, D: Tensor | None, initial_state: Tensor | None, states: Tensor
+    call: ScanOperands, dy: Tensor, dfinal: Tensor | None, D: Tensor | None, initial_state: Tensor | None,
+    states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dy, chunk = in_sixteens(dy), min(call.chunk, _gradients.longest(call.p, call.n, call.wide))
     if chunk < call.chunk:
@@ -134,9 +135,9 @@ def _all(
 # --- on Hopper
 
 
-def _call(operands: tuple[Tensor, ...], chunk_size: int, seq_idx: Tensor | None) -> Call:
+def _call(operands: tuple[Tensor, ...], chunk_size: int, seq_idx: Tensor | None) -> ScanOperands:
     x, dt, A, B, C = operands
-    return Call(x, dt, A, B, C, chunk_size, seq_idx)
+    return ScanOperands(x, dt, A, B, C, chunk_size, seq_idx)
 
 
 def scan_on_hopper(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.delta_rule.roles import Axes, Roles
+from megacpp_compile.matchers.delta_rule.roles import DeltaRuleAxes, Roles
 from megacpp_compile.matchers.delta_rule.rules import SOLVES
 from megacpp_compile.matchers.ssd.atoms import NoAxes, flat, number, pin
 from megacpp_compile.matchers.ssd.resize import Resized, agree, tensor_dims
@@ -47,7 +47,7 @@ def proved(
     return (1.0 if abs(scale - 1) < NO_SCALE else scale), wrong
 
 
-def _keep_chunks(r: Resized, x: Axes) -> None:
+def _keep_chunks(r: Resized, x: DeltaRuleAxes) -> None:
     """Have dimensions of tokens that meet themselves keep their size: a series that is cut off is the inverse of a
     triangle that is small enough. Where they are long or symbolic, only a system that is solved will do for any."""
     others = {*x.b, *x.h, *x.k, *x.v}

@@ -18,7 +18,7 @@ ROLES = ("q", "k", "v", "beta", "initial_state")
 
 
 @dataclasses.dataclass(frozen=True)
-class Axes:
+class DeltaRuleAxes:
     """Atoms of the dimensions: b batch, t tokens (none of a single one), h value heads, k and v channels."""
 
     b: Dim
@@ -33,7 +33,7 @@ class Roles:
     """The operand of each role, and the dimensions they have."""
 
     nodes: dict[str, Node]
-    axes: Axes
+    axes: DeltaRuleAxes
 
 
 def gate_of(algebra: Algebra, resized: Resized) -> list[Node]:
@@ -60,7 +60,7 @@ def assignments(r: Resized, root: Node, gate: Node | None, corrected: Set[Node])
             yield Roles(nodes, axes)
 
 
-def _axes(r: Resized, root: Node, made: Dim, nodes: dict[str, Node]) -> Axes | None:
+def _axes(r: Resized, root: Node, made: Dim, nodes: dict[str, Node]) -> DeltaRuleAxes | None:
     of = {name: set(r.atoms(n)) for name, n in nodes.items()}
     if any(len(r.atoms(n)) != len(of[name]) for name, n in nodes.items()) or len(set(made)) != len(made):
         return None
@@ -86,7 +86,7 @@ def _axes(r: Resized, root: Node, made: Dim, nodes: dict[str, Node]) -> Axes | N
     dims = [d for d in r.of(nodes["v"]) if d != values and not set(d) & time]
     order = r.atoms(nodes["v"])
     heads = [a for d in (dims[1:] or dims) for a in d]
-    return Axes(
+    return DeltaRuleAxes(
         b=[a for a in order if a in outer - time and a not in heads], t=[a for a in order if a in time], h=heads,
         k=[a for a in r.atoms(nodes["k"]) if a in keys], v=values,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from megacpp_compile.matchers.delta_rule.core import Cores, changed_state, corre
 from megacpp_compile.matchers.delta_rule.norms import unnormed, unscaled
 from megacpp_compile.matchers.delta_rule.operands import MOST_OPERANDS, Operands
 from megacpp_compile.matchers.delta_rule.proof import proved
-from megacpp_compile.matchers.delta_rule.roles import Axes, Roles, assignments, gate_of
+from megacpp_compile.matchers.delta_rule.roles import DeltaRuleAxes, Roles, assignments, gate_of
 from megacpp_compile.matchers.delta_rule.rules import CLAMPS, RULES
 from megacpp_compile.matchers.delta_rule.verdicts import Structure, Verdict, Verdicts
 from megacpp_compile.matchers.signs import at_most_zero
@@ -50,7 +50,7 @@ class DeltaRule:
     operands: dict[str, Leaf]
     scale: float
     qk_norm_eps: float | None
-    axes: Axes
+    axes: DeltaRuleAxes
     chunk: int
     inside: set[Node]
 
@@ -236,7 +236,7 @@ def _clamps(operands: Operands) -> Iterator[Node]:
 
 
 def _resized(operands: Operands) -> Resized:
-    return Resized(RULES, sorted(operands.inside), operands.leaves, sizes.Axes(LONGEST, SMALL), operands.apart)
+    return Resized(RULES, sorted(operands.inside), operands.leaves, sizes.AxisEquations(LONGEST, SMALL), operands.apart)
 
 
 def _exports(core: Set[Node], root: Node) -> list[Node]:
@@ -294,7 +294,7 @@ def _rule(root: Node, exports: list[Node], named: Named, scale: float) -> DeltaR
     )  # fmt: skip
 
 
-def _chunk(r: Resized, x: Axes) -> int:
+def _chunk(r: Resized, x: DeltaRuleAxes) -> int:
     """The size of the model's chunks: the tokens' inner dimension, perhaps once they are padded; 0 where unknown. That
     to which a single token is padded is in no operand."""
     if not x.t:

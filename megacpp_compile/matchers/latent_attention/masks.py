@@ -40,7 +40,7 @@ class Seen:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class SeenRows:
     """Which rows are seen, the same by all queries, as data: `node`, of bool, is broadcast to the scores. hidden: what
     it says is the contrary."""
 
@@ -48,17 +48,17 @@ class Rows:
     hidden: bool
 
 
-def rows_seen(core: Core, tokens: Any) -> tuple[list[Seen], list[Rows]]:
+def rows_seen(core: Core, tokens: Any) -> tuple[list[Seen], list[SeenRows]]:
     """What the masks of `core` let a query see, each of them; none where it sees all rows. Raises NotRows."""
     parts = [part for mask in core.masks for part in _parts(mask.node, mask.kind)]
-    limits, given = list[Seen](), list[Rows]()
+    limits, given = list[Seen](), list[SeenRows]()
     for part in parts:
         try:
             limits += [_limit(limit, core) for limit in (part if isinstance(part, list) else limits_of(*part))]
         except NotRows:
             if isinstance(part, list) or not _of_rows(part[0], core):
                 raise
-            given.append(Rows(*part))
+            given.append(SeenRows(*part))
     if core.causal:
         limits.append(Seen(Sum(()), True))
     return _least(limits, tokens), given

@@ -22,7 +22,7 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers.latent_attention.core import Core, Operand
 from megacpp_compile.matchers.latent_attention.elements import AXES, Elements, along, cut, elements, levels, places
-from megacpp_compile.matchers.latent_attention.masks import Rows, Seen
+from megacpp_compile.matchers.latent_attention.masks import Seen, SeenRows
 from megacpp_compile.matchers.latent_attention.up_projections import Expanded, Term, Times, expanded
 
 # For each dimension of a tensor, where along it an element is: (its first place, axis -> places a step along it).
@@ -91,7 +91,7 @@ class LatentAttention:
     sizes: dict[str, Any]
     expanded: tuple[Node, ...]
     seen: tuple[Seen, ...] = ()
-    given: tuple[Rows, ...] = ()
+    given: tuple[SeenRows, ...] = ()
 
 
 def over_latents(core: Core) -> LatentAttention | None:

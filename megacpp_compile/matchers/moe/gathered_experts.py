@@ -14,7 +14,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, broadcast, factors, longer_dims, over
 from megacpp_compile.matchers.moe.gemms import Gemm, adds_up
-from megacpp_compile.matchers.moe.route_axes import Axes
+from megacpp_compile.matchers.moe.route_axes import RouteAxes
 from megacpp_compile.matchers.moe.stacked_gemms import StackedGemms, is_biased_product, product_of
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ class GatheredExpert:
 
 
 def expert_behind(
-    axes: Axes, weight: Factor, hidden: Factor, out: Axis, added: Factor | None = None, again: bool = False
+    axes: RouteAxes, weight: Factor, hidden: Factor, out: Axis, added: Factor | None = None, again: bool = False
 ) -> GatheredExpert | MatchFailure | None:
     """The expert whose last GEMM multiplies `hidden` by `weight`, and may be `added` to. again: see `StackedGemms`."""
     *_, (inner, dims) = beneath(hidden)
@@ -89,7 +89,7 @@ def expert_of(node: Node) -> GatheredExpert | MatchFailure | None:
     *outer, last = longer_dims(whole.dims) or ((),)
     if len(last) != 1 or not value(node).is_floating_point():
         return None
-    (out,), axes = last, Axes(tuple(a for d in outer for a in d), ())
+    (out,), axes = last, RouteAxes(tuple(a for d in outer for a in d), ())
     for inner, dims in beneath(whole):
         plain = _split(factors(inner, dims, lambda below: out in below), out)
         for parts in (*biased_gemms(inner, dims, out, ()), *([(*plain, None)] if plain is not None else [])):

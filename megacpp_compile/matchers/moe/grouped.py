@@ -23,7 +23,7 @@ from megacpp_compile.matchers.moe.counted_rows import added_to_every
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, factors, longer_dims, over, seen_as
 from megacpp_compile.matchers.moe.gathered_experts import NEGATIVE, GatheredExpert, biased_gemms, expert_behind
 from megacpp_compile.matchers.moe.index_reads import SUMS_OF_ROWS
-from megacpp_compile.matchers.moe.route_axes import Axes
+from megacpp_compile.matchers.moe.route_axes import RouteAxes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import is_nonnegative, numbers_of_scores
 from megacpp_compile.matchers.moe.stacked_gemms import copies_of
@@ -53,12 +53,12 @@ def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
     tokens, (out,) = tuple(a for d in known[:-1] for a in d), known[-1]
     parts = factors(summed, inner, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
     scales = [p for p in parts if p.axes <= set(tokens)]
-    of = Axes(tokens, (), base)
+    of = RouteAxes(tokens, (), base)
     if (summed_too := over_choices(node, parts, tokens, out)) is not None:
         tokens = tokens if summed_too.each is None else (*tokens, summed_too.each)
         matrix = Factor(node, (*((t,) for t in tokens), (summed_too.experts,)), node)  # that the sum would make
         parts = [*summed_too.other, matrix]
-        of = Axes(tokens, (), base, summed_too.chosen, summed_too.each)
+        of = RouteAxes(tokens, (), base, summed_too.chosen, summed_too.each)
     one = [p for p in parts if p.axes == set(tokens)]
     several = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
     outs = [p for p in parts if out in p.axes]
@@ -79,7 +79,7 @@ def _scale(factor: Factor, dims: Dims) -> tuple[Node, tuple[int, ...]] | None:
 
 
 def _weighted(
-    view: GraphView, node: Node, of: Axes, parts: list[Factor], gates: list[Factor], outs: list[Factor], out: Axis
+    view: GraphView, node: Node, of: RouteAxes, parts: list[Factor], gates: list[Factor], outs: list[Factor], out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer of experts whose sum `node` has the factors `parts`, with `gates` and experts' outputs among them.
 
@@ -103,7 +103,7 @@ def _weighted(
 
 
 def _ungated(
-    view: GraphView, node: Node, of: Axes, weight: Factor, hidden: Factor, out: Axis
+    view: GraphView, node: Node, of: RouteAxes, weight: Factor, hidden: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose sum `node` has no gates; they may multiply what experts read."""
     *_, (_, dims) = beneath(hidden)
@@ -128,7 +128,7 @@ def _goes_by_choices(node: Node) -> bool:
 
 
 def _from_down(
-    view: GraphView, node: Node, axes: Axes, weight: Factor, gate: Factor | None, hidden: Factor, out: Axis,
+    view: GraphView, node: Node, axes: RouteAxes, weight: Factor, gate: Factor | None, hidden: Factor, out: Axis,
     added: Factor | None = None,
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose last GEMM multiplies `hidden` by `weight`, which may be `added` to and weighted by `gate`."""
@@ -158,7 +158,7 @@ def _from_down(
 
 
 def _outputs(
-    view: GraphView, node: Node, axes: Axes, rows: Factor, gate: Factor, out: Axis
+    view: GraphView, node: Node, axes: RouteAxes, rows: Factor, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer that weights outputs of experts that are modules of their own, or end in a sum with a bias."""
     for inner, dims in beneath(rows):
@@ -169,7 +169,7 @@ def _outputs(
 
 
 def _biased(
-    view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
+    view: GraphView, node: Node, axes: RouteAxes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose outputs `inner` are the sum of a GEMM and a bias."""
     for parts in biased_gemms(inner, dims, out, axes.routes):

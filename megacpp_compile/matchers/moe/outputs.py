@@ -18,7 +18,7 @@ from megacpp_compile.matchers.moe.choice_sums import by_choice
 from megacpp_compile.matchers.moe.experts import Expert
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, is_one, longer_dims, seen_as
 from megacpp_compile.matchers.moe.gate_matrix import Chosen
-from megacpp_compile.matchers.moe.route_axes import Axes
+from megacpp_compile.matchers.moe.route_axes import RouteAxes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import numbers_of_scores, scores_of
 from megacpp_compile.matchers.moe.slot_rows import once_a_choice
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def layer_of(
-    view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
+    view: GraphView, node: Node, axes: RouteAxes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose sum `node` weights the outputs `inner`, which run over `dims`, by `gate`."""
     if _stacked(inner) is not None:
@@ -46,7 +46,7 @@ def layer_of(
 
 
 def _of_all(
-    view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
+    view: GraphView, node: Node, axes: RouteAxes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer that weights the stack `inner` of all experts' outputs by a matrix."""
     stacked = _stacked(inner)
@@ -72,7 +72,7 @@ _OTHER_ROWS = (
 
 
 def _once_a_choice(
-    view: GraphView, node: Node, axes: Axes, stacks: list[Node], dims: Dims, gate: Factor, out: Axis
+    view: GraphView, node: Node, axes: RouteAxes, stacks: list[Node], dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer of which `stacks`, over `dims`, hold all experts' outputs once for each of a token's choices."""
     one = dataclasses.replace(axes, tokens=axes.tokens[:-1], each=None)
@@ -102,7 +102,7 @@ def _form(expert: Expert) -> tuple[Any, ...]:
     return expert.activation, expert.layout, expert.parameters
 
 
-def otherwise_weighted(view: GraphView, node: Node, outs: list[Factor], axes: Axes) -> MatchFailure | None:
+def otherwise_weighted(view: GraphView, node: Node, outs: list[Factor], axes: RouteAxes) -> MatchFailure | None:
     """That the sum `node` has all experts' outputs among its factors `outs`, as many as there are scores to choose by,
     and something else for weights than gates; or has choices and their gates, and none that is known to be experts'."""
     if isinstance(axes.chosen, Chosen) and axes.each is not None and scores_of(axes.chosen.indices) is not None:
@@ -136,7 +136,7 @@ def _stacked(node: Node) -> tuple[list[Node], int] | None:
 
 
 def _chosen_of_all(
-    view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
+    view: GraphView, node: Node, axes: RouteAxes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer that gathers each token's choices `inner` from a stack of all experts' outputs."""
     stack, dim, index = inner.args
@@ -184,7 +184,8 @@ def _over_channels(index: Node) -> Node | None:
 
 
 def by_matrix(
-    view: GraphView, node: Node, axes: Axes, gate: Factor, x: Node, experts: list[Expert], scaled_input: bool = False
+    view: GraphView, node: Node, axes: RouteAxes, gate: Factor, x: Node, experts: list[Expert],
+    scaled_input: bool = False
 ) -> RoutedExperts | MatchFailure:
     """The layer in which every expert works on every token, weighted by the matrix that `gate` is a view of."""
     if isinstance(axes.chosen, MatchFailure):
@@ -202,7 +203,7 @@ def by_matrix(
     return dense.by_matrix(view, node, matrix[0], x, experts, axes.base, scaled_input, turned, axes.scales)
 
 
-def _of_tokens(x: Node, axes: Axes) -> Node | None:
+def _of_tokens(x: Node, axes: RouteAxes) -> Node | None:
     """The tokens of which `x` has one row for each choice."""
     inner, (*tokens, each) = (Axis(value(x).shape[-1]),), axes.tokens
     one = dataclasses.replace(axes, tokens=tuple(tokens))
@@ -213,7 +214,7 @@ def _of_tokens(x: Node, axes: Axes) -> Node | None:
 
 
 def _of_written(
-    view: GraphView, node: Node, axes: Axes, gate: Factor, found: Written
+    view: GraphView, node: Node, axes: RouteAxes, gate: Factor, found: Written
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose experts have written an output for every slot; None where their rows are not the tokens, or the
     gates lie otherwise: then the experts are a layer without gates."""

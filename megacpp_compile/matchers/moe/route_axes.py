@@ -12,7 +12,7 @@ from megacpp_compile.matchers.moe.gate_matrix import Chosen
 
 
 @dataclasses.dataclass(frozen=True)
-class Axes:
+class RouteAxes:
     """`tokens`: the axes of the result but its channels, none for a single token; `routes`: the axis of experts or
     choices that is summed, none for a single choice; `base`: what the sum is added to; `chosen`:
     the choices of a sum that runs over these too, or why they cannot be read; `each`: the axis of choices where experts

@@ -32,7 +32,7 @@ _FINDS_COLUMNS = (aten.where.default, aten.nonzero_numpy.default)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class ExpertRows:
     """An index tensor of the places where `mask` holds.
 
     Attributes:
@@ -43,15 +43,15 @@ class Rows:
     of: str
 
 
-def match_rows(node: Any) -> Rows | None:
+def match_rows(node: Any) -> ExpertRows | None:
     """The places of a mask over tokens, or over slots, that `node` is."""
-    if isinstance(node, Rows):
+    if isinstance(node, ExpertRows):
         return node
     if not isinstance(node, Node) or node.op != "call_function" or not isinstance(value(node), torch.Tensor):
         return None
     if value(node).dtype is torch.bool:
         mask = mask_of(node)
-        return Rows(mask, "") if mask is not None and "s" not in mask.dims else None
+        return ExpertRows(mask, "") if mask is not None and "s" not in mask.dims else None
     found, column = node, 0
     targets: tuple[Any, ...] = (aten.nonzero.default,)
     if node.target in _SQUEEZES:
@@ -69,7 +69,7 @@ def match_rows(node: Any) -> Rows | None:
     mask = mask_of(found.args[0])
     if mask is None or node.target in _SQUEEZES and len(mask.dims) != 1:
         return None
-    return Rows(mask, mask.dims[column % len(mask.dims)])
+    return ExpertRows(mask, mask.dims[column % len(mask.dims)])
 
 
 def mask_of(node: Any) -> Mask | None:
@@ -101,24 +101,24 @@ def _where_gated(node: Node) -> Mask | None:
     return Mask(indices, tuple("tuv"[:n]), expert, any=True, above=gates) if same and 0 < n < 4 else None
 
 
-def _of_slots(node: Node) -> Rows | None:
+def _of_slots(node: Node) -> ExpertRows | None:
     """The tokens of the slots that a mask over slots gives, or an expert's part of the sorted slots."""
     if (whole := whole_of(node)) is not None:
         return _of_part(node, whole)
     if (divided := slot_over(node)) is not None:
         rows = by_slot(match_rows(divided[0]))
         whole = rows is not None and same_size(divided[1], choices_of(rows.mask))
-        return Rows(rows.mask, "t") if rows is not None and whole else None
+        return ExpertRows(rows.mask, "t") if rows is not None and whole else None
     read = indexed(node)
     if read is None or len(read[1]) != 1:
         return None
     rows = by_slot(match_rows(read[1][0]))
     if rows is None or not numbers_each_slot(read[0], tokens_of(rows.mask), choices_of(rows.mask)):
         return None
-    return Rows(rows.mask, "t")
+    return ExpertRows(rows.mask, "t")
 
 
-def _of_part(part: Node, numbers: Node) -> Rows | None:
+def _of_part(part: Node, numbers: Node) -> ExpertRows | None:
     """An expert's part of the `numbers` of slots, or of their tokens, in the order of experts."""
     order = order_of(numbers)
     ids = None if order is None else sorted_by(order)
@@ -126,10 +126,10 @@ def _of_part(part: Node, numbers: Node) -> Rows | None:
         return None
     mask = in_order(ids, expert)
     if numbers is order:
-        return Rows(mask, mask.dims[-1] if len(mask.dims) == 1 else "slot")
+        return ExpertRows(mask, mask.dims[-1] if len(mask.dims) == 1 else "slot")
     if len(mask.dims) == 1 or not isinstance(choices_of(mask), int):
         return None
-    return Rows(mask, "t") if order_of_tokens(numbers, tokens_of(mask), choices_of(mask)) is order else None
+    return ExpertRows(mask, "t") if order_of_tokens(numbers, tokens_of(mask), choices_of(mask)) is order else None
 
 
 def order_of(numbers: Node) -> Node | None:
@@ -144,8 +144,8 @@ def in_order(ids: SortedIds, expert: int) -> Mask:
 
 
 def read_at(node: Node, whole: Node | None = None) -> tuple[Node, list[Any]] | None:
-    """(tensor, its leading indices) of a read by index tensors, or of a part of what was read so; see `Rows`. With
-    `whole` of the same part of that as `node` is of another tensor."""
+    """(tensor, its leading indices) of a read by index tensors, or of a part of what was read so; see `ExpertRows`.
+    With `whole` of the same part of that as `node` is of another tensor."""
     read = indexed(node) if whole is None else None
     if read is None and whole is None:
         whole = whole_of(node)
@@ -157,7 +157,7 @@ def read_at(node: Node, whole: Node | None = None) -> tuple[Node, list[Any]] | N
     return None if rows is None else (inner[0], [rows])
 
 
-def by_slot(rows: Rows | None) -> Rows | None:
+def by_slot(rows: ExpertRows | None) -> ExpertRows | None:
     """`rows` of choices in one dimension as slots of tokens, where that is what these choices are."""
     if rows is None or rows.of == "slot":
         return rows
@@ -167,7 +167,7 @@ def by_slot(rows: Rows | None) -> Rows | None:
         return None
     if not isinstance(value(indices).shape[-1], int):
         return None
-    return Rows(Mask(indices, ("t", "s"), mask.expert), "slot")
+    return ExpertRows(Mask(indices, ("t", "s"), mask.expert), "slot")
 
 
 def tokens_of(mask: Mask) -> Any:

@@ -25,7 +25,7 @@ from megacpp_compile.matchers.moe.factors import (
 )
 from megacpp_compile.matchers.moe.gemms import Gemm, Weight, with_bias
 from megacpp_compile.matchers.moe.index_reads import indexed
-from megacpp_compile.matchers.moe.route_axes import Axes
+from megacpp_compile.matchers.moe.route_axes import RouteAxes
 from megacpp_compile.reader.products import contraction
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ class StackedGemms:
         again: whether choices may be computed anew for each GEMM, as `indices[:, 0]` is.
     """
 
-    def __init__(self, axes: Axes, rows: list[tuple[Axis, ...]], again: bool = False) -> None:
+    def __init__(self, axes: RouteAxes, rows: list[tuple[Axis, ...]], again: bool = False) -> None:
         self.axes, self.dims, self.again = axes, rows, again
         self.ids: Node | None = None
         self.every = False

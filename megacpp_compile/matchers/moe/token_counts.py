@@ -16,7 +16,7 @@ from megacpp_compile.fx.views import COPIES, DETACH
 from megacpp_compile.matchers.moe.group_ends import unordered
 from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice, scores_of
-from megacpp_compile.matchers.moe.rows import Rows, mask_of, match_rows
+from megacpp_compile.matchers.moe.rows import ExpertRows, mask_of, match_rows
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.dims import unreduced
 from megacpp_compile.reader.links import through
@@ -191,7 +191,7 @@ def _rows_found(found: Any) -> Count | None:
     return Count(mask, False) if mask is not None else None
 
 
-def _rows_read(node: Node) -> Rows | None:
+def _rows_read(node: Node) -> ExpertRows | None:
     """The rows of an expert of each of which `node` has a row."""
     for _ in range(_NEAR):
         if (read := indexed(node)) is not None:

@@ -16,7 +16,7 @@ from megacpp_compile.matchers.latent_attention.core import WHERES, constant
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, Gain, Operand, Scores, Term, beside, grouped
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes, flat, fresh, is_one
-from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.reader.dims import permuted, reduced_dims
 from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
@@ -36,7 +36,7 @@ class ScoresReader:
 
     def __init__(self, weights: frozenset[Node]) -> None:
         self.weights = weights
-        self.axes = Axes()
+        self.axes = AxisEquations()
         self.repeats: Dim = []
         self.inside = list[Node]()  # from the products to the softmax
         self.dropout: Dropout | None = None

@@ -23,7 +23,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size
 from megacpp_compile.matchers.ssd.allowed import in_turn
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, Dims, NoAxes, bind, flat, fresh, is_one, length, number, pin
-from megacpp_compile.matchers.ssd.pieces import Loops, Piece, comparable
+from megacpp_compile.matchers.ssd.pieces import Piece, SliceLoops, comparable
 
 LARGEST_PINNED = 64
 SMALL = (3, 4, 5)
@@ -40,7 +40,7 @@ class Longer:
     cut: bool = False
 
 
-class Axes:
+class AxisEquations:
     """The equations between atoms, and a small size for each of them."""
 
     def __init__(self, largest_pinned: int = LARGEST_PINNED, small: Sequence[int] = SMALL) -> None:
@@ -194,7 +194,7 @@ class Axes:
         """The dimensions of `loops`, parted where these run one after another."""
         if nodes is None:
             return [[atoms for atoms, _ in loops]]
-        run, parted = Loops(nodes, [read for _, read in loops]), list[list[int]]()
+        run, parted = SliceLoops(nodes, [read for _, read in loops]), list[list[int]]()
         for i in range(len(loops)):
             known = next((known for known in parted if not any(run.apart(i, other) for other in known)), None)
             if known is None:

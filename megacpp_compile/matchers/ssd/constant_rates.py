@@ -22,7 +22,7 @@ from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import EXPANSIONS
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, pin
-from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.boundary import OperandBoundary
 from megacpp_compile.matchers.ssd.constant_rates_proof import POSITIONS, Retention, Trial
 from megacpp_compile.matchers.ssd.resize import Resized
@@ -206,7 +206,7 @@ def _with_rate(algebra: Algebra, root: Node, tables: list[Node], rate: Node | No
     alike = _alike([n for n in nodes if n.target in POSITIONS])
     for tied, pinned in itertools.product((False, True) if alike else (False,), (False, True)):
         try:
-            resized = Resized(RULES, nodes, leaves, Axes(LONGEST, SMALL))
+            resized = Resized(RULES, nodes, leaves, AxisEquations(LONGEST, SMALL))
             for a, b in alike if tied else ():
                 resized.axes.same(*resized.dims[a], *resized.dims[b])
             if pinned:

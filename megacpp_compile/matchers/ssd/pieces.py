@@ -21,7 +21,7 @@ class Piece:
     node: Node | None = None
 
 
-class Loops:
+class SliceLoops:
     """The loops of a subgraph of `nodes`, in its order: each the pieces of one dimension."""
 
     def __init__(self, nodes: Sequence[Node], loops: Sequence[Sequence[Piece]]) -> None:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.numbers import is_number, number_of
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh
-from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.tensor_ops import RuleTable
 
 
@@ -25,10 +25,10 @@ class Resized:
     """
 
     def __init__(
-        self, rules: RuleTable, nodes: Sequence[Node], leaves: Sequence[Node], axes: Axes | None = None,
+        self, rules: RuleTable, nodes: Sequence[Node], leaves: Sequence[Node], axes: AxisEquations | None = None,
         apart: bool = False,
     ) -> None:  # fmt: skip
-        self.rules, self.axes, self.nodes, self.leaves = rules, axes or Axes(), nodes, leaves
+        self.rules, self.axes, self.nodes, self.leaves = rules, axes or AxisEquations(), nodes, leaves
         self.dims: dict[Node, Any] = {n: [fresh(s) for s in value(n).shape] for n in leaves}
         given = {a for n in nodes for a in n.all_input_nodes}
         self.numbers = {a: value(a).node.hint for a in given if isinstance(value(a), torch.SymFloat) and is_number(a)}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat
-from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.packed import Reading, readings
 from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
@@ -252,7 +252,7 @@ class Roles:
         return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
-def arranged(axes: Axes, t: Tensor, dims: list[Dim], target: list[Dim]) -> Tensor:
+def arranged(axes: AxisEquations, t: Tensor, dims: list[Dim], target: list[Dim]) -> Tensor:
     """`t` with dimensions `dims` as a tensor of `target`'s, repeated along atoms it does not have."""
     have = [a for d in dims for a in d]
     t = t.reshape([axes.sizes[a] for a in have])

@@ -28,7 +28,7 @@ from megacpp_compile.fx.views import (
     UNIT_DIMS,
 )
 from megacpp_compile.matchers.ssd.atoms import Dim, flat, is_one
-from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.matchers.ssd.axes import AxisEquations
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ EXPONENTIALS = {aten.exp.default, aten.exp2.default}
 class ResizeContext(Protocol):
     """What a rule may ask of the subgraph that is resized."""
 
-    axes: Axes
+    axes: AxisEquations
     dims: dict[Node, Any]  # of every node before the rule's: the dimensions of a tensor, or those of several
 
     def shape(self, dims: Sequence[Dim]) -> list[int]:

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import called, long_dimensions, value
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes
-from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged
@@ -172,7 +172,7 @@ def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | NoLoop | N
         refused = NoLoop(step.strange, "op", reason)
         return refused if step.outer else None
     leaves = [loop.entering, *step.leaves, *step.again]
-    resized = Resized(RULES, sorted(step.inside - set(leaves)), leaves, Axes(LONGEST))
+    resized = Resized(RULES, sorted(step.inside - set(leaves)), leaves, AxisEquations(LONGEST))
     for n, leaf in step.again.items():
         for one, other in zip(resized.dims[n], resized.dims[leaf], strict=True):
             resized.axes.same(one, other)

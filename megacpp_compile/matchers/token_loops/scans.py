@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import long_dimensions, value
-from megacpp_compile.matchers.ssd.axes import Axes
+from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.boundary import OperandBoundary
 from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
@@ -53,7 +53,7 @@ class ScanStep:
         if given is None:
             return
         leaves = [*given, loop.entering]
-        self.r = Resized(RULES, sorted(self.inside - set(leaves)), leaves, Axes(LONGEST))
+        self.r = Resized(RULES, sorted(self.inside - set(leaves)), leaves, AxisEquations(LONGEST))
         for roles in self._assignments(*given):
             self.tried = True
             if self._is(roles):

@@ -40,7 +40,7 @@ _NARROWEST, _WIDEST, _LATENT = 64, 128, 512
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """What a call asks for, as far as eligibility goes by it.
 
     Attributes:
@@ -93,14 +93,14 @@ class Runtime:
     backward: bool = False
 
 
-def eligible(call: Call, runtime: Runtime, devices: tuple[str, ...] = ("cuda",)) -> tuple[str, str] | None:
+def eligible(call: AttentionCall, runtime: Runtime, devices: tuple[str, ...] = ("cuda",)) -> tuple[str, str] | None:
     """None where FlashAttention-4 can serve `call`, else (tag, sentence). devices: the types that it runs on."""
     if call.device not in devices:
         return CUDA_ONLY, f"FlashAttention-4 runs on CUDA devices, not on {call.device}"
     return _of_machine(call, runtime) or _of_operands(call) or _of_masking(call) or _of_kernel(call, runtime)
 
 
-def _of_machine(call: Call, runtime: Runtime) -> tuple[str, str] | None:
+def _of_machine(call: AttentionCall, runtime: Runtime) -> tuple[str, str] | None:
     if runtime.capability not in CAPABILITIES:
         known = ", ".join(map(_named, CAPABILITIES))
         return CAPABILITY, f"the device is {_named(runtime.capability)}, and there are kernels for {known}"
@@ -113,7 +113,7 @@ def _of_machine(call: Call, runtime: Runtime) -> tuple[str, str] | None:
     return None
 
 
-def _of_operands(call: Call) -> tuple[str, str] | None:
+def _of_operands(call: AttentionCall) -> tuple[str, str] | None:
     if call.dtype not in _DTYPES:
         return DTYPE, f"it computes in bfloat16 and float16, not in {_name(call.dtype)}"
     keys, values = call.widths
@@ -126,7 +126,7 @@ def _of_operands(call: Call) -> tuple[str, str] | None:
     return None
 
 
-def _of_masking(call: Call) -> tuple[str, str] | None:
+def _of_masking(call: AttentionCall) -> tuple[str, str] | None:
     if call.mask:
         return MASK, "it takes no explicit mask or bias"
     if not call.causal:
@@ -146,7 +146,7 @@ def _of_masking(call: Call) -> tuple[str, str] | None:
     return None
 
 
-def _of_kernel(call: Call, runtime: Runtime) -> tuple[str, str] | None:
+def _of_kernel(call: AttentionCall, runtime: Runtime) -> tuple[str, str] | None:
     if call.traced:
         return TRACED, "its scale or dropout is an input of the graph, and the op takes numbers"
     if call.dropout:

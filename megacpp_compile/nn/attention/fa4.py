@@ -20,7 +20,7 @@ from megacpp_compile.fx.sizes import hint
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.nn.attention import fa4_runtime, switch
-from megacpp_compile.nn.attention.eligibility import DOC_IDS, RUNTIME, Call, DocIds, Runtime, eligible
+from megacpp_compile.nn.attention.eligibility import DOC_IDS, RUNTIME, AttentionCall, DocIds, Runtime, eligible
 
 # The types of device that it runs on. Tests, which have stand-ins for the kernel, name others.
 DEVICES = ("cuda",)
@@ -34,14 +34,14 @@ def lacks(
     there are none, or that they are not uniform."""
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     state: DocIds = found or ("absent" if doc_ids is None else "non-uniform")
-    call = Call(
+    call = AttentionCall(
         q.device.type, q.dtype, (q.shape[-1], v.shape[-1]), (q.shape[2], k.shape[2]), causal, state,
         window=window, partial=partial, softcap=softcap, backward=grad,
     )  # fmt: skip
     return against(call, q.device)
 
 
-def against(call: Call, device: torch.device) -> tuple[str, str] | None:
+def against(call: AttentionCall, device: torch.device) -> tuple[str, str] | None:
     """`eligible` with what this process can run on `device`, which is asked where it could matter alone."""
     if call.device not in DEVICES:
         return eligible(call, Runtime(), DEVICES)

@@ -30,7 +30,7 @@ from megacpp_compile.lowerings.attention._sdpa_calls import chosen as chosen_ker
 from megacpp_compile.lowerings.attention._sdpa_choice import UNFUSED, UNKNOWN, kernel_of
 from megacpp_compile.matchers.latent_attention.core import arguments_of
 from megacpp_compile.nn.attention import attention_order, bodies, fa4, fastest
-from megacpp_compile.nn.attention.eligibility import Call
+from megacpp_compile.nn.attention.eligibility import AttentionCall
 from megacpp_compile.report.attention import AttentionSite
 from megacpp_compile.report.user_code import first_line
 from megacpp_compile.targets import family
@@ -141,7 +141,7 @@ def _sdpa_row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool, bod
     requested, tag, reason = _first(q, body) or "sdpa", "", ""
     if wanted:
         requested = wanted
-        asked = Call(
+        asked = AttentionCall(
             q.device.type, q.dtype, (hint(q.shape[-1]), hint(v.shape[-1])), (hint(q.shape[-2]), hint(k.shape[-2])),
             traced or bool(given["is_causal"]), mask=mask is not None, dropout=0.0 if traced else given["dropout_p"],
             backward=grad, traced=traced,
@@ -210,7 +210,7 @@ def _refusals(node: Node, q: Any, v: Any, served: str, fa4_first: bool, grad: bo
             break
         if name == "fa4":
             lack = fa4.against(
-                Call(q.device.type, q.dtype, (hint(q.shape[-1]), hint(v.shape[-1])), (1, 1), True,
+                AttentionCall(q.device.type, q.dtype, (hint(q.shape[-1]), hint(v.shape[-1])), (1, 1), True,
                      "unknown" if ids else "absent", window=window, softcap=softcap, backward=grad), q.device
             )  # fmt: skip
         elif (asked := getattr(bodies, f"{name}_lacks", None)) is not None:
