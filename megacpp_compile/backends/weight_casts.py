@@ -1,7 +1,7 @@
 """Takes casts of weights out of a frame: it is called with their results behind its inputs (`cache_weight_casts`).
 
-Before: `w8, w_turned, sw = megacpp.fp8_quantize_weights([detach(w)], True)`, of parameters by views and casts alone
-After:  inputs `w8`, `w_turned` and `sw`; what made them runs in front of each call, and in a context
+Before: `w8, w_transposed, sw = megacpp.fp8_quantize_weights([detach(w)], True)`, of parameters by views and casts alone
+After:  inputs `w8`, `w_transposed` and `sw`; what made them runs in front of each call, and in a context
         `cached_weight_casts` once for all calls with these weights
 
 Results are equal: the same op casts the same weight. Backward has what its forward was called with, whatever becomes of

@@ -186,9 +186,10 @@ def _as_fp8(raw: Tensor | None, tag: Any) -> Tensor | None:
 
 def _te_tensor(t: Any) -> tuple[Any, Any]:
     data = t._data
-    turned = getattr(t, "_transpose", None)
-    if data is None and turned is not None and not getattr(t, "_transpose_invalid", False) and turned.dim() == 2:
-        data = turned.t()
+    transposed = getattr(t, "_transpose", None)
+    invalid = getattr(t, "_transpose_invalid", False)
+    if data is None and transposed is not None and not invalid and transposed.dim() == 2:
+        data = transposed.t()
     return _as_fp8(data, t._fp8_dtype), t._scale_inv
 
 

@@ -3,14 +3,14 @@ or those of past steps (arXiv:2209.05433), or one for every block of 128 (arXiv:
 
 Before: `y = linear(x, w, b)`, in any spelling
 After, under "fp8_current":
-        `x8, x8t, sx = megacpp.fp8_quantize_turned(x, "e4m3")`, once for all linears that read x; backward keeps x8t,
-        the orientation that it multiplies. `w8, sw = megacpp.fp8_quantize(w, "e4m3")`; of x, too, if w is not trained;
+        `x8, x8t, sx = megacpp.fp8_quantize_transposed(x, "e4m3")`, once for all linears that read x; backward keeps
+        x8t, which it multiplies. `w8, sw = megacpp.fp8_quantize(w, "e4m3")`; of x, too, if w is not trained;
         `y, = megacpp.fp8_linear(x, [w], x8, sx, w8, sw, [b], "e4m3", dtype, None, None, x8t)`
         and of linears that share x, where some are too narrow to gain alone (MLA's two down-projections):
         `y0, y1 = megacpp.fp8_linear(x, [w0, w1], x8, sx, w8, sw, [], "e4m3", dtype, None, None, x8t)`
 After, under "fp8_delayed", the same with
-        `x8, x8t, sx, seen = megacpp.fp8_quantize_delayed(x, largest, "e4m3", turned)`, where `largest` is 0, that of a
-        first step; the compiled frame has the history in its place (`backends/delayed_scaling.py`)
+        `x8, x8t, sx, seen = megacpp.fp8_quantize_delayed(x, largest, "e4m3", transposed)`, where `largest` is 0, that
+        of a first step; the compiled frame has the history in its place (`backends/delayed_scaling.py`)
 After, under "fp8_block":
         `x8, sx = megacpp.fp8_quantize_tiles(x, 1)`, `w8, sw = megacpp.fp8_quantize_tiles(w, 128)`;
         `y = megacpp.fp8_block_linear(x, w, x8, sx, w8, sw, b, dtype)`
@@ -239,12 +239,12 @@ def _rewrite(
     biases = [linear.b for linear in linears if linear.b is not None]
     delayed = recipe == "fp8_delayed"
     one, scale = (ops.fp8_quantize_delayed.default, 2) if delayed else (ops.fp8_quantize.default, 1)
-    turned = view.recorded(first.node) and any(view.needs_grad(linear.w) for linear in linears)
-    of_x, of_w = ([turned], [False]) if delayed else ([], [])
-    if turned and not delayed:
-        x8, *columns, x_scale = parts(payload(x, ops.fp8_quantize_turned.default, FORWARD), 0, 1, 2)
+    transposed = view.recorded(first.node) and any(view.needs_grad(linear.w) for linear in linears)
+    of_x, of_w = ([transposed], [False]) if delayed else ([], [])
+    if transposed and not delayed:
+        x8, *columns, x_scale = parts(payload(x, ops.fp8_quantize_transposed.default, FORWARD), 0, 1, 2)
     else:
-        x8, *columns, x_scale = parts(payload(x, one, FORWARD, *of_x), *([0, 1, scale] if turned else [0, scale]))
+        x8, *columns, x_scale = parts(payload(x, one, FORWARD, *of_x), *([0, 1, scale] if transposed else [0, scale]))
     w_columns: list[Node] = []
     if view.config.cache_weight_casts and not _in_every_call(recipe, linears):
         trained = any(view.has_backward(linear.node) for linear in linears)
@@ -256,7 +256,7 @@ def _rewrite(
         w8, w_scale = parts(payload(w, one, FORWARD, *of_w), 0, scale)
     quantised = [x8, x_scale, w8, w_scale]
     # None stands for what is not there in front of what is.
-    past = [None, None, *columns] if turned else []
+    past = [None, None, *columns] if transposed else []
     past += [*[None] * (3 - len(past)), torch.float32 if wide else None, *w_columns] if wide or w_columns else []
     new = build(ops.fp8_linear.default, x, weights, *quantised, biases, GRADIENT, dtype, *past)
     return new, [build.item(new, i) for i in range(len(linears))]

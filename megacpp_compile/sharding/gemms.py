@@ -26,14 +26,14 @@ def keep_batches(graph: fx.Graph) -> None:
     for node in [n for n in graph.nodes if n.target is _aten.bmm.default]:
         operands = [_unmerged(a) for a in node.args]  # type: ignore[arg-type]
         readers = [user for user in node.users if is_reshape(user)]
-        (left, left_turned), (right, right_turned) = operands
+        (left, left_transposed), (right, right_transposed) = operands
         if left is None or right is None or len(readers) < len(node.users):
             continue
         batches = value(left).shape[:2]
         wanted = (*batches, *value(node).shape[1:])
         if value(right).shape[:2] != batches or any(value(user).shape != wanted for user in readers):
             continue
-        letters = ("zhkm" if left_turned else "zhmk", "zhnk" if right_turned else "zhkn")
+        letters = ("zhkm" if left_transposed else "zhmk", "zhnk" if right_transposed else "zhkn")
         with graph.inserting_before(node):
             new = graph.call_function(_aten.einsum.default, (f"{letters[0]},{letters[1]}->zhmn", [left, right]))
         new.meta.update(node.meta)  # the checkpointing policy's tag among it
@@ -45,12 +45,12 @@ def keep_batches(graph: fx.Graph) -> None:
 
 def _unmerged(node: Node) -> tuple[Node | None, bool]:
     """(the four-dimensional operand, or None where there is none; whether its last two dimensions are transposed)."""
-    turned = node.target is _aten.transpose.int and sorted(d % 3 for d in node.args[1:]) == [1, 2]  # type: ignore
-    node = node.args[0] if turned else node  # type: ignore[assignment]
+    transposed = node.target is _aten.transpose.int and sorted(d % 3 for d in node.args[1:]) == [1, 2]  # type: ignore
+    node = node.args[0] if transposed else node  # type: ignore[assignment]
     if not is_reshape(node):
-        return None, turned
+        return None, transposed
     source = node.args[0]
     assert isinstance(source, Node)
     before, after = value(source).shape, value(node).shape
     merged = len(before) == 4 and tuple(after) == (before[0] * before[1], *before[2:])
-    return (source if merged else None), turned
+    return (source if merged else None), transposed

@@ -123,21 +123,21 @@ def test_a_kernel_of_ours_is_read_as_torch_reads_it(request):
         pytest.skip("Triton's interpreter compiles nothing")
     request.getfixturevalue("hopper")
 
-    def arguments(rows, turned):
+    def arguments(rows, transposed):
         with FakeTensorMode():
             x, out, columns = (torch.empty(rows, 64, dtype=d) for d in (torch.bfloat16, *[torch.float8_e4m3fn] * 2))
             numbers = {name: torch.empty(4) for name in ("largest", "scale", "seen")}
         sizes = {"rows": rows, "channels": 64, "stride": 64, "across": 1, "RB": TILE["RB"], "CB": TILE["CB"]}
-        constants = {"MARGIN": 16.0, "SAMPLE": 32, "ROOM": 2.0, "ROWS": 1, "TURNED": turned}
+        constants = {"MARGIN": 16.0, "SAMPLE": 32, "ROOM": 2.0, "ROWS": 1, "TRANSPOSED": transposed}
         constants["INTERPRETED"] = False
-        return {"x": x, "out": out, "turned": columns, **numbers, **sizes, **constants}
+        return {"x": x, "out": out, "transposed": columns, **numbers, **sizes, **constants}
 
-    cases = [(rows, turned) for turned in (0, 1) for rows in (64, 128, 64)]
+    cases = [(rows, transposed) for transposed in (0, 1) for rows in (64, 128, 64)]
     want = [getattr(wrap, NAME)(fp8_delayed_cast, arguments(*case), {}) for case in cases]
     with kernels_read_once():
         got = [getattr(wrap, NAME)(fp8_delayed_cast, arguments(*case), {}) for case in cases]
     assert got == want and got[0] is got[2] and got[3] is got[5] and got[0] is not got[1]
-    assert got[0] != got[3], "turned is written where it is asked for"
+    assert got[0] != got[3], "transposed is written where it is asked for"
 
 
 class TestKernelsBegunWhenWritten:

@@ -60,4 +60,4 @@ def test_what_casts_write(monkeypatch, name):
         {**kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"]), **node.kwargs["kwargs"]}
         for node in gm.graph.nodes if node.target is triton_kernel_wrapper_functional
     ]  # fmt: skip
-    assert [(of["ROWS"], of["TURNED"]) for of in made] == written
+    assert [(of["ROWS"], of["TRANSPOSED"]) for of in made] == written

@@ -63,7 +63,7 @@ OF_FLOAT8 = {"float8": 1e-2, "fp8_linear": 1e-1}
 TIMES_ROUNDING = 4
 # What steps in between are rounded to where operands are in half precision: the kernels' GEMMs keep 16 bits of a factor.
 INNER_UNIT = 2**-16
-KIND = {"fp8_quantize": "float8", "fp8_quantize_delayed": "float8", "fp8_quantize_turned": "float8",
+KIND = {"fp8_quantize": "float8", "fp8_quantize_delayed": "float8", "fp8_quantize_transposed": "float8",
         "fp8_quantize_weights": "float8", "fp8_quantize_experts": "float8", "push_maxima": "float8",
         "fp8_linear": "float8", "fp8_linear_backward": "float8", "fp8_quantize_tiles": "float8",
         "fp8_block_linear": "float8", "fp8_block_linear_backward": "float8", "causal_conv1d": "mixer",

@@ -68,9 +68,9 @@ def backward(rand, dtype, **options):
     grads = [rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3 for w in weights]
     if not delayed:
         return grads, x8, x_scale, weights, w_scale, grad_format, dtype
-    largest, _, turned, *others = delayed
-    x8 = x8 if turned is None else turned
-    return grads, x8, x_scale, weights, w_scale, grad_format, dtype, largest, turned is not None, *others
+    largest, _, transposed, *others = delayed
+    x8 = x8 if transposed is None else transposed
+    return grads, x8, x_scale, weights, w_scale, grad_format, dtype, largest, transposed is not None, *others
 
 
 def _by_blocks(rand, dtype, outer=(2, 128), k=256, n=128, bias=True, wide=False):
@@ -100,39 +100,39 @@ def tiles(rand, dtype, **options):
 CASTS = {f"{format}_{label}": {"format": format, "factor": factor} for format in ("e4m3", "e5m2")
          for label, factor in {"ordinary": 1, "tiny": 1e-30, "huge": 1e30, "zero": 0}.items()}
 each_case("fp8_quantize", CASTS)(lambda rand, dtype, format, factor: (rand(3, 16, dtype=dtype) * factor, format))
-each_case("fp8_quantize_turned",
+each_case("fp8_quantize_transposed",
           CASTS)(lambda rand, dtype, format, factor: (rand(2, 24, 144, dtype=dtype) * factor, format))
 PASTS = {"known": {"past": 3.0}, "none": {"past": 0.0, "factor": 1e-6}, "beyond": {"past": 0.5},
-         "known_in_e5m2": {"past": 3.0, "format": "e5m2"}, "turned": {"past": 3.0, "outer": (2, 40), "turned": True},
-         "turned_none": {"past": 0.0, "outer": (144,), "k": 336, "turned": True}, "zero": {"past": 0.0, "factor": 0}}
+         "known_in_e5m2": {"past": 3.0, "format": "e5m2"}, "transposed": {"past": 3.0, "outer": (2, 40), "transposed": True},
+         "transposed_none": {"past": 0.0, "outer": (144,), "k": 336, "transposed": True}, "zero": {"past": 0.0, "factor": 0}}
 
 
 @each_case("fp8_quantize_delayed", PASTS)
-def with_past(rand, dtype, past, outer=(3, 16), k=48, factor=1, format="e4m3", turned=False):
-    return rand(*outer, k, dtype=dtype) * factor, torch.tensor([past, 7.0]), format, turned
+def with_past(rand, dtype, past, outer=(3, 16), k=48, factor=1, format="e4m3", transposed=False):
+    return rand(*outer, k, dtype=dtype) * factor, torch.tensor([past, 7.0]), format, transposed
 
 
 WEIGHTS = {"one": {"rows": [48]}, "several": {"rows": [16, 48, 16], "k": 160},
-           "no_backward": {"rows": [32], "turned": False}, "tiny": {"rows": [144], "factor": 1e-30},
+           "no_backward": {"rows": [32], "transposed": False}, "tiny": {"rows": [144], "factor": 1e-30},
            "zero": {"rows": [16], "factor": 0}}
 
 
 @each_case("fp8_quantize_weights", WEIGHTS)
-def weights(rand, dtype, rows, k=48, factor=1, turned=True):
-    return [rand(n, k, dtype=dtype) * factor for n in rows], turned
+def weights(rand, dtype, rows, k=48, factor=1, transposed=True):
+    return [rand(n, k, dtype=dtype) * factor for n in rows], transposed
 
 
-def experts_weights(rand, dtype, parts=2, stacked=False, across=False, turned=True):
+def experts_weights(rand, dtype, parts=2, stacked=False, across=False, transposed=True):
     """Weights [48, 160] of 3 experts, one with a row of zeros. across: they lie [160, 48]."""
     made = [rand(3, *((160, 48) if across else (48, 160)), dtype=dtype) for _ in range(parts)]
     stacks = [t.transpose(1, 2) for t in made] if across else made
     stacks[0][1, 5] = 0
-    return stacks if stacked else [w for stack in stacks for w in stack.unbind(0)], parts, turned
+    return stacks if stacked else [w for stack in stacks for w in stack.unbind(0)], parts, transposed
 
 
 EXPERTS_WEIGHTS = {"separate": {}, "one_part": {"parts": 1}, "stacked": {"stacked": True},
                    "stacked_of_one_part": {"stacked": True, "parts": 1},
-                   "transposed": {"stacked": True, "across": True}, "no_backward": {"turned": False}}
+                   "transposed": {"stacked": True, "across": True}, "no_backward": {"transposed": False}}
 each_case("fp8_quantize_experts", EXPERTS_WEIGHTS)(experts_weights)
 
 

@@ -50,7 +50,7 @@ def _quantised(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tu
     if "block" in kind.op or "tiles" in kind.op:
         return _by_blocks(kind, x, make, out)
     format = kind.flags["format"]
-    if kind.op in ("fp8_quantize", "fp8_quantize_turned"):
+    if kind.op in ("fp8_quantize", "fp8_quantize_transposed"):
         return x, format
     past = torch.tensor([0.0 if kind.flags["per"] == "row" else 3.0], device=x.device)
     if kind.op == "fp8_quantize_delayed":

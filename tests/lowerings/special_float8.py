@@ -34,7 +34,7 @@ def the_same(x, *_):
 
 
 for name, call, label in (
-    ("fp8_quantize", as_numbers, "e4m3_tiny"), ("fp8_quantize_turned", as_numbers, "e4m3_tiny"),
+    ("fp8_quantize", as_numbers, "e4m3_tiny"), ("fp8_quantize_transposed", as_numbers, "e4m3_tiny"),
     ("fp8_quantize_delayed", by_past, "known"), ("fp8_quantize_delayed first", by_past, "none"),
     ("fp8_quantize_tiles", lambda op, x, rows: widened_by_tiles(*op(x, rows), rows, 128, torch.float32),
      "float32_gradients"),

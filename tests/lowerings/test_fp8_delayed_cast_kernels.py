@@ -15,11 +15,11 @@ pytestmark = OF_KERNELS
 PASTS = {"known": (3.0, 1.0), "none": (0.0, 1e-6), "beyond": (0.5, 1.0)}
 
 
-def cast(monkeypatch, x, past, turned, straight=True):
+def cast(monkeypatch, x, past, transposed, straight=True):
     from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
 
     with rounding_to_nearest(monkeypatch):
-        return delayed_cast(x, torch.tensor([past, 9.0], device=x.device), turned, straight)
+        return delayed_cast(x, torch.tensor([past, 9.0], device=x.device), transposed, straight)
 
 
 @pytest.mark.parametrize("past", ["known", rarely("none"), rarely("beyond")])
@@ -55,13 +55,13 @@ def test_rows_alone(rand, monkeypatch):
     assert columns is None and torch.equal(payload.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["neither", "columns_alone"])
-def test_without_rows(rand, monkeypatch, turned):
+@pytest.mark.parametrize("transposed", [False, True], ids=["neither", "columns_alone"])
+def test_without_rows(rand, monkeypatch, transposed):
     x = rand(48, 80, dtype=torch.bfloat16).to(DEVICE)
-    payload, columns, scale, seen = cast(monkeypatch, x, 3.0, turned, straight=False)
+    payload, columns, scale, seen = cast(monkeypatch, x, 3.0, transposed, straight=False)
     _, other, *numbers = cast(monkeypatch, x, 3.0, True)
     assert payload is None and torch.equal(scale, numbers[0]) and torch.equal(seen, numbers[1])
-    assert torch.equal(columns.view(torch.uint8), other.view(torch.uint8)) if turned else columns is None
+    assert torch.equal(columns.view(torch.uint8), other.view(torch.uint8)) if transposed else columns is None
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter knows no NaN of float8")
@@ -76,7 +76,7 @@ def test_overflow_is_seen(rand, monkeypatch):
 
 
 def test_rows_that_are_no_fours(rand, monkeypatch):
-    """Four are turned at once: of others all bytes are written, too."""
+    """Four are transposed at once: of others all bytes are written, too."""
     from megacpp_compile.lowerings.fp8_linear import cuda_scaled_mm
 
     x, largest = rand(3, 3, 16, dtype=torch.bfloat16).to(DEVICE), torch.tensor([3.0], device=DEVICE)

@@ -155,7 +155,7 @@ def test_the_device_that_is_asked_is_the_operands(rand, label):
 def test_no_rows(rand):
     """Cast without a kernel, which would have nothing to do: the scale is 1."""
     x = rand(2, 0, 32)
-    casts = (cuda_scaled_mm.fp8_quantize_turned(x, "e4m3"),
+    casts = (cuda_scaled_mm.fp8_quantize_transposed(x, "e4m3"),
              cuda_scaled_mm.fp8_quantize_delayed(x, torch.zeros(1), "e4m3", True)[:3])
     for payload, columns, scale in casts:
         assert (payload.shape, columns.shape, scale.item()) == (x.shape, (32, 0), 1)

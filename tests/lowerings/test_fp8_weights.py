@@ -74,8 +74,8 @@ def test_sorted_experts_given_their_payloads(rand, label):
         biases = [None, None, None] if given else []
         y, kept = sorted_experts.moe_sorted(x, ends, *weights, *form, True, FP8, *biases, *given)
         kept = [*kept, *given[2::3]]
-        turned = given[1::3]
-        outs = sorted_experts.moe_sorted_backward(y, x, *weights, kept, ends, *form, FP8, *biases, *turned)
+        transposed = given[1::3]
+        outs = sorted_experts.moe_sorted_backward(y, x, *weights, kept, ends, *form, FP8, *biases, *transposed)
         results.append((y, *outs[:3]))
     agree(*results)
 
@@ -86,14 +86,14 @@ class TestKernels:
     @pytest.mark.parametrize("label", WEIGHTS)
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_of_linears(self, rand, monkeypatch, label, dtype):
-        options = {"factor": 1, "k": 48, "turned": True} | WEIGHTS[label]
+        options = {"factor": 1, "k": 48, "transposed": True} | WEIGHTS[label]
         weights = [rand(n, options["k"], dtype=dtype, device=DEVICE) * options["factor"] for n in options["rows"]]
         with rounding_to_nearest(monkeypatch):
-            payload, columns, scale = cuda_triton.fp8_quantize_weights(weights, options["turned"])
-        want, _, want_scale = reference.fp8_quantize_weights(weights, options["turned"])
+            payload, columns, scale = cuda_triton.fp8_quantize_weights(weights, options["transposed"])
+        want, _, want_scale = reference.fp8_quantize_weights(weights, options["transposed"])
         assert relative_error(scale, want_scale) < 1e-6 and scale.shape == ()
         assert relative_error(payload.float(), want.float()) < 1e-2  # ties
-        assert torch.equal(columns.float(), payload.float().t()) if options["turned"] else columns.numel() == 0
+        assert torch.equal(columns.float(), payload.float().t()) if options["transposed"] else columns.numel() == 0
 
     @pytest.mark.parametrize("label", EXPERTS_WEIGHTS)
     def test_of_experts(self, rand, monkeypatch, label):

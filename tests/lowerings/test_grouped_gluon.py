@@ -128,8 +128,8 @@ class TestLying:
         lying = hopper_grouped._lying(weights)
         assert lying.across and lying.shape[1:] == [32, 64] and lying.strides[1:] == [64, 1]
         assert lying.tiles(128, 64).block_shape == [1, 64, 128]
-        turned = hopper_grouped._lying(weights, transposed=True)
-        assert not turned.across and turned.shape == lying.shape and turned.tiles(128, 64).block_shape == [1, 128, 64]
+        transposed = hopper_grouped._lying(weights, transposed=True)
+        assert not transposed.across and transposed.shape == lying.shape and transposed.tiles(128, 64).block_shape == [1, 128, 64]
         assert hopper_grouped._lying(weights, halves=True) is None
         narrow = [w.to(FP8) for w in weights]
         assert hopper_grouped._lying(narrow) is None and hopper_grouped._lying(narrow, transposed=True)
@@ -229,8 +229,8 @@ class TestServes:
         made = hopper_grouped.gated(x, [w8], [], self.OFFSETS, self.TAKE, "silu", scales, BF16)
         assert all(t.dtype == BF16 for t in made)
         hidden, gates = [self.rows(), self.rows()], torch.empty(8192)
-        turned = [torch.empty(2, 64, 128, dtype=FP8).transpose(-1, -2)]
-        hopper_grouped.gradients(self.rows(8192, 128).to(FP8), turned, hidden, gates, self.OFFSETS, None, "silu",
+        transposed = [torch.empty(2, 64, 128, dtype=FP8).transpose(-1, -2)]
+        hopper_grouped.gradients(self.rows(8192, 128).to(FP8), transposed, hidden, gates, self.OFFSETS, None, "silu",
                                  scales[0], BF16)
         assert [name for name, _ in launched] == 3 * ["grouped_rows_hopper"] + ["gradients_of_rows"]
         of_rows = [args for _, args in launched[:3]]
@@ -433,10 +433,10 @@ class TestValues:
             near(g, w.float())
             assert not g[case.live :].any()
 
-    def test_gradients_of_turned_weights(self, case):
+    def test_gradients_of_transposed_weights(self, case):
         args = [case.gate, case.up], case.gates, case.offsets, case.take, "silu"
-        turned = [w.t().contiguous().t() for w in case.down]
-        for g, w in zip(hopper_grouped.gradients(case.grad, turned, *args),
+        transposed = [w.t().contiguous().t() for w in case.down]
+        for g, w in zip(hopper_grouped.gradients(case.grad, transposed, *args),
                         hopper_grouped.gradients(case.grad, case.down, *args), strict=True):
             assert torch.equal(g, w)
 
@@ -503,7 +503,7 @@ class TestFloat8:
     def test_rows_back(self, case):
         _, scale = triton_quantise.quantised_weights(case.into, 2)
         x8, x_scale = triton_quantise.quantised_rows(case.d_hidden, None, scale, case.offsets)
-        w8 = triton_quantise.turned_weights(case.into, 2, scale)
+        w8 = triton_quantise.transposed_weights(case.into, 2, scale)
         got = hopper_grouped.rows([x8], [w8], case.offsets, False, None, (x_scale, None), BF16)
         near(got, case.by_group(self.wide(x8, x_scale), list(w8.float())))
 
@@ -524,7 +524,7 @@ class TestFloat8:
     def test_gradients(self, case, activation):
         _, scale = triton_quantise.quantised_weights(case.down, 1)
         g8, g_scale = triton_quantise.quantised_rows(case.grad, case.take, scale, case.offsets)
-        w8 = triton_quantise.turned_weights(case.down, 1, scale).transpose(-1, -2)
+        w8 = triton_quantise.transposed_weights(case.down, 1, scale).transpose(-1, -2)
         args = g8, [w8], [case.gate, case.up], case.gates, case.offsets, None, activation, g_scale, BF16
         got, want = hopper_grouped.gradients(*args), triton_gated_gradients.gradients(*args)
         for g, w in zip(got, want, strict=True):

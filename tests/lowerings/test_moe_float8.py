@@ -246,7 +246,7 @@ class TestKernels:
         weights[1][5] = 0
         with rounding_to_nearest(monkeypatch):
             payload, scale = kernel.quantised_weights(weights, parts)
-            turned = kernel.turned_weights(weights, parts, scale)
+            turned = kernel.transposed_weights(weights, parts, scale)
         want = [torch.cat([weights[part * 3 + e] for part in range(parts)]).float() for e in range(3)]
         for e, w in enumerate(want):
             p, s = round_to_fp8(w, torch.float8_e4m3fn)

@@ -73,10 +73,10 @@ def test_graph(float8):
     assert frames.counts[NAME] == 3
     expecttest.assert_expected_inline(render(frames.graph), """\
 detach: bf16[2, 16, 32] = detach(x)
-fp8_quantize_turned: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[]) = megacpp.fp8_quantize_turned(detach, e4m3)
-getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_turned[0]
-getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_turned[1]
-getitem_2: f32[] = fp8_quantize_turned[2]
+fp8_quantize_transposed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[]) = megacpp.fp8_quantize_transposed(detach, e4m3)
+getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_transposed[0]
+getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_transposed[1]
+getitem_2: f32[] = fp8_quantize_transposed[2]
 detach_1: bf16[48, 32] = detach(gate_proj_weight)
 fp8_quantize: (float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize(detach_1, e4m3)
 getitem_3: float8_e4m3fn[48, 32] = fp8_quantize[0]
@@ -92,10 +92,10 @@ fp8_linear_1: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_proj_weight], getite
 getitem_8: bf16[2, 16, 48] = fp8_linear_1[0]
 mul: bf16[2, 16, 48] = mul.Tensor(silu, getitem_8)
 detach_3: bf16[2, 16, 48] = detach(mul)
-fp8_quantize_turned_1: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize_turned(detach_3, e4m3)
-getitem_9: float8_e4m3fn[2, 16, 48] = fp8_quantize_turned_1[0]
-getitem_10: float8_e4m3fn[48, 32] = fp8_quantize_turned_1[1]
-getitem_11: f32[] = fp8_quantize_turned_1[2]
+fp8_quantize_transposed_1: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize_transposed(detach_3, e4m3)
+getitem_9: float8_e4m3fn[2, 16, 48] = fp8_quantize_transposed_1[0]
+getitem_10: float8_e4m3fn[48, 32] = fp8_quantize_transposed_1[1]
+getitem_11: f32[] = fp8_quantize_transposed_1[2]
 detach_4: bf16[32, 48] = detach(down_proj_weight)
 fp8_quantize_2: (float8_e4m3fn[32, 48], f32[]) = megacpp.fp8_quantize(detach_4, e4m3)
 getitem_12: float8_e4m3fn[32, 48] = fp8_quantize_2[0]
@@ -162,7 +162,7 @@ def test_the_plan_chooses(float8):
 
 
 def test_saves_payloads(float8):
-    """Under autograd the two inputs are kept as bytes, turned as backward reads them; their values in bfloat16 are not."""
+    """Under autograd the two inputs are kept as bytes, transposed as backward reads them; their values in bfloat16 are not."""
     frames = run(MLP(), hidden(), config())
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -223,10 +223,10 @@ def test_graph_of_weights_that_are_cast_in_front(float8):
 _enter_autocast(cpu, bfloat16, True, False)
 to_copy: bf16[48, 32] = _to_copy(up_weight, dtype=bfloat16)
 detach: bf16[2, 16, 32] = detach(x)
-fp8_quantize_turned: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[]) = megacpp.fp8_quantize_turned(detach, e4m3)
-getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_turned[0]
-getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_turned[1]
-getitem_2: f32[] = fp8_quantize_turned[2]
+fp8_quantize_transposed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[]) = megacpp.fp8_quantize_transposed(detach, e4m3)
+getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_transposed[0]
+getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_transposed[1]
+getitem_2: f32[] = fp8_quantize_transposed[2]
 detach_1: bf16[48, 32] = detach(to_copy)
 fp8_quantize_weights: (float8_e4m3fn[48, 32], float8_e4m3fn[32, 48], f32[]) = megacpp.fp8_quantize_weights([detach_1], True)
 getitem_3: float8_e4m3fn[48, 32] = fp8_quantize_weights[0]
@@ -268,10 +268,10 @@ def test_a_narrow_one_joins_a_wide_one(narrow_alone):
     assert frames.counts[NAME] == 1 and not frames.tags(NAME)
     expecttest.assert_expected_inline(render(frames.graph), """\
 detach: bf16[2, 16, 32] = detach(x)
-fp8_quantize_turned: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[]) = megacpp.fp8_quantize_turned(detach, e4m3)
-getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_turned[0]
-getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_turned[1]
-getitem_2: f32[] = fp8_quantize_turned[2]
+fp8_quantize_transposed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[]) = megacpp.fp8_quantize_transposed(detach, e4m3)
+getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_transposed[0]
+getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_transposed[1]
+getitem_2: f32[] = fp8_quantize_transposed[2]
 cat: bf16[64, 32] = cat([one_weight, two_weight])
 detach_1: bf16[64, 32] = detach(cat)
 fp8_quantize: (float8_e4m3fn[64, 32], f32[]) = megacpp.fp8_quantize(detach_1, e4m3)
@@ -422,7 +422,7 @@ def test_both_recipes_of_one_input(float8):
     frames = run(Wide(), wide_input(), config(PrecisionPlan(rules=(("a", "fp8_block"), ("b", "fp8_current")), gate=False)))
     assert frames.counts[NAME] == 2
     graph = render(frames.graph)
-    assert graph.count("fp8_quantize_tiles(") == 2 and graph.count("fp8_quantize(") == graph.count("fp8_quantize_turned(") == 1
+    assert graph.count("fp8_quantize_tiles(") == 2 and graph.count("fp8_quantize(") == graph.count("fp8_quantize_transposed(") == 1
 
 
 def test_refuses_what_blocks_do_not_divide(float8):

@@ -43,7 +43,7 @@ def x():
 
 
 def test_graph():
-    """The pass's graph has no past: it is that of a first step. Inputs of trained weights are turned, too."""
+    """The pass's graph has no past: it is that of a first step. Inputs of trained weights are transposed, too."""
     frames = check(Two(), x(), CONFIG, tolerance=FLOAT8)
     assert frames.counts[NAME] == 2
     expecttest.assert_expected_inline(render(frames.graph), """\
@@ -126,7 +126,7 @@ copy__1: f32[16, 6] = copy_(maxima_0, getitem)
 return [getitem_13]""")
 
 
-def test_a_frozen_weight_needs_nothing_turned():
+def test_a_frozen_weight_needs_nothing_transposed():
     model = Two()
     model.up.weight.requires_grad_(False)
     casts = [n for n in run(model, x(), CONFIG).graph.graph.nodes if "fp8_quantize_delayed" in str(n.target)]
@@ -178,5 +178,5 @@ def test_current_and_delayed_readers_of_one_tensor():
     plan = PrecisionPlan(rules=(("a", "fp8_current"), ("*", "fp8_delayed")), gate=False)
     frames = check(Pair(), x(), Config(strict=True, precision=plan), tolerance=FLOAT8)
     targets = [str(n.target) for n in frames.graph.graph.nodes]
-    casts = ("fp8_quantize", "fp8_quantize_turned", "fp8_quantize_delayed")
+    casts = ("fp8_quantize", "fp8_quantize_transposed", "fp8_quantize_delayed")
     assert [targets.count(f"megacpp.{name}.default") for name in casts] == [1, 1, 2]

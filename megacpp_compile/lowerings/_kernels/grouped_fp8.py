@@ -5,9 +5,9 @@
                rows before these are rounded
 
 GEMMs accumulate in the tensor cores' own 22 bits. Each op makes the payload of its rows and frees it; those of the
-weights are made by ops of their own, `weights_fp8` for forward and `turned_fp8` for backward, from the weight and the
-scale that forward kept. Weights are as in `grouped`; of several parts (gate and up) those of one lie behind those of
-the other; payloads are [E, parts * n, d] or turned, scales [E, parts * n].
+weights are made by ops of their own, `weights_fp8` for forward and `transposed_fp8` for backward, from the weight and
+the scale that forward kept. Weights are as in `grouped`; of several parts (gate and up) those of one lie behind those
+of the other; payloads are [E, parts * n, d] or transposed, scales [E, parts * n].
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def _(weights, parts):  # type: ignore[no-untyped-def]
     return first.new_empty((*rows, d), dtype=FLOAT8), first.new_empty(rows, dtype=torch.float32)
 
 
-@kernel_op("grouped_gemms::turned_fp8")
-def turned(weights: list[Tensor], scale: Tensor) -> Tensor:
+@kernel_op("grouped_gemms::transposed_fp8")
+def transposed(weights: list[Tensor], scale: Tensor) -> Tensor:
     """The payload of `weights_fp8` as [E, d, parts * n], by its scale."""
     from megacpp_compile.lowerings._kernels import triton_quantise
 
     each = separate(weights)
-    return triton_quantise.turned_weights(each, len(each) // scale.shape[0], scale)
+    return triton_quantise.transposed_weights(each, len(each) // scale.shape[0], scale)
 
 
-@torch.library.register_fake("grouped_gemms::turned_fp8")
+@torch.library.register_fake("grouped_gemms::transposed_fp8")
 def _(weights, scale):  # type: ignore[no-untyped-def]
     return scale.new_empty((scale.shape[0], weights[0].shape[-1], scale.shape[1]), dtype=FLOAT8)
 
@@ -76,7 +76,7 @@ def _(x, w8, scale, offsets, take=None, bias=None):  # type: ignore[no-untyped-d
 
 @kernel_op("grouped_gemms::rows_back_fp8")
 def rows_back(x: Tensor, w8: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
-    """[S, d]: `x @ w` of x [S, parts * n]. w8: turned."""
+    """[S, d]: `x @ w` of x [S, parts * n]. w8: transposed."""
     from megacpp_compile.lowerings._kernels import hopper_grouped, triton_quantise
 
     x8, x_scale = triton_quantise.quantised_rows(x, None, scale, offsets)
@@ -128,7 +128,7 @@ def gradients(
     take: Optional[Tensor],  # noqa: UP045
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `grouped_gemms::gradients`. w8: turned [E, n, d]; scale [E, d]."""
+    """As `grouped_gemms::gradients`. w8: transposed [E, n, d]; scale [E, d]."""
     from megacpp_compile.lowerings._kernels import hopper_grouped, triton_quantise
 
     g8, g_scale = triton_quantise.quantised_rows(grad, take, scale, offsets)

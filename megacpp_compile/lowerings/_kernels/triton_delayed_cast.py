@@ -50,11 +50,13 @@ def _row_of_four(x, out, i: tl.constexpr, four, c, rows, channels, stride, inver
 
 
 @triton.jit
-def fp8_delayed_cast(x, largest, out, turned, scale, seen, rows, channels, stride, across,
+def fp8_delayed_cast(x, largest, out, transposed, scale, seen, rows, channels, stride, across,
                      MARGIN: tl.constexpr, SAMPLE: tl.constexpr, ROOM: tl.constexpr, ROWS: tl.constexpr,
-                     TURNED: tl.constexpr, INTERPRETED: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr):  # fmt: skip
-    """A tile of out [rows, channels], with ROWS, and of turned [channels, rows], with TURNED, and seen [tiles], the
-    largest magnitude in it. It is words of four rows that are turned, not bytes, as in `quantise_turned`."""
+                     TRANSPOSED: tl.constexpr, INTERPRETED: tl.constexpr, RB: tl.constexpr,
+                     CB: tl.constexpr):  # fmt: skip
+    """A tile of out [rows, channels], with ROWS, and of transposed [channels, rows], with TRANSPOSED, and seen [tiles],
+    the largest magnitude in it. It is words of four rows that are transposed, not bytes, as in
+    `quantise_transposed`."""
     tile = tl.program_id(0)
     four = (tile // across) * (RB // 4) + tl.arange(0, RB // 4)
     c = (tile % across) * CB + tl.arange(0, CB)
@@ -63,11 +65,11 @@ def fp8_delayed_cast(x, largest, out, turned, scale, seen, rows, channels, strid
     v1, s1 = _row_of_four(x, out, 1, four, c, rows, channels, stride, 1 / of, ROWS)
     v2, s2 = _row_of_four(x, out, 2, four, c, rows, channels, stride, 1 / of, ROWS)
     v3, s3 = _row_of_four(x, out, 3, four, c, rows, channels, stride, 1 / of, ROWS)
-    if TURNED:
+    if TRANSPOSED:
         word = word_of(v0, v1, v2, v3, INTERPRETED)
         words = rows // 4
         place = c.to(tl.int64)[:, None] * words + four[None, :]
-        of_words = turned.to(tl.pointer_type(tl.int32), bitcast=True)
+        of_words = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
         tl.store(of_words + place, tl.trans(word), mask=(c < channels)[:, None] & (four < words)[None, :])
     most = tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3))
     tl.store(seen + tile, tl.max(tl.max(most, 1), 0))
@@ -75,24 +77,24 @@ def fp8_delayed_cast(x, largest, out, turned, scale, seen, rows, channels, strid
         tl.store(scale, of)
 
 
-_cast = Kernel(fp8_delayed_cast, [TILE], key=("channels", "ROWS", "TURNED"))
+_cast = Kernel(fp8_delayed_cast, [TILE], key=("channels", "ROWS", "TRANSPOSED"))
 
 
 def delayed_cast(
-    x: Tensor, largest: Tensor, turned: bool, straight: bool = True
+    x: Tensor, largest: Tensor, transposed: bool, straight: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """(payload [r, c] if `straight`, the same transposed [c, r] if `turned`, scale [], largest magnitude []) of
+    """(payload [r, c] if `straight`, the same transposed [c, r] if `transposed`, scale [], largest magnitude []) of
     x [r, c] by `largest[0]`, that of its past. r is a multiple of 4. Not differentiable."""
     x = last_dim_contiguous(x)
     rows, channels = x.shape
     across, tall = -(-channels // TILE["CB"]), TILE["RB"]
     out = torch.empty((rows, channels), dtype=FLOAT8, device=x.device) if straight else None
-    columns = torch.empty((channels, rows), dtype=FLOAT8, device=x.device) if turned else None
+    columns = torch.empty((channels, rows), dtype=FLOAT8, device=x.device) if transposed else None
     scale, seen = (x.new_empty(n, dtype=torch.float32) for n in (1, across * -(-rows // tall)))
     _cast(
         lambda meta: (across * -(-rows // meta["RB"]),), TILE, x=x, largest=largest,
-        out=largest if out is None else out, turned=largest if columns is None else columns, scale=scale, seen=seen,
+        out=largest if out is None else out, transposed=largest if columns is None else columns, scale=scale, seen=seen,
         rows=rows, channels=channels, stride=x.stride(0), across=across, MARGIN=MARGIN, SAMPLE=SAMPLE, ROOM=ROOM,
-        ROWS=int(straight), TURNED=int(turned), INTERPRETED=interpreted(),
+        ROWS=int(straight), TRANSPOSED=int(transposed), INTERPRETED=interpreted(),
     )  # fmt: skip
     return out, columns, scale.view(()), seen.amax(0)

@@ -93,10 +93,12 @@ def word_of(v0, v1, v2, v3, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def quantise_turned(table, out, scale, stride, R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
+def quantise_transposed(table, out, scale, stride, R: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+                        PARTS: tl.constexpr,
                     RB: tl.constexpr, CB: tl.constexpr, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """The same payloads transposed, [E, C, PARTS * R], by scales that are known. A word of `out` has those of four
-    rows, and it is words that are turned: bytes were turned wrongly on an H200 by Triton 3.6, see docs/kernels.md."""
+    rows, and it is words that are transposed: bytes were transposed wrongly on an H200 by Triton 3.6, see
+    docs/kernels.md."""
     e, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     w = tl.multiple_of(tl.load(table + part * E + e).to(tl.pointer_type(TYPE)), 16)
     across: tl.constexpr = (C + CB - 1) // CB
@@ -151,7 +153,7 @@ def quantised_weights(weights: Sequence[Tensor], parts: int) -> tuple[Tensor, Te
     return out, scale
 
 
-def turned_weights(weights: Sequence[Tensor], parts: int, scale: Tensor) -> Tensor:
+def transposed_weights(weights: Sequence[Tensor], parts: int, scale: Tensor) -> Tensor:
     """The payload of `quantised_weights` transposed, [E, c, parts * r], by its scale. r is a multiple of 4."""
     weights, table, sizes = _found(weights, parts)
     e, r, c = sizes["E"], parts * sizes["R"], sizes["C"]
@@ -159,7 +161,7 @@ def turned_weights(weights: Sequence[Tensor], parts: int, scale: Tensor) -> Tens
     blocks = {"RB": 128, "CB": 128}
     programs = triton.cdiv(sizes["R"], blocks["RB"]) * triton.cdiv(c, blocks["CB"])
     launch(
-        quantise_turned, (programs, e * parts), table=table, out=out.view(torch.int32), scale=scale.contiguous(),
+        quantise_transposed, (programs, e * parts), table=table, out=out.view(torch.int32), scale=scale.contiguous(),
         stride=weights[0].stride(0), TYPE=TYPES[weights[0].dtype], **sizes, **blocks, INTERPRETED=interpreted(),
         num_warps=8,
     )  # fmt: skip

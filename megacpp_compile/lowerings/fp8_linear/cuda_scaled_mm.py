@@ -1,7 +1,7 @@
 """`fp8_linear` on CUDA: cuBLASLt's GEMMs of float8 (`torch._scaled_mm`), and the casts around them.
 
 Hopper's float8 GEMM wants both operands with the summed dimension contiguous: the gradient of the weights reads x and
-the gradient turned, that of the input the weights. A kernel of its own writes both orientations at once
+the gradient transposed, that of the input the weights. A kernel of its own writes both orientations at once
 (`_kernels/triton_delayed_cast.py`); by current scaling it gets the largest magnitude that the values have now, from a
 reduction in ATen. What has one orientation is cast in ATen, which Inductor fuses into what comes before. Forward GEMMs
 accumulate fast (in the tensor cores' own 22 bits), backward ones exactly, as Transformer Engine has it.
@@ -31,11 +31,11 @@ from megacpp_compile.lowerings.fp8_linear import reference
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize, push_maxima
 
 __all__ = ["SKIPPABLE_OUTPUTS", "cast", "fp8_linear", "fp8_linear_backward", "fp8_quantize", "fp8_quantize_delayed",
-           "fp8_quantize_turned", "push_maxima", "supports"]  # fmt: skip
+           "fp8_quantize_transposed", "push_maxima", "supports"]  # fmt: skip
 
 
 # A policy's recomputed cast needs one orientation of the payload, and so does the forward behind it.
-SKIPPABLE_OUTPUTS = {"fp8_quantize_delayed": (0, 1), "fp8_quantize_turned": (0, 1)}
+SKIPPABLE_OUTPUTS = {"fp8_quantize_delayed": (0, 1), "fp8_quantize_transposed": (0, 1)}
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -49,18 +49,18 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 
 def fp8_quantize_delayed(
-    x: Tensor, largest: Tensor, format: str, turned: bool, unread: frozenset[int] = frozenset()
+    x: Tensor, largest: Tensor, format: str, transposed: bool, unread: frozenset[int] = frozenset()
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if format != "e4m3":
-        return reference.fp8_quantize_delayed(x, largest, format, turned)
-    return cast(x, largest, turned and 1 not in unread, 0 not in unread)
+        return reference.fp8_quantize_delayed(x, largest, format, transposed)
+    return cast(x, largest, transposed and 1 not in unread, 0 not in unread)
 
 
-def fp8_quantize_turned(
+def fp8_quantize_transposed(
     x: Tensor, format: str, unread: frozenset[int] = frozenset()
 ) -> tuple[Tensor, Tensor, Tensor]:
     if format != "e4m3":
-        return reference.fp8_quantize_turned(x, format)
+        return reference.fp8_quantize_transposed(x, format)
     return cast(x, _past_of(x), 1 not in unread, 0 not in unread)[:3]
 
 
@@ -69,16 +69,16 @@ def _past_of(x: Tensor) -> Tensor:
     return largest_finite(x).to(torch.float32).view(1) / ROOM
 
 
-def cast(x: Tensor, largest: Tensor, turned: bool, straight: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast(x: Tensor, largest: Tensor, transposed: bool, straight: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(payload in e4m3, the same as [k, rows], scale, largest magnitude); empty what is not asked for."""
     numbers = x.numel()
-    # No program would write the scale of none; and it is four rows that are turned at once.
-    if isinstance(numbers, int) and (not numbers or turned and numbers // x.shape[-1] % 4):
-        return reference.fp8_quantize_delayed(x, largest, "e4m3", turned)
+    # No program would write the scale of none; and it is four rows that are transposed at once.
+    if isinstance(numbers, int) and (not numbers or transposed and numbers // x.shape[-1] % 4):
+        return reference.fp8_quantize_delayed(x, largest, "e4m3", transposed)
     from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
 
     flat = x.flatten(0, -2)
-    payload, columns, scale, seen = delayed_cast(flat, largest, turned, straight)
+    payload, columns, scale, seen = delayed_cast(flat, largest, transposed, straight)
     none = flat.new_empty(0, dtype=DTYPES["e4m3"])
     return none if payload is None else payload.view(x.shape), none if columns is None else columns, scale, seen
 
@@ -95,9 +95,9 @@ def fp8_linear(
     out_dtype: torch.dtype,
     grad_largest: Tensor | None = None,
     grad_seen: Tensor | None = None,
-    x_turned: Tensor | None = None,
+    x_transposed: Tensor | None = None,
     weight_grad: torch.dtype | None = None,
-    w_turned: Tensor | None = None,
+    w_transposed: Tensor | None = None,
 ) -> list[Tensor]:
     # A GEMM each: parts of one result would keep all of it alive for as long as any of them.
     payloads = [w8] if len(weights) == 1 else w8.split([w.shape[0] for w in weights])
@@ -117,17 +117,17 @@ def fp8_linear_backward(
     grad_format: str,
     x_dtype: torch.dtype,
     largest: Tensor | None = None,
-    turned: bool = False,
+    transposed: bool = False,
     weight_grad: torch.dtype | None = None,
-    w_turned: Tensor | None = None,
+    w_transposed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = _joined(grads, -1)
     rows, columns, scale_inv, seen = _gradient(grad.flatten(0, -2), grad_format, largest)
-    if w_turned is None:
+    if w_transposed is None:
         each = [rounded_by(w.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights]
-        w_turned = _joined(each, 1).contiguous()
-    dx = fp8_gemm(rows, scale_inv, w_turned, w_scale_inv, x_dtype).unflatten(0, grad.shape[:-1])
-    x_columns = x8 if turned else x8.flatten(0, -2).t().contiguous()
+        w_transposed = _joined(each, 1).contiguous()
+    dx = fp8_gemm(rows, scale_inv, w_transposed, w_scale_inv, x_dtype).unflatten(0, grad.shape[:-1])
+    x_columns = x8 if transposed else x8.flatten(0, -2).t().contiguous()
     dw = fp8_gemm(columns, scale_inv, x_columns, x_scale_inv, weight_grad or weights[0].dtype)
     return dx, dw, seen
 

@@ -25,18 +25,18 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return payload.contiguous(), scale
 
 
-def fp8_quantize_turned(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+def fp8_quantize_transposed(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
     payload, scale = fp8_quantize(x, format)
     return payload, payload.flatten(0, -2).t().contiguous(), scale
 
 
 def fp8_quantize_delayed(
-    x: Tensor, largest: Tensor, format: str, turned: bool
+    x: Tensor, largest: Tensor, format: str, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide, dtype = x.to(torch.float32), DTYPES[format]
     scale = delayed_scale(wide, largest[0], dtype)
     payload = rounded_by_past(wide, scale, dtype).contiguous()
-    columns = payload.flatten(0, -2).t().contiguous() if turned else payload.new_empty(0)
+    columns = payload.flatten(0, -2).t().contiguous() if transposed else payload.new_empty(0)
     return payload, columns, scale, largest_of(wide)
 
 
@@ -62,9 +62,9 @@ def fp8_linear(
     out_dtype: torch.dtype,
     grad_largest: Tensor | None = None,
     grad_seen: Tensor | None = None,
-    x_turned: Tensor | None = None,
+    x_transposed: Tensor | None = None,
     weight_grad: torch.dtype | None = None,
-    w_turned: Tensor | None = None,
+    w_transposed: Tensor | None = None,
 ) -> list[Tensor]:
     each = w8.split([w.shape[0] for w in weights])
     ys = [_gemm(x8, x_scale_inv, own.t(), w_scale_inv, torch.float32) for own in each]
@@ -81,20 +81,20 @@ def fp8_linear_backward(
     grad_format: str,
     x_dtype: torch.dtype,
     largest: Tensor | None = None,
-    turned: bool = False,
+    transposed: bool = False,
     weight_grad: torch.dtype | None = None,
-    w_turned: Tensor | None = None,
+    w_transposed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = torch.cat(grads, -1)
     if largest is None:
         (g8, g_scale_inv), seen = fp8_quantize(grad, grad_format), largest_of(grad.to(torch.float32))
     else:
         g8, _, g_scale_inv, seen = fp8_quantize_delayed(grad, largest, grad_format, False)
-    if w_turned is None:
+    if w_transposed is None:
         w8 = torch.cat([rounded_by(w.to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights])
     else:
-        w8 = w_turned.t()
+        w8 = w_transposed.t()
     dx = _gemm(g8, g_scale_inv, w8, w_scale_inv, x_dtype)
-    rows = x8.t() if turned else x8.flatten(0, -2)
+    rows = x8.t() if transposed else x8.flatten(0, -2)
     dw = _gemm(g8.flatten(0, -2).t(), g_scale_inv, rows, x_scale_inv, weight_grad or weights[0].dtype)
     return dx, dw, seen

@@ -1,5 +1,5 @@
 """`fp8_weights` on CUDA: a weight's largest magnitude in one pass over it, and both payloads in another; the rows of
-experts' weights, which each program holds whole, in one pass, and what is turned in another."""
+experts' weights, which each program holds whole, in one pass, and what is transposed in another."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     return None
 
 
-def fp8_quantize_weights(weights: list[Tensor], turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+def fp8_quantize_weights(weights: list[Tensor], transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     w = weights[0] if len(weights) == 1 else torch.cat(weights)
     # One pass, and no copy of magnitudes, where this runs outside of a graph.
     largest = torch.linalg.vector_norm(w, float("inf"), dtype=torch.float32)
-    return cast(w, largest.view(1) / ROOM, turned, True)[:3]
+    return cast(w, largest.view(1) / ROOM, transposed, True)[:3]
 
 
-def fp8_quantize_experts(weights: list[Tensor], parts: int, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+def fp8_quantize_experts(weights: list[Tensor], parts: int, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     payload, scale = torch.ops.grouped_gemms.weights_fp8(weights, parts)
     none = payload.new_empty(0)
-    return payload, torch.ops.grouped_gemms.turned_fp8(weights, scale) if turned else none, scale
+    return payload, torch.ops.grouped_gemms.transposed_fp8(weights, scale) if transposed else none, scale

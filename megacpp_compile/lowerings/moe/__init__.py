@@ -24,7 +24,7 @@ x and weights share a dtype, in which GEMMs are rounded, the bias added; activat
 in float32, hidden too, and so do their gradients. An index outside 0..E-1 is no expert's: its slot adds nothing, no
 bias either, and gets no gradient. The same expert chosen twice by a token counts twice.
 Saved for backward: x, gates, weights, biases, order, offsets, and `hidden` with `keep_hidden`; no expert's output, and
-no payload but the turned ones that it was given.
+no payload but the transposed ones that it was given.
 Source: https://arxiv.org/abs/1701.06538; with many small experts, https://arxiv.org/abs/2401.06066.
 """
 
@@ -58,7 +58,7 @@ def moe(  # type: ignore[no-untyped-def]
 @define_op(reference.moe_backward)
 def moe_backward(  # type: ignore[no-untyped-def]
     grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision="",
-    b_gate=None, b_up=None, b_down=None, *turned,
+    b_gate=None, b_up=None, b_down=None, *transposed,
 ):  # fmt: skip
     d_into, d_down = empty_weight_gradients(x, w_gate, w_up, w_down)
     biases = [b.new_empty(b.shape) for b in (b_gate, b_up, b_down) if b is not None]
@@ -68,10 +68,10 @@ def moe_backward(  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, _, gates, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:8]
     ctx.precision = inputs[10] if len(inputs) > 10 else ""
-    biases, (scales, turned) = inputs[11:14], Float8Operands.kept(inputs[14:])
+    biases, (scales, transposed) = inputs[11:14], Float8Operands.kept(inputs[14:])
     _, hidden, order, offsets = output
     ctx.mark_non_differentiable(*hidden, order, offsets)
-    lists = (w_gate, w_up, w_down, [*hidden, *scales], turned)
+    lists = (w_gate, w_up, w_down, [*hidden, *scales], transposed)
     ctx.lengths = [len(part) for part in lists]
     ctx.stacked = bool(w_down) and w_down[0].dim() == 3
     ctx.save_for_backward(x, gates, order, offsets, *(t for part in lists for t in part), *biases)
@@ -79,8 +79,8 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
     x, gates, order, offsets, *others = ctx.saved_tensors
-    w_gate, w_up, w_down, hidden, turned = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
-    said = (ctx.precision, *others, *turned) if others else (ctx.precision,) if ctx.precision else ()
+    w_gate, w_up, w_down, hidden, transposed = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
+    said = (ctx.precision, *others, *transposed) if others else (ctx.precision,) if ctx.precision else ()
     d_x, d_gates, d_into, d_down, d_biases = moe_backward(
         grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, ctx.activation, ctx.layout, *said
     )

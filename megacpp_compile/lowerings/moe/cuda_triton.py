@@ -97,9 +97,9 @@ class Fp8Gemms(float8.Fp8Gemms):
         return payload, scale
 
     def _transposed(self, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """(payload turned, scale) of weights in backward."""
+        """(payload transposed, scale) of weights in backward."""
         scale = self._given.pop()
-        return self._turned.pop() if self._turned else torch.ops.grouped_gemms.turned_fp8(weights, scale), scale
+        return self._kept.pop() if self._kept else torch.ops.grouped_gemms.transposed_fp8(weights, scale), scale
 
     def gated(
         self,
@@ -190,9 +190,9 @@ def moe_backward(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    *turned: Tensor | None,
+    *transposed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    grouped: Any = Fp8Gemms(hidden[-reference.SCALES :], turned) if precision else GroupedGemms
+    grouped: Any = Fp8Gemms(hidden[-reference.SCALES :], transposed) if precision else GroupedGemms
     return reference.moe_backward(
         grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, b_gate,
         b_up, b_down, grouped=grouped,

@@ -24,14 +24,14 @@ FORMAT = torch.float8_e4m3fn
 
 class Float8Operands(NamedTuple):
     """Casts of a layer's weights that its caller made (`megacpp::fp8_quantize_experts`): of those before the activation
-    [E, channels, d], the gate's first, turned [E, d, channels], and their scales; the same of those behind it. turned:
-    empty where there is no backward."""
+    [E, channels, d], the gate's first, transposed [E, d, channels], and their scales; the same of those behind it.
+    transposed: empty where there is no backward."""
 
     into: Tensor
-    into_turned: Tensor
+    into_transposed: Tensor
     into_scale: Tensor
     down: Tensor
-    down_turned: Tensor
+    down_transposed: Tensor
     down_scale: Tensor
 
     @classmethod
@@ -43,15 +43,15 @@ class Float8Operands(NamedTuple):
 
     @classmethod
     def kept(cls, given: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-        """(scales, turned) that backward keeps of the last arguments of an op of experts."""
+        """(scales, transposed) that backward keeps of the last arguments of an op of experts."""
         own = cls.of(given)
-        return ([own.into_scale, own.down_scale], [own.into_turned, own.down_turned]) if own else ([], [])
+        return ([own.into_scale, own.down_scale], [own.into_transposed, own.down_transposed]) if own else ([], [])
 
 
 class Fp8Gemms:
     """The GEMMs of one call. given: the scales that forward kept; backward, whose GEMMs run in reverse order, pops them
-    from the end, and so the weights turned, where forward was given payloads. payloads: forward's, with `parts` weights
-    before the activation."""
+    from the end, and so the weights transposed, where forward was given payloads. payloads: forward's, with `parts`
+    weights before the activation."""
 
     weights = torch.ops.grouped_gemms.weights
     sums = torch.ops.grouped_gemms.sums
@@ -60,12 +60,12 @@ class Fp8Gemms:
     def __init__(
         self,
         given: Sequence[Tensor] = (),
-        turned: Sequence[Tensor | None] = (),
+        transposed: Sequence[Tensor | None] = (),
         payloads: Float8Operands | None = None,
         parts: int = 1,
     ) -> None:
         self._given, self._made, self._payloads = list(given), list[Tensor](), payloads
-        self._turned = [t for t in turned if t is not None]
+        self._kept = [t for t in transposed if t is not None]
         self._cast = list[tuple[Tensor, Tensor]]()
         if payloads is not None:
             scales = [scale.contiguous() for scale in payloads.into_scale.chunk(parts, 1)]  # as kernels read them
@@ -98,8 +98,8 @@ class Fp8Gemms:
             payload, own = round_to_fp8(wide * scale[group], FORMAT)
             # Of several parts, one after the other, as the weights lie.
             parts = scale.view(experts, len(each) // experts, -1).transpose(0, 1).flatten(0, 1)
-            if self._turned:  # [E, d, parts * n]
-                blocks = self._turned.pop().view(experts, -1, len(each) // experts, each[0].shape[0])
+            if self._kept:  # [E, d, parts * n]
+                blocks = self._kept.pop().view(experts, -1, len(each) // experts, each[0].shape[0])
                 rounded = [*blocks.permute(2, 0, 3, 1).flatten(0, 1).unbind(0)]
             else:
                 rounded = [rounded_by(w, s[:, None], FORMAT) for w, s in zip(each, parts, strict=True)]

@@ -84,15 +84,15 @@ def moe(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     into8: Tensor | None = None,
-    into_turned: Tensor | None = None,
+    into_transposed: Tensor | None = None,
     into_scale: Tensor | None = None,
     down8: Tensor | None = None,
-    down_turned: Tensor | None = None,
+    down_transposed: Tensor | None = None,
     down_scale: Tensor | None = None,
     *,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    payloads = into8, into_turned, into_scale, down8, down_turned, down_scale
+    payloads = into8, into_transposed, into_scale, down8, down_transposed, down_scale
     grouped = forward_gemms(grouped, precision, w_gate, payloads)
     order, offsets = by_expert(indices, experts_of(w_down))
     token = order // indices.shape[1]
@@ -190,8 +190,8 @@ def moe_backward(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    into_turned: Tensor | None = None,
-    down_turned: Tensor | None = None,
+    into_transposed: Tensor | None = None,
+    down_transposed: Tensor | None = None,
     *,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
@@ -205,7 +205,7 @@ def moe_backward(
     gate_of = gates.reshape(-1)[order].to(compute_dtype(x.dtype))
     d_rows, d_gate, d_into, d_down, d_biases = backward_of_rows(
         grad, x, gate_of, w_gate, w_up, w_down, hidden, offsets, token, activation, layout, precision, b_gate, b_up,
-        b_down, grouped, (into_turned, down_turned),
+        b_down, grouped, (into_transposed, down_transposed),
     )  # fmt: skip
     d_gates = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
     d_x = _per_token(d_rows, order, offsets, gates.new_ones((), dtype=gate_of.dtype).expand(tokens, k)).sum(1)
@@ -229,13 +229,13 @@ def backward_of_rows(
     b_up: Tensor | None,
     b_down: Tensor | None,
     grouped: Grouped,
-    turned: Sequence[Tensor | None] = (),
+    transposed: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the rows that experts read, of their gates `gate_of` [S], and of weights and biases as
     `moe_backward` has them. token: the rows of x and of grad; None where these are in the order of experts already."""
     if precision:
         hidden, scales = hidden[:-SCALES], hidden[-SCALES:]
-        grouped = float8.Fp8Gemms(scales, turned) if grouped is GroupedGemms else grouped
+        grouped = float8.Fp8Gemms(scales, transposed) if grouped is GroupedGemms else grouped
     ups = [w for w in (w_gate, w_up) if w]
     hidden = hidden or _before_activation(x, w_gate, w_up, offsets, token, b_gate, b_up, grouped)
     unrounded, grad = grad, grad.to(x.dtype)

@@ -8,7 +8,8 @@
 
 Rows behind the last end are padding: whatever they hold, also as a gradient, y and the gradient of x are zero there.
 (`torch._grouped_mm` leaves such rows of its result unwritten.)
-Saved for backward: x, weights, biases, offsets, `hidden` with `keep_hidden`, and the turned payloads that it was given.
+Saved for backward: x, weights, biases, offsets, `hidden` with `keep_hidden`, and the transposed payloads that it was
+given.
 Source: between the all-to-alls of expert parallelism, https://arxiv.org/abs/2006.16668.
 """
 
@@ -42,7 +43,7 @@ def moe_sorted(  # type: ignore[no-untyped-def]
 @define_op(reference.moe_sorted_backward)
 def moe_sorted_backward(  # type: ignore[no-untyped-def]
     grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision="",
-    b_gate=None, b_up=None, b_down=None, *turned,
+    b_gate=None, b_up=None, b_down=None, *transposed,
 ):  # fmt: skip
     d_into, d_down = empty_weight_gradients(x, w_gate, w_up, w_down)
     biases = [b.new_empty(b.shape) for b in (b_gate, b_up, b_down) if b is not None]
@@ -52,10 +53,10 @@ def moe_sorted_backward(  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, offsets, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:7]
     ctx.precision = inputs[8] if len(inputs) > 8 else ""
-    biases, (scales, turned) = inputs[9:12], Float8Operands.kept(inputs[12:])
+    biases, (scales, transposed) = inputs[9:12], Float8Operands.kept(inputs[12:])
     _, hidden = output
     ctx.mark_non_differentiable(*hidden)
-    lists = (w_gate, w_up, w_down, [*hidden, *scales], turned)
+    lists = (w_gate, w_up, w_down, [*hidden, *scales], transposed)
     ctx.lengths = [len(part) for part in lists]
     ctx.stacked = bool(w_down) and w_down[0].dim() == 3
     ctx.save_for_backward(x, offsets, *(t for part in lists for t in part), *biases)
@@ -63,8 +64,8 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
     x, offsets, *others = ctx.saved_tensors
-    w_gate, w_up, w_down, hidden, turned = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
-    said = (ctx.precision, *others, *turned) if others else (ctx.precision,) if ctx.precision else ()
+    w_gate, w_up, w_down, hidden, transposed = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
+    said = (ctx.precision, *others, *transposed) if others else (ctx.precision,) if ctx.precision else ()
     d_x, d_into, d_down, d_biases = moe_sorted_backward(
         grad, x, w_gate, w_up, w_down, hidden, offsets, ctx.activation, ctx.layout, *said
     )

@@ -57,9 +57,9 @@ def moe_sorted_backward(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    *turned: Tensor | None,
+    *transposed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    grouped: Any = unsorted.Fp8Gemms(hidden[-SCALES:], turned) if precision else unsorted.GroupedGemms
+    grouped: Any = unsorted.Fp8Gemms(hidden[-SCALES:], transposed) if precision else unsorted.GroupedGemms
     return reference.moe_sorted_backward(
         grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision, b_gate, b_up, b_down,
         grouped=grouped,

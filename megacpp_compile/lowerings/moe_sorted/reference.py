@@ -23,15 +23,15 @@ def moe_sorted(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     into8: Tensor | None = None,
-    into_turned: Tensor | None = None,
+    into_transposed: Tensor | None = None,
     into_scale: Tensor | None = None,
     down8: Tensor | None = None,
-    down_turned: Tensor | None = None,
+    down_transposed: Tensor | None = None,
     down_scale: Tensor | None = None,
     *,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, list[Tensor]]:
-    payloads = into8, into_turned, into_scale, down8, down_turned, down_scale
+    payloads = into8, into_transposed, into_scale, down8, down_transposed, down_scale
     grouped = forward_gemms(grouped, precision, w_gate, payloads)
     hidden, a = into_experts(x, w_gate, w_up, offsets, None, activation, layout, b_gate, b_up, grouped)
     y = grouped.rows([a], w_down, offsets, False, *given(None, b_down))
@@ -52,8 +52,8 @@ def moe_sorted_backward(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    into_turned: Tensor | None = None,
-    down_turned: Tensor | None = None,
+    into_transposed: Tensor | None = None,
+    down_transposed: Tensor | None = None,
     *,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -61,6 +61,6 @@ def moe_sorted_backward(
     ones = grad.new_ones(grad.shape[0], dtype=compute_dtype(x.dtype))  # a gate for every row
     d_x, _, d_into, d_down, d_biases = backward_of_rows(
         grad, x, ones, w_gate, w_up, w_down, hidden, offsets, None, activation, layout, precision, b_gate, b_up,
-        b_down, grouped, (into_turned, down_turned),
+        b_down, grouped, (into_transposed, down_transposed),
     )  # fmt: skip
     return d_x, d_into, d_down, d_biases

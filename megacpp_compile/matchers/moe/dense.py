@@ -140,15 +140,15 @@ def by_matrix(
     experts: list[Expert],
     base: Node | None = None,
     scaled_input: bool = False,
-    turned: bool = False,
+    transposed: bool = False,
     scales: tuple[tuple[Node, tuple[int, ...]], ...] = (),
 ) -> RoutedExperts | MatchFailure:
     """The layer in which columns of `matrix` weight what `experts`, or the one that holds them all, make of `x`.
 
-    scaled_input: the columns weight what experts read; an expert without a bias makes zeros of zeros. turned: the
+    scaled_input: the columns weight what experts read; an expert without a bias makes zeros of zeros. transposed: the
     matrix lies [E, T].
     """
-    found = match_chosen(matrix, turned)
+    found = match_chosen(matrix, transposed)
     if found is None:
         return MatchFailure(
             matrix, "dense-gates", "the gates may all differ from zero: every expert works on every token"
@@ -166,7 +166,7 @@ def by_matrix(
     routed = RoutedExperts(
         node, x, found.indices, gates, tuple(experts), 0, base, by_expert=found.gates is None,
         scaled_input=scaled_input, choices=1 if one else None, matrix=None if found.gates is None else matrix,
-        turned=turned, column=found.column, scales=scales,
+        transposed=transposed, column=found.column, scales=scales,
     )  # fmt: skip
     return bounded(view, routed)
 

@@ -41,25 +41,25 @@ class Chosen:
     column: int | None = None
 
 
-def match_chosen(node: Node, turned: bool = False) -> Chosen | None:
-    """The distinct choices that `node` [.., E], or where it is `turned` [E, T], is made of; None where it is not, or
-    the graph does not show it."""
-    found = _elsewhere(node, 0.0, turned)
+def match_chosen(node: Node, transposed: bool = False) -> Chosen | None:
+    """The distinct choices that `node` [.., E], or where it is `transposed` [E, T], is made of; None where it is not,
+    or the graph does not show it."""
+    found = _elsewhere(node, 0.0, transposed)
     if found is None or not distinct_choices(found.indices):
         return None
     return found
 
 
-def _elsewhere(node: Node, number: float, turned: bool = False) -> Chosen | None:
-    """The choices everywhere but at which `node`, perhaps `turned`, is `number`."""
+def _elsewhere(node: Node, number: float, transposed: bool = False) -> Chosen | None:
+    """The choices everywhere but at which `node`, perhaps `transposed`, is `number`."""
     node = through(node, is_cast, aten.clone.default, aten.alias.default, aten.contiguous.default)
     target, args = node.target, node.args
     if not isinstance(value(node), torch.Tensor) or node.op != "call_function":
         return None
     last = value(node).dim() - 1
-    if (found := _through_each(node, number, turned)) is not None:
+    if (found := _through_each(node, number, transposed)) is not None:
         return found
-    if turned:
+    if transposed:
         mask = match_mask(node) if number == 0 else None
         return None if mask is None else _of_mask(dataclasses.replace(mask, dims=mask.dims[::-1]))
     if target in (*_SCATTERS, aten.scatter.value) and is_filled(args[0], number):
@@ -81,26 +81,26 @@ def _elsewhere(node: Node, number: float, turned: bool = False) -> Chosen | None
     return _one_hots(node)
 
 
-def _through_each(node: Node, number: float, turned: bool) -> Chosen | None:
+def _through_each(node: Node, number: float, transposed: bool) -> Chosen | None:
     """The choices that `node` has from a matrix that it turns, or of each number of which it is a function."""
     target, args = node.target, node.args
     dims = value(node).dim()
     if target in _TURNS and dims == 2:
-        return _elsewhere(args[0], number, turned != (permutation(node) == [1, 0]))  # type: ignore[arg-type]
+        return _elsewhere(args[0], number, transposed != (permutation(node) == [1, 0]))  # type: ignore[arg-type]
     if target is DETACH:
-        inner = _elsewhere(args[0], number, turned)  # type: ignore[arg-type]
+        inner = _elsewhere(args[0], number, transposed)  # type: ignore[arg-type]
         return None if inner is None else dataclasses.replace(inner, gates=None)
     if number != 0:
         return None
-    over = (0, -2) if turned else (-1, dims - 1)
+    over = (0, -2) if transposed else (-1, dims - 1)
     if target in _SOFTMAX and args[1] in over or target is aten.sigmoid.default:
-        inner = _elsewhere(args[0], -math.inf, turned)  # type: ignore[arg-type]
+        inner = _elsewhere(args[0], -math.inf, transposed)  # type: ignore[arg-type]
         return None if inner is None else dataclasses.replace(inner, gates=None)
     sides = {aten.mul.Tensor: args, aten.div.Tensor: args[:1]}.get(target, ())  # type: ignore[arg-type]
     for side in sides:
         whole = isinstance(value(side), torch.Tensor) and value(side).dim() == dims
         if whole and all(map(same_size, value(side).shape, value(node).shape)):
-            inner = _elsewhere(side, number, turned)  # type: ignore[arg-type]
+            inner = _elsewhere(side, number, transposed)  # type: ignore[arg-type]
             if inner is not None:
                 return dataclasses.replace(inner, gates=None)
     return None

@@ -196,11 +196,12 @@ def by_matrix(
             return MatchFailure(x, "rows", _OTHER_ROWS)
         return dense.by_choices(view, node, axes.chosen, tokens, experts, axes.base, axes.scales)
     matrix = seen_as(gate, axes.slots()[0])
-    turned = matrix is None or value(matrix[0]).dim() == 2 and bool(axes.routes) and is_one(value(matrix[0]).shape[-1])
+    of_one = matrix is not None and is_one(value(matrix[0]).shape[-1])
+    transposed = matrix is None or of_one and value(matrix[0]).dim() == 2 and bool(axes.routes)
     matrix = matrix or seen_as(gate, (axes.routes, axes.tokens))
     if matrix is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the tokens")
-    return dense.by_matrix(view, node, matrix[0], x, experts, axes.base, scaled_input, turned, axes.scales)
+    return dense.by_matrix(view, node, matrix[0], x, experts, axes.base, scaled_input, transposed, axes.scales)
 
 
 def _of_tokens(x: Node, axes: RouteAxes) -> Node | None:

@@ -54,7 +54,7 @@ class RoutedExperts:
         identities: the numbers of experts that return what they read, which `experts` does not hold.
         scales: what the sum is multiplied by, each with the dimensions of `output` that it has.
         matrix: what [.., E] the gates are scattered to, which may be read elsewhere; None where they are not.
-        turned: whether such a matrix, and `gates` with `by_expert`, lies [E, T].
+        transposed: whether such a matrix, and `gates` with `by_expert`, lies [E, T].
         inputs: what the layer reads; inside: the nodes between these and `output`. Filled in by `bounded`.
     """
 
@@ -73,7 +73,7 @@ class RoutedExperts:
     identities: range = range(0)
     scales: tuple[tuple[Node, tuple[int, ...]], ...] = ()
     matrix: Node | None = None
-    turned: bool = False
+    transposed: bool = False
     inputs: tuple[Node, ...] = ()
     inside: frozenset[Node] = frozenset()
 

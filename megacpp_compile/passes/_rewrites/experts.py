@@ -90,7 +90,7 @@ def _slots(build: Builder, layer: RoutedExperts) -> tuple[Node, Node, Node]:
         indices = build(aten.slice.Tensor, indices, -1, *cut)
         gates = gates if layer.by_expert else build(aten.slice.Tensor, gates, -1, *cut)
     if layer.by_expert:
-        if layer.turned:
+        if layer.transposed:
             gates = build(aten.transpose.int, gates, 0, 1)
         if layer.choices is not None:
             indices = build(aten.reshape.default, indices, [-1, layer.choices])
@@ -188,7 +188,7 @@ class _Parts:
 
 
 def _casts(view: GraphView, build: Builder, weights: Sequence[list[Node]], output: Node) -> list[Node]:
-    """Payload, turned and scale of the weights before the activation, and of those behind it."""
+    """Payload, transposed and scale of the weights before the activation, and of those behind it."""
     w_gate, w_up, w_down = weights
     trained, found = view.has_backward(output), list[Node]()
     for own, parts in (([*w_gate, *w_up], 2 if w_gate else 1), (w_down, 1)):
