@@ -68,9 +68,9 @@ class AttentionBlock(nn.Module):
 
 
 def _rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """t [b, s, heads, d], its first channels turned by half-split RoPE."""
+    """t [b, s, heads, d], its first channels rotated by half-split RoPE."""
     cos, sin = (table[:, None].to(t.dtype) for table in (cos, sin))
-    turned, rest = t.split([cos.shape[-1], t.shape[-1] - cos.shape[-1]], -1)
-    first, second = turned.chunk(2, -1)
-    turned = turned * cos + torch.cat((-second, first), -1) * sin
-    return turned if not rest.shape[-1] else torch.cat((turned, rest), -1)
+    rotated, rest = t.split([cos.shape[-1], t.shape[-1] - cos.shape[-1]], -1)
+    first, second = rotated.chunk(2, -1)
+    rotated = rotated * cos + torch.cat((-second, first), -1) * sin
+    return rotated if not rest.shape[-1] else torch.cat((rotated, rest), -1)

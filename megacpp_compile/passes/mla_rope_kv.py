@@ -6,7 +6,7 @@ After:  `k, v = megacpp.mla_rope_kv(kv, k_pe, cos, sin, n, interleaved_in, inter
 
 Safe for the reason `mla_rope_q` is. V belongs to the op so that backward writes one gradient for kv, without a concat.
 A cache of the rotated row has the model's own, which stays: a head's worth.
-Refused: anything but a rotation; rope keys that are not shared (own heads); one row turned by tables that differ
+Refused: anything but a rotation; rope keys that are not shared (own heads); one row rotated by tables that differ
 where it is shared, as by head, whose gradient is no longer that of a sum over heads; a product that escapes.
 """
 
@@ -47,8 +47,8 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 def _check(view: GraphView, head: Head) -> Match | MatchFailure:
     rotation = head.rotation
     assert rotation.nope is not None
-    if _turned_apart(head):
-        return MatchFailure(head.root, "table-rows", "the shared rope key is turned by tables that differ by head")
+    if _rotated_apart(head):
+        return MatchFailure(head.root, "table-rows", "the shared rope key is rotated by tables that differ by head")
     values = _values(head)
     by_position = packed(head)
     inputs = rotations.sources(rotation, by_position.sources if by_position else None)
@@ -61,7 +61,7 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure:
     return Match(head.root, inputs, outputs, rewrite, autocast_blind=AUTOCAST_BLIND)
 
 
-def _turned_apart(head: Head) -> bool:
+def _rotated_apart(head: Head) -> bool:
     """Whether a table differs along a dimension that the rope key is broadcast over."""
     row, tables = head.rotation.rope.source, (head.rotation.cos, head.rotation.sin)
     return any(broadcast_beside(head.lanes, table.source, row) for table in tables)

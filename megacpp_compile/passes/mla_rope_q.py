@@ -97,9 +97,9 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         nope_dim = rotation.nope.width if rotation.nope else 0
-        turned, order, offsets = operands(build, by_position, head)
-        q = rotations.whole_head(build, turned)
-        cos, sin = rotations.table(build, turned.cos), rotations.table(build, turned.sin)
+        rotated, order, offsets = operands(build, by_position, head)
+        q = rotations.whole_head(build, rotated)
+        cos, sin = rotations.table(build, rotated.cos), rotations.table(build, rotated.sin)
         node = build(
             torch.ops.megacpp.mla_rope_q.default,
             q, cos, sin, nope_dim, *rotations.layout(rotation), False, value(head.root).dtype, *offsets,

@@ -53,9 +53,9 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             done |= {q.root, k.root}
         if found is not None:
             yield found
-    rows = _turned_by_ops(view)
+    rows = _rotated_by_ops(view)
     for head in view.heads.found:
-        attended = is_attended(head.rotation.rope.source.node, view.weights)  # turned back, as values were turned
+        attended = is_attended(head.rotation.rope.source.node, view.weights)  # rotated back, as values were rotated
         by_ops = memory_of(head.rotation.rope.source.node) in rows or rotations.meets_latents(head.root)
         if head.kind in ("full", "partial") and not head.readers and not attended and not by_ops:
             left = "the graph ends before a" if leaves_graph(head.root) else "no"
@@ -64,8 +64,8 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             )
 
 
-def _turned_by_ops(view: GraphView) -> set[Node]:
-    """The memory of rows that ops have turned into keys: what turns one once more is what a cache reads."""
+def _rotated_by_ops(view: GraphView) -> set[Node]:
+    """The memory of rows that ops have rotated into keys: what turns one once more is what a cache reads."""
     ops = view.graph.find_nodes(op="call_function", target=torch.ops.megacpp.mla_rope_kv.default)
     return {memory_of(n.args[1]) for n in ops}
 
@@ -144,18 +144,18 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
         return MatchFailure(max(outputs), *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
-        turned, order, offsets = operands(build, by_position, q, *([k] if b is k.rotation else []))
-        turned = _with_factor(turned, shared / factors[0])
+        rotated, order, offsets = operands(build, by_position, q, *([k] if b is k.rotation else []))
+        rotated = _with_factor(rotated, shared / factors[0])
         node = build(
             torch.ops.megacpp.rope_qk.default,
-            rotations.whole_head(build, turned), rotations.whole_head(build, rotations.reordered(b, order)),
-            rotations.table(build, turned.cos), rotations.table(build, turned.sin),
+            rotations.whole_head(build, rotated), rotations.whole_head(build, rotations.reordered(b, order)),
+            rotations.table(build, rotated.cos), rotations.table(build, rotated.sin),
             nope[0], *rotations.layout(a), False, value(q.root).dtype, *offsets,
         )  # fmt: skip
-        turned_q, turned_k = (
+        rotated_q, rotated_k = (
             rotations.back(build, _times(build, build.item(node, i), factors[i] / shared), order, q if i == 0 else k)
             for i in range(2)
         )
-        return node, [turned_q, turned_k if b is k.rotation else build(aten.squeeze.dims, turned_k, [lone])]
+        return node, [rotated_q, rotated_k if b is k.rotation else build(aten.squeeze.dims, rotated_k, [lone])]
 
     return Match(q.root, inputs, outputs, rewrite, autocast_blind=AUTOCAST_BLIND)

@@ -387,7 +387,7 @@ def test_angles_of_the_text_are_no_tables():
 
 
 def test_a_part_of_a_head_for_each_coordinate_has_one_reason():
-    """Each turned by itself, in halves of its own: Gemma 4's vision tower. The parts are no heads."""
+    """Each rotated by itself, in halves of its own: Gemma 4's vision tower. The parts are no heads."""
 
     def by_coordinate(t, cos, sin):
         parts = zip(t.split((6, 8), -1), (cos[:, :3], cos[:, 3:]), (sin[:, :3], sin[:, 3:]), strict=True)
@@ -405,7 +405,7 @@ def test_keys_of_other_positions_are_no_near_miss():
     assert frames.fired == {"attention": 1} and not frames.misses
 
 
-def test_an_output_that_is_turned_back_is_no_near_miss():
+def test_an_output_that_is_rotated_back_is_no_near_miss():
     """As DeepSeek-V4's, whose values are its rotated keys; groups of heads have an output projection each."""
 
     class TurnedBack(Heads):
@@ -494,8 +494,8 @@ def test_refuses_what_is_no_rotation(tag):
 def product_read_elsewhere(q, k, cos, sin):
     a, b = q.chunk(2, dim=-1)
     product = a * cos
-    turned = torch.cat((product - b * sin, b * cos + a * sin), dim=-1)
-    return turned + product.sum(), turn(k, cos, sin)
+    rotated = torch.cat((product - b * sin, b * cos + a * sin), dim=-1)
+    return rotated + product.sum(), turn(k, cos, sin)
 
 
 def queries_read_in_another_region_first(q, k, cos, sin):
@@ -595,17 +595,17 @@ def test_nothing_of_mla():
     assert run(block, block.example_inputs()).fired == {NAME: 1}
 
 
-def test_refuses_one_key_turned_for_every_head():
+def test_refuses_one_key_rotated_for_every_head():
     def body(q, k, cos, sin):
         return rotated_heads(q, k[:, :1], *tables_of_every_head(cos, sin))
 
     assert_refused(NAME, "broadcast", *build(body, kind=AsManyKeys))
 
 
-KEYS_TURNED_OTHERWISE = {
-    "scaled_and_turned_back": ("tables", lambda q, k, cos, sin: (turn(q, cos, sin), scaled_behind(k, cos, -sin))),
+KEYS_ROTATED_OTHERWISE = {
+    "scaled_and_rotated_back": ("tables", lambda q, k, cos, sin: (turn(q, cos, sin), scaled_behind(k, cos, -sin))),
     "with_one_scaled_table": ("signs", keys_with_one_scaled_table),
-    "turned_back": ("tables", keys_alone(lambda cos, sin: (cos, -sin))),
+    "rotated_back": ("tables", keys_alone(lambda cos, sin: (cos, -sin))),
     "with_axes_in_another_order": (
         "table-order", keys_alone(lambda *ts: [torch.cat((t[:, 3:], t[:, :3]), -1) for t in ts]),
     ),
@@ -613,9 +613,9 @@ KEYS_TURNED_OTHERWISE = {
 }
 
 
-@sampled(3, "keys", KEYS_TURNED_OTHERWISE)
-def test_refuses_keys_turned_otherwise(keys):
-    tag, body = KEYS_TURNED_OTHERWISE[keys]
+@sampled(3, "keys", KEYS_ROTATED_OTHERWISE)
+def test_refuses_keys_rotated_otherwise(keys):
+    tag, body = KEYS_ROTATED_OTHERWISE[keys]
     assert_refused(NAME, tag, *build(body, kind=AsManyKeys))
 
 
@@ -645,7 +645,7 @@ def test_keys_with_a_dimension_of_one():
 
 
 class OneRow(Heads):
-    """Queries of heads, and a key row that all of them share, turned by one complex table that each reads in another
+    """Queries of heads, and a key row that all of them share, rotated by one complex table that each reads in another
     shape: the scores of absorbed latent attention."""
 
     def forward(self, x, cos, sin):

@@ -104,7 +104,7 @@ def rotate_head(
 ) -> Tensor:
     """Rotate a head's rope channels with `turn` and pass the others through. Shapes as in `rotate` and `split_head`."""
     nope, rope = split_head(x, nope_dim, rope_first)
-    turned = turn(
+    rotated = turn(
         rope, cos, sin, interleaved_in=interleaved_in, interleaved_out=interleaved_out, inverse=inverse, dtype=dtype
     )
-    return join_head(nope.to(dtype), turned, rope_first)
+    return join_head(nope.to(dtype), rotated, rope_first)

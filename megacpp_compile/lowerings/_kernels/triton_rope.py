@@ -129,7 +129,7 @@ def turn_heads(source, target, t_pid, h_pid, tokens, n1, heads, xa, xb, xh, ya, 
                STORE_INTERLEAVED: tl.constexpr, TABLE_INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
                WIDE: tl.constexpr, IN_PLACE: tl.constexpr, PACKED: tl.constexpr, STEPS: tl.constexpr,
                BT: tl.constexpr, BH: tl.constexpr):  # fmt: skip
-    """A block of whole heads from `source` to `target`: rope channels turned, the others copied unless in place."""
+    """A block of whole heads from `source` to `target`: rope channels rotated, the others copied unless in place."""
     ROPE_AT: tl.constexpr = 0 if ROPE_FIRST else NOPE
     NOPE_AT: tl.constexpr = 2 * HALF if ROPE_FIRST else 0
     t, a, b, ok = tokens_of(t_pid, tokens, n1, BT)

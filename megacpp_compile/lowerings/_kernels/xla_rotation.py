@@ -22,7 +22,7 @@ def _row(pairs: Tensor, interleaved: bool) -> Tensor:
     return (pairs.transpose(-1, -2) if interleaved else pairs).flatten(-2)
 
 
-def turned(
+def rotated(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,

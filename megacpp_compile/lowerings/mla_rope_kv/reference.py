@@ -24,7 +24,7 @@ def mla_rope_kv(
     turn: Callable[..., Tensor] = rotate,
 ) -> tuple[Tensor, Tensor]:
     cos, sin = (by_sequence(t, cu_seqlens, kv.shape[0]) for t in (cos, sin))
-    turned = turn(
+    rotated = turn(
         k_rope,
         cos,
         sin,
@@ -34,7 +34,7 @@ def mla_rope_kv(
         dtype=out_dtype,
     )
     k_nope = kv[..., :nope_dim].to(out_dtype)
-    shared = turned.expand(*kv.shape[:-1], turned.shape[-1])
+    shared = rotated.expand(*kv.shape[:-1], rotated.shape[-1])
     return join_head(k_nope, shared, rope_first), kv[..., nope_dim:]
 
 

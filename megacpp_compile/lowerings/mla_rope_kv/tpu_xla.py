@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from megacpp_compile.lowerings._kernels.xla_rotation import turned
+from megacpp_compile.lowerings._kernels.xla_rotation import rotated
 from megacpp_compile.lowerings.mla_rope_kv import reference
 
-mla_rope_kv = functools.partial(reference.mla_rope_kv, turn=turned)
-mla_rope_kv_backward = functools.partial(reference.mla_rope_kv_backward, turn=turned)
+mla_rope_kv = functools.partial(reference.mla_rope_kv, turn=rotated)
+mla_rope_kv_backward = functools.partial(reference.mla_rope_kv_backward, turn=rotated)

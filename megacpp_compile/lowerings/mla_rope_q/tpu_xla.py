@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from megacpp_compile.lowerings._kernels.xla_rotation import turned
+from megacpp_compile.lowerings._kernels.xla_rotation import rotated
 from megacpp_compile.lowerings.mla_rope_q import reference
 
-mla_rope_q = functools.partial(reference.mla_rope_q, turn=turned)
+mla_rope_q = functools.partial(reference.mla_rope_q, turn=rotated)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from megacpp_compile.lowerings._kernels.xla_rotation import turned
+from megacpp_compile.lowerings._kernels.xla_rotation import rotated
 from megacpp_compile.lowerings.rope_qk import reference
 
-rope_qk = functools.partial(reference.rope_qk, turn=turned)
+rope_qk = functools.partial(reference.rope_qk, turn=rotated)

@@ -73,7 +73,7 @@ def _used_as_table(parameter: Node, acts: set[Node]) -> bool | None:
     """None where something computed from `parameter` alone is read in another way than a table is; else whether all of
     it meets activations."""
     wide = sum(not is_one(n) for n in value(parameter).shape) > 1
-    reached, pending, met, turned, returned = {parameter}, [parameter], False, False, False
+    reached, pending, met, rotated, returned = {parameter}, [parameter], False, False, False
     while pending:
         for user in pending.pop().users:
             if user in acts:
@@ -84,7 +84,7 @@ def _used_as_table(parameter: Node, acts: set[Node]) -> bool | None:
                 if wide and _contracts(user):
                     return None
                 returned |= user.op == "output"
-                turned |= user.target in _FUNCTIONS
+                rotated |= user.target in _FUNCTIONS
                 reached.add(user)
                 pending.append(user)
-    return met and not returned if wide or turned else None
+    return met and not returned if wide or rotated else None

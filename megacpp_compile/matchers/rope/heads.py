@@ -76,7 +76,7 @@ def _role(read: list[Reader]) -> str:
 class NearHead:
     """A value that multiplies lanes by tables and is no rotation, or one that may not be touched.
 
-    mla: some of its lanes are not turned, and it is a key with one row for all heads or meets such keys.
+    mla: some of its lanes are not rotated, and it is a key with one row for all heads or meets such keys.
     """
 
     node: Node
@@ -165,7 +165,7 @@ def _scan(
         if node.target not in _COMBINERS or node not in acts or node in covered or changes_unit_dims(node):
             continue
         lanes = it(node)
-        if lanes is None or it.opaque(node) or not lanes.turned:
+        if lanes is None or it.opaque(node) or not lanes.rotated:
             continue
         rotation = read_rotation(it, lanes)
         if isinstance(rotation, Rotation):
@@ -217,8 +217,8 @@ def _finish(
     # Of nested near misses the outermost speaks, and none that is part of a head.
     roots = {node for node, _ in heads}
     for node, why in reversed(near):
-        turned_before = why.tag == "two-tables" and not roots.isdisjoint(it.cone(node))
-        if node not in used and not turned_before:
+        rotated_before = why.tag == "two-tables" and not roots.isdisjoint(it.cone(node))
+        if node not in used and not rotated_before:
             used |= it.cone(node)
             found = [head for head in found if head.readers or head.root not in it.cone(node)]  # parts of this one
             role = _role(readers(node, weights))

@@ -20,7 +20,7 @@ def kind_of(lanes: Lanes, rotation: Rotation) -> str:
 
 
 def shares_a_row(it: LaneInterpreter, lanes: Lanes) -> bool:
-    """Whether some turned lanes are one row for all heads, beside lanes of each head's own that are not turned."""
+    """Whether some rotated lanes are one row for all heads, beside lanes of each head's own that are not rotated."""
     own, rows = set[int](), set[int]()
     for t in lanes.terms:
         own |= {int(i) for i in np.unique(t.src[(t.coef != 0) & (t.tab == NONE)]) if i >= 0}
@@ -29,7 +29,7 @@ def shares_a_row(it: LaneInterpreter, lanes: Lanes) -> bool:
 
 
 def has_plain_lanes(lanes: Lanes | None) -> bool:
-    """Whether some lanes are not turned."""
+    """Whether some lanes are not rotated."""
     if lanes is None:
         return False
     live = sum((t.coef != 0) & (t.tab != NONE) for t in lanes.terms)

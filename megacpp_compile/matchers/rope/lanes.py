@@ -88,7 +88,7 @@ class Lanes:
         return np.any([t.coef != 0 for t in self.terms], axis=0)
 
     @property
-    def turned(self) -> bool:
+    def rotated(self) -> bool:
         """Whether a table meets any lane."""
         return any((t.tab != NONE).any() for t in self.terms)
 

@@ -36,7 +36,7 @@ def not_replaceable(
         # Views, copies and casts cost nothing to be read twice; these would be computed twice.
         if node is not root and node.target in _ARITHMETIC:
             outside = [u for u in node.users if u not in cone and u.target not in SHAPE_ONLY]
-            if outside and not (shared and _is_turned_row(node, root, cone)):
+            if outside and not (shared and _is_rotated_row(node, root, cone)):
                 return node, "escapes", f"an intermediate is used elsewhere too ({outside[0].name})"
     nope, rope = rotation.nope, rotation.rope
     if nope is not None and nope.source == rope.source:
@@ -56,14 +56,14 @@ def _needs(it: LaneInterpreter, node: Node, parts: list[Part]) -> int:
     """The precision that `node` needs: of lanes that have not met a table, that of the tensor they are lanes of."""
     lanes = it(node)
     sources = {p.source for p in parts}
-    if lanes is not None and not lanes.turned:
+    if lanes is not None and not lanes.rotated:
         ids = {int(i) for t in lanes.terms for i in np.unique(t.src[t.coef != 0]) if i >= 0}
         sources = {it.sources[i] for i in ids} or sources
     return max(precision(value(s.node).dtype) for s in sources)
 
 
-def _is_turned_row(node: Node, root: Node, cone: set[Node]) -> bool:
-    """Whether `node` is the row that all heads share, turned and not yet theirs: a head's worth, which a cache has."""
+def _is_rotated_row(node: Node, root: Node, cone: set[Node]) -> bool:
+    """Whether `node` is the row that all heads share, rotated and not yet theirs: a head's worth, which a cache has."""
     wide = [sum(not is_one(size) for size in value(n).shape) for n in (node, root)]
-    turned = (n for n in descendants([node], cone.__contains__) if n is not node)
-    return wide[0] < wide[1] and not any(n.target in _ARITHMETIC for n in turned)
+    rotated = (n for n in descendants([node], cone.__contains__) if n is not node)
+    return wide[0] < wide[1] and not any(n.target in _ARITHMETIC for n in rotated)

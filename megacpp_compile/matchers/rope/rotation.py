@@ -82,17 +82,17 @@ def read_rotation(it: LaneInterpreter, lanes: Lanes) -> Rotation | NoRotation:
         paired = (count == 2) & (tab == SEVERAL).any(0)
         reason = "lanes are multiplied by two tables, one after the other, as xPos multiplies them"
         return NoRotation("two-tables", reason, near=bool(paired.any()))
-    turned = np.asarray((tab >= 0).any(0))
-    if not turned.any():
+    rotated = np.asarray((tab >= 0).any(0))
+    if not rotated.any():
         return NoRotation("no-table", "no lane is multiplied by a table", near=False)
     if (live & (src < 0)).any() or not count.all():
         return NoRotation("unwritten-lanes", "some lanes are never written")
-    if ((count != 1) & ~turned).any() or (count[turned] != 2).any() or (live & turned & (tab < 0)).any():
-        near = not _scaled_and_shifted(src[:, turned], live[:, turned], tab[:, turned])
+    if ((count != 1) & ~rotated).any() or (count[rotated] != 2).any() or (live & rotated & (tab < 0)).any():
+        near = not _scaled_and_shifted(src[:, rotated], live[:, rotated], tab[:, rotated])
         return NoRotation("not-pairwise", "a rotated lane is not a sum of two products with tables", near)
-    d = len(turned)
-    first, last = int(np.argmax(turned)), d - int(np.argmax(turned[::-1]))
-    if not turned[first:last].all() or (first != 0 and last != d):
+    d = len(rotated)
+    first, last = int(np.argmax(rotated)), d - int(np.argmax(rotated[::-1]))
+    if not rotated[first:last].all() or (first != 0 and last != d):
         return NoRotation("rotated-middle", "the rotated lanes are not one run at an end of the head")
     # Compact the two live terms of each rotated lane to two rows.
     order = np.argsort(~live, axis=0, kind="stable")
@@ -103,7 +103,7 @@ def read_rotation(it: LaneInterpreter, lanes: Lanes) -> Rotation | NoRotation:
     c, s, ln, tb, tl = rows(coef), rows(src), rows(lane), rows(tab), rows(tlane)
     nope = None
     if last - first < d:
-        keep = ~turned
+        keep = ~rotated
         pick = np.argmax(live[:, keep], 0)[None]
         one = [np.take_along_axis(a[:, keep], pick, 0)[0] for a in (coef, src, lane)]
         run = _run(it, *one[1:])

@@ -65,8 +65,8 @@ class Packed:
 
     def rotation(self, build: Builder, rotation: Rotation) -> Rotation:
         """`rotation`, of tokens and heads alone, by the caches."""
-        turned = rotations.reordered(rotation, self.order)
-        return dataclasses.replace(turned, cos=self.cos.rows(build), sin=self.sin.rows(build))
+        rotated = rotations.reordered(rotation, self.order)
+        return dataclasses.replace(rotated, cos=self.cos.rows(build), sin=self.sin.rows(build))
 
     def kernel_offsets(self, build: Builder) -> Node:
         """The offsets as the ops take them, int32. The model's own, which positions are computed from, stay what they

@@ -51,7 +51,7 @@ def add_lanes(it: LaneContext, a: Lanes, b: Lanes, alpha: float) -> Lanes:
     terms = [t for t in (*a.terms, *(t.scaled(alpha) for t in b.terms)) if t.coef.any()] or a.terms
     if len(terms) > MAX_TERMS:
         raise Opaque
-    if not a.turned and not b.turned and (a.live & b.live).any():
+    if not a.rotated and not b.rotated and (a.live & b.live).any():
         raise Opaque  # a bias, or an adapter beside a projection: the sum is a source of its own
     return Lanes(a.kinds, sizes, terms, a.complex)
 
@@ -63,7 +63,7 @@ def _sum(it: LaneContext, node: Node) -> Lanes:
     if not isinstance(dims, (list, tuple)) or len(dims) != 1 or any(node.args[2:]) or node.kwargs or x.complex:
         raise Opaque
     dim = axis_of(dims[0], len(x.kinds))
-    if not x.turned or x.kinds[dim] != "l" or x.sizes[dim] * len(x.terms) > MAX_TERMS:
+    if not x.rotated or x.kinds[dim] != "l" or x.sizes[dim] * len(x.terms) > MAX_TERMS:
         raise Opaque
     parts = [select(x, dim, i) for i in range(x.sizes[dim])]
     return dataclasses.replace(parts[0], terms=[t for part in parts for t in part.terms])
@@ -90,7 +90,7 @@ def _mul(it: LaneContext, node: Node) -> Lanes:
 def _times_number(it: LaneContext, node: Node, x: Lanes, number: float) -> Lanes:
     """x * number. Values that are scaled on their way to the rotation are a source of their own, unless that would keep
     them in a wider dtype than theirs."""
-    if abs(number) != 1 and not x.turned and not x.complex and it.dtypes(x) == {value(node).dtype}:
+    if abs(number) != 1 and not x.rotated and not x.complex and it.dtypes(x) == {value(node).dtype}:
         raise Opaque
     return dataclasses.replace(x, terms=[t.scaled(number) for t in x.terms])
 
@@ -109,7 +109,7 @@ def _product(it: LaneContext, node: Node, a: Any, b: Any) -> Lanes:
     x, number = it.get(a), constant(b)
     if number is not None and all(map(same_size, value(node).shape, x.sizes)) and len(x.sizes) == value(node).dim():
         return _times_number(it, node, x, number)
-    if x.turned:
+    if x.rotated:
         it.met_again(a)
     return times_table(it, x, b)
 
@@ -145,8 +145,8 @@ def times_table(it: LaneContext, x: Lanes, table: Node) -> Lanes:
         raise Opaque
     while len(x.kinds) < fake.dim():
         x = insert_outer(it, x, 0)
-    if x.turned:
-        return _turned_again(x, fake)
+    if x.rotated:
+        return _rotated_again(x, fake)
     x = _rows_of_matrices(it, x, fake)
     # A lane dimension of size 1 against a wider table dimension would mean the table widens the data.
     entries = table_lanes(it, table, x)
@@ -171,7 +171,7 @@ def times_table(it: LaneContext, x: Lanes, table: Node) -> Lanes:
     return Lanes(x.kinds, tuple(sizes), [first, second], True)
 
 
-def _turned_again(x: Lanes, table: torch.Tensor) -> Lanes:
+def _rotated_again(x: Lanes, table: torch.Tensor) -> Lanes:
     """x, whose lanes have met a table, times another one, as xPos scales what it rotates."""
     offset = len(x.sizes) - table.dim()
     if x.complex or not all(is_one(n) or same_size(n, x.sizes[offset + i]) for i, n in enumerate(table.shape)):

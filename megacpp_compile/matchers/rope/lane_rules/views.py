@@ -37,7 +37,7 @@ def _cast(it: LaneContext, node: Node) -> Lanes:
     if not value(node).is_floating_point():
         raise Opaque
     scaled = precision(dtype) < precision(value(node.args[0]).dtype) and x.scaled
-    if not x.turned and (scaled or any(precision(source) > precision(dtype) for source in it.dtypes(x))):
+    if not x.rotated and (scaled or any(precision(source) > precision(dtype) for source in it.dtypes(x))):
         raise Opaque
     return x
 
