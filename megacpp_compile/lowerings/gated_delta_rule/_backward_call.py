@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._kernels.chunk_grid import chunks_bound
-from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens, last_dim_contiguous, strides
+from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens, strides
 from megacpp_compile.lowerings.gated_delta_rule._chunk_tables import ChunkTables
+from megacpp_compile.lowerings.gated_delta_rule._operands import ChunkOperands
 
 # Launches of kernels over chunks.
 NARROW, BROAD = {"num_warps": 4, "num_stages": 1}, {"num_warps": 8, "num_stages": 1}
@@ -18,42 +17,24 @@ NARROW, BROAD = {"num_warps": 4, "num_stages": 1}, {"num_warps": 8, "num_stages"
 COLUMNS, STAGES = 32, 3
 
 
-class BackwardOperands:
-    """Sizes, and the operands as the kernels read them: channels contiguous in memory, rows in sixteens."""
+class BackwardOperands(ChunkOperands):
+    """Adds the gradient of the output."""
 
     def __init__(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
         cu_seqlens: Tensor | None, scale: float, eps: float | None, chunk_size: int,
     ) -> None:  # fmt: skip
-        self.batch, self.tokens, self.key_heads, self.K = q.shape
-        self.heads, self.V = v.shape[2:]
-        self.per_key, self.C, self.scale, self.eps = self.heads // self.key_heads, chunk_size, scale, eps
-        self.do, self.q, self.k, self.v = (in_sixteens(t) for t in (do, q, k, v))
-        self.per_channel = g is not None and g.dim() == 4
-        self.g = last_dim_contiguous(g) if g is not None and self.per_channel else g
-        self.beta = beta
-        self.wide = any(t.dtype != torch.bfloat16 for t in (q, k, v))
-        self.inner = torch.float32 if self.wide else torch.bfloat16
-        self.chunks = chunks_bound(self.tokens, chunk_size, cu_seqlens)
+        super().__init__(q, k, v, g, cu_seqlens, chunk_size)
+        self.do, self.beta, self.scale, self.eps = in_sixteens(do), beta, scale, eps
         self.packed = ChunkTables(cu_seqlens, chunk_size, self.chunks) if cu_seqlens is not None else None
-        self.documents = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else self.batch
         # Value heads that read one row of keys on their way to the state.
         self.per_state = 1 if self.per_channel else self.per_key
         self.cuts = chunk_size.bit_length() - 1
         self.by_key = (self.chunks * self.key_heads, self.batch)
-        # Without gates or documents the kernels have no use for these pointers.
-        self.nothing = torch.empty(0, dtype=torch.int32, device=q.device)
         sizes = {"C": chunk_size, "K": self.K, "V": self.V, "PACKED": int(self.packed is not None)}
         self.common = {"tokens": self.tokens, "chunks": self.chunks, "heads": self.heads,
                        "table": self.packed.chunks if self.packed else self.nothing,
                        "WIDE": int(self.wide), **sizes}  # fmt: skip
-
-    @property
-    def empty(self) -> bool:
-        return any(statically_known_true(size == 0) for size in (self.batch, self.tokens, self.heads))
-
-    def new(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.q.device)
 
     def at_once(self, columns: int) -> int:
         """Channels of v that a program takes at once."""

@@ -22,7 +22,7 @@ def results(call: BackwardOperands) -> dict[str, Tensor]:
     return {
         "d_states": call.by_chunk(call.heads, call.K, call.V, dtype=call.inner),
         "d_rows": call.by_chunk(call.heads, call.C, call.V, dtype=call.inner),
-        "d_initial": call.new(call.documents, call.heads, call.K, call.V),
+        "d_initial": call.new(call.sequences, call.heads, call.K, call.V),
     }
 
 
@@ -37,7 +37,7 @@ def in_triton(
     """Into `out`. made: what `prepare` has written, by the names it has there."""
     columns = call.at_once(COLUMNS)
     _triton_reverse_walk.reverse_walk(
-        lambda meta: (call.V // columns, call.heads, call.documents),
+        lambda meta: (call.V // columns, call.heads, call.sequences),
         {"num_warps": 4, "num_stages": call.stages(STAGES)}, BV=columns, do=call.do, inverse=inverse,
         documents=call.packed.documents if call.packed else call.nothing, last=_last(call, dfinal, out),
         per_key=call.per_state, scale=call.scale, CHANNELS=int(call.per_channel), LAST=int(dfinal is not None), **out,

@@ -28,7 +28,7 @@ def walk(
 
     prepared: what `prepare` leaves to the walk. tables: cu_seqlens and documents' first chunks."""
     packed = call.documents is not None
-    if out_dtype == torch.bfloat16 and _hopper.serve(call, call.chunk, packed):
+    if out_dtype == torch.bfloat16 and _hopper.serve(call, call.C, packed):
         return torch.ops.megacpp_delta.walk(
             call.q, call.k, call.v, inverse, mixed, prepared["factors"], initial_state, scale
         )
@@ -55,7 +55,7 @@ def _in_triton(
         **prepared, v=call.v, inverse=inverse, mixed=mixed,
         first_state=last if initial_state is None else initial_state.contiguous(), documents=documents, bases=bases,
         o=o, states=states, last=last, tokens=call.tokens, heads=call.heads, chunks=call.chunks,
-        segments=call.segments, scale=scale, **strides("v", call.v, "bth"), C=call.chunk, K=call.K, V=call.V,
+        segments=call.segments, scale=scale, **strides("v", call.v, "bth"), C=call.C, K=call.K, V=call.V,
         BV=columns, EVERY=STATES_EVERY, FIRST=int(initial_state is not None), DOCUMENTS=int(packed),
         WIDE=int(call.wide),
     )  # fmt: skip

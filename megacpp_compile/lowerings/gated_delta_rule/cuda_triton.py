@@ -74,7 +74,7 @@ def gated_delta_rule(
         states = torch.zeros(call.batch, call.segments, call.heads, call.K, call.V, device=v.device)
         o = call.new(call.batch, call.tokens, call.heads, call.V, dtype=out_dtype)
         return o, last, states, call.new(call.batch, call.tokens, call.heads, chunk_size, dtype=kept)
-    inverse, mixed = (call.new(call.batch, call.tokens, call.heads, chunk_size, dtype=call.narrow) for _ in range(2))
+    inverse, mixed = (call.new(call.batch, call.tokens, call.heads, chunk_size, dtype=call.inner) for _ in range(2))
     documents, places, bases = call.tables()
     prepared = _prepared(call, places, inverse, mixed, scale, qk_norm_eps)
     o, last, states = walk(call, prepared, (documents, bases), inverse, mixed, initial_state, scale, out_dtype)
@@ -101,7 +101,7 @@ def _prepared(
         return rows_as_they_are(call) | {"factors": factors, "ends": factors}
     assert call.g is not None
     chunks = SmallDecayChunks(
-        call.q, call.k, call.g, places, call.chunks, call.chunk, eps, call.documents is not None, call.wide
+        call.q, call.k, call.g, places, call.chunks, call.C, eps, call.documents is not None, call.wide
     )
     launch = {"num_warps": 4, "num_stages": 1}
     _triton_channels.prepare(

@@ -44,7 +44,7 @@ def gated_delta_rule_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = BackwardOperands(do, q, k, v, g, beta, cu_seqlens, scale, qk_norm_eps, chunk_size)
     if call.empty:
-        d_initial = call.new(call.documents, call.heads, call.K, call.V)
+        d_initial = call.new(call.sequences, call.heads, call.K, call.V)
         d_initial.zero_() if dfinal is None else d_initial.copy_(dfinal)
         dq, dk, dv, dg, dbeta = (call.new(0) if t is None else torch.zeros_like(t) for t in (q, k, v, g, beta))
     else:

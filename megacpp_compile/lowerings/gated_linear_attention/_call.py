@@ -9,47 +9,32 @@ import triton
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY, chunks_bound, segments_bound
-from megacpp_compile.lowerings._kernels.triton_launch import in_sixteens, last_dim_contiguous, strides
+from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY, segments_bound
+from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule._chunk_tables import ChunkTables
+from megacpp_compile.lowerings.gated_delta_rule._operands import ChunkOperands
 from megacpp_compile.lowerings.gated_linear_attention import _triton_walk
 
 # Channels of v that a program has at once, and of float32 operands.
 COLUMNS, WIDE_COLUMNS = 64, 32
 
 
-class LinearAttentionOperands:
-    """Operands with contiguous channels, rows in sixteens. inner: the dtype of what one kernel leaves to another."""
+class LinearAttentionOperands(ChunkOperands):
+    """Adds where documents begin and end, and what kernels share."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk: int
     ) -> None:
-        self.batch, self.tokens, self.key_heads, self.K = k.shape
-        self.heads, self.V = v.shape[2:]
-        self.q, self.k, self.v = (in_sixteens(t) for t in (q, k, v))
-        self.per_channel = g is not None and g.dim() == 4
-        self.gated = g is not None and not self.per_channel
-        self.g = last_dim_contiguous(g) if g is not None and self.per_channel else g
-        self.scale, self.C = scale, chunk
-        # GEMMs of bfloat16 operands take them as they are; of any other, float32 in three TF32 passes.
-        self.wide = any(t.dtype != torch.bfloat16 for t in (q, k, v))
-        self.inner = torch.float32 if self.wide else torch.bfloat16
-        self.chunks = chunks_bound(self.tokens, chunk, cu_seqlens)
+        super().__init__(q, k, v, g, cu_seqlens, chunk)
+        self.gated, self.scale = g is not None and not self.per_channel, scale
         self.segments = segments_bound(self.tokens, chunk, cu_seqlens)
-        self.sequences = self.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.packed = ChunkTables(cu_seqlens, chunk, self.chunks) if cu_seqlens is not None else None
-        # For what kernels do not read. Never an operand: torch takes those for written, and copies them.
-        self.nothing = torch.empty(0, dtype=torch.int32, device=v.device)
         self.places = self.packed.chunks if self.packed else self.nothing
         self.common = {"table": self.places, "tokens": self.tokens, "chunks": self.chunks, "heads": self.heads,
                        "C": chunk, "PACKED": int(self.packed is not None), "WIDE": int(self.wide)}  # fmt: skip
         # A 1 would be a constant to Triton, of which ptxas 12.8 has made wrong rows (`_triton_reverse_walk`).
         self.walked = {"behind_last": self.chunks + 1, "EVERY": STATES_EVERY, "K": self.K, "V": self.V,
                        "BV": self.at_once, **self.common}  # fmt: skip
-
-    @property
-    def empty(self) -> bool:
-        return any(statically_known_true(size == 0) for size in (self.batch, self.tokens, self.heads))
 
     @property
     def at_once(self) -> int:
@@ -64,9 +49,6 @@ class LinearAttentionOperands:
     def stages(self) -> int:
         """Chunks that the walk over queries, keys and values has in shared memory; walks over two have one more."""
         return 1 if self.wide else 2
-
-    def new(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.v.device)
 
     def by_chunk(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.new(self.batch, self.chunks, self.heads, *shape, dtype=dtype)
@@ -84,7 +66,7 @@ class LinearAttentionOperands:
 
     def rows(self) -> dict[str, Any]:
         """Arguments for queries and keys as they are, with a gate a head or none. Channels': `_channels`."""
-        return {"q": self.q, "k": self.k, "per_key": self.heads // self.key_heads, "decay": self.decay(),
+        return {"q": self.q, "k": self.k, "per_key": self.per_key, "decay": self.decay(),
                 "ends": self.nothing, "small_decay": self.nothing, "dots": self.nothing, "scores": self.nothing,
                 "GATED": int(self.gated), "CHANNELS": 0}  # fmt: skip
 

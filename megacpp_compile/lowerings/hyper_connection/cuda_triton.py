@@ -19,6 +19,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels import triton_stream_maps
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, interpreted, last_dim_contiguous, power_of_2
+from megacpp_compile.lowerings._kernels.triton_math import dot
 from megacpp_compile.lowerings.hyper_connection.reference import sizes
 from megacpp_compile.lowerings.stream_update.cuda_triton import by_token
 
@@ -29,13 +30,6 @@ MIN_BYTES = 8 << 20
 MOST_STREAMS = 8
 # Programs that a launch should have, to keep every multiprocessor at work; the most parts that sums come in.
 PROGRAMS, MOST_PARTS = 528, 16
-
-
-@triton.jit
-def _product(a, b, to, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, to, input_precision=PRECISION)
 
 
 @triton.jit
@@ -55,7 +49,7 @@ def logits_of_streams(streams, weight, sums, squares, tokens, width, x_t, part, 
         for p in tl.static_range(PARTS):
             at = weight + (p * M + m[None, :]) * width + k[:, None]
             w = tl.load(at, mask=(m < M)[None, :] & inside[:, None], other=0)
-            total = _product(x.to(w.dtype), w, total, PRECISION, INTERPRETED)
+            total = dot(x.to(w.dtype), w, total, PRECISION, INTERPRETED)
         wide = x.to(tl.float32)
         square += tl.sum(wide * wide, 1)
     row = tl.program_id(1).to(tl.int64) * tokens + t
@@ -90,11 +84,11 @@ def gradients_of_streams(grad, streams, weight, g, pre, inward, d_streams, d_wei
         for p in tl.static_range(GRADS):
             made = g + (p * tl.cast(tokens, tl.int64) + t[:, None]) * M + m[None, :]
             dl = tl.load(made, mask=there[:, None] & (m < M)[None, :], other=0)
-            of_weight = _product(tl.trans(x.to(dl.dtype)), dl, of_weight, PRECISION, INTERPRETED)
+            of_weight = dot(tl.trans(x.to(dl.dtype)), dl, of_weight, PRECISION, INTERPRETED)
             if p < 2:  # what is left of a product is below the rounding of the streams
-                dx = _product(dl.to(w.dtype), w, dx, PRECISION, INTERPRETED)
+                dx = dot(dl.to(w.dtype), w, dx, PRECISION, INTERPRETED)
             if p == 0 and WEIGHTS > 1:
-                dx = _product(dl.to(w.dtype), rest, dx, PRECISION, INTERPRETED)
+                dx = dot(dl.to(w.dtype), rest, dx, PRECISION, INTERPRETED)
         to = d_streams + (t[:, None] * N + i) * channels + c[None, :]
         tl.store(to, as_stored(dx, d_streams), mask=inside)
     row = tl.program_id(1).to(tl.int64) * width + i * channels + c
