@@ -27,6 +27,9 @@ LONGEST_FILE = 350  # lines
 MEDIAN_FUNCTION = 8  # lines, with its signature and docstring
 # Loops outside of reader/ that follow casts or views by hand, as they do more on the way than `reader.links` can.
 MOST_STRIP_LOOPS = 10
+# What says how experts are seen, what they mean and who computes them.
+OF_EXPERTS = ("passes/moe.py", "passes/_rewrites/expert*.py", "matchers/moe/*.py", "lowerings/moe/*.py")
+MOST_FILES_OF_EXPERTS = 38
 # On an idle machine; the shortest of several runs, as whatever else runs can only add to it.
 LONGEST_IMPORT = 0.050
 
@@ -67,6 +70,10 @@ def test_files_are_short_and_named_by_what_they_hold():
     assert not {name: n for name, n in lengths.items() if n > LONGEST_FILE}
     assert not [p for p in SOURCES if p.stem in ("utils", "util", "helpers", "misc")]
     assert len(list(PACKAGE.glob("*.py"))) <= 10, "a newcomer reads the root first"
+
+
+def test_experts_are_in_few_files():
+    assert len([path for files in OF_EXPERTS for path in PACKAGE.glob(files)]) <= MOST_FILES_OF_EXPERTS
 
 
 def test_functions_are_short():

@@ -2,6 +2,14 @@
 
 A region may be traced as if it ran although the model would skip it, if whatever is read behind it comes from the sum
 of routed experts, and the model skips it only where the sum gets nothing from it: no token chose its expert.
+
+The way that a branch takes for an expert without tokens may only give its parameters a gradient:
+
+    if mask.any(): ...                                  out = expert(x[mask])
+    else: y[0, 0] += 0 * sum(p.sum() for p in own)      y[mask] = out if len(out) else out + 0 * sum(...)
+
+A product with 0 adds nothing, whatever the parameters are as long as they are finite; what is written back as it was
+read, or written over in the same places, changes nothing either.
 """
 
 from __future__ import annotations
@@ -16,16 +24,18 @@ from torch.fx import Node
 from megacpp_compile._torch.ops import HigherOrderOperator, set_grad_enabled
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.assumptions import Region
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import has_effects, same_shape, same_size, value
 from megacpp_compile.fx.mode_states import ENTER, LEAVE
+from megacpp_compile.fx.views import CASTS
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import layers, sorted_loops
+from megacpp_compile.matchers.moe import layers, loop
 from megacpp_compile.matchers.moe.group_ends import sorted_by
+from megacpp_compile.matchers.moe.iterations import RowUpdate, chains, row_updates
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
 from megacpp_compile.matchers.moe.routing import Mask
-from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_updates
-from megacpp_compile.matchers.moe.slot_parts import before, expert_without
+from megacpp_compile.matchers.moe.slots import before, expert_without
 from megacpp_compile.matchers.moe.token_counts import (
     match_empty,
     match_hits,
@@ -33,9 +43,96 @@ from megacpp_compile.matchers.moe.token_counts import (
     number_chosen_from,
     number_listed,
 )
-from megacpp_compile.matchers.moe.zero_grad_branches import Zeros, without_zero_grad_branches
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.links import through
+
+aten = torch.ops.aten
+_SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default)
+_READ_BY: dict[Any, Any] = {  # what writes a part back -> what reads it
+    aten.select_scatter.default: aten.select.int, aten.slice_scatter.default: aten.slice.Tensor,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Zeros:
+    """Parameters that a way gives a gradient of zeros."""
+
+    way: Region
+    parameters: frozenset[Node]
+
+
+def without_zero_grad_branches(view: GraphView, regions: Sequence[Region]) -> tuple[list[Region], list[Zeros]]:
+    """(`regions` without what adds nothing, which is erased; what it gives zeros as a gradient)."""
+    zeros = list[Zeros]()
+    for region in regions:
+        given = set[Node]()
+        for node in sorted(region.nodes):
+            kept = _kept(node)
+            if kept is None or kept[0] is node:
+                continue
+            source, added = kept
+            if added is not None and node.users and view.mode_states[node].grad:
+                given |= _read_by(added) & view.trained
+            node.replace_all_uses_with(source)
+        if given:
+            zeros.append(Zeros(region, frozenset(given)))
+    asked = {n for region in regions if isinstance(region.condition, Node) for n in _read_by(region.condition)}
+    for node in sorted({n for region in regions for n in region.nodes} - asked, reverse=True):
+        if not node.users and node.op == "call_function" and not has_effects(node):
+            view.graph.erase_node(node)
+    left = set(view.graph.nodes)
+    return [dataclasses.replace(region, nodes=region.nodes & left) for region in regions], zeros
+
+
+def _kept(node: Node) -> tuple[Node, Node | None] | None:
+    """(what `node` is the same as, what it adds to that, which is zero); None where it is something of its own."""
+    target, args = node.target, node.args
+    if target is aten.add.Tensor and not node.kwargs:
+        for source, added in (args, args[::-1]):
+            if isinstance(source, Node) and isinstance(added, Node) and _is_zero(added) and _alike(source, node):
+                return source, added
+    if target in _READ_BY and _alike(args[0], node):  # type: ignore[arg-type]
+        part: Any = args[1]
+        read = part.target is _READ_BY[target] and _same(part.args[0], args[0]) and part.args[1:] == args[2:]
+        return (args[0], None) if read else None  # type: ignore[return-value]
+    if target is aten.index_put.default and not any(args[3:]):
+        before: Any = args[0]
+        if before.target is target and not any(before.args[3:]) and _same_places(before.args[1], args[1]):
+            node.update_arg(0, before.args[0])
+    return None
+
+
+def _is_zero(node: Node) -> bool:
+    """Whether `node` is zero wherever what it is computed from is finite."""
+    node = through(node, _SUMS, CASTS, RESHAPES)
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar):
+        return any(not isinstance(factor, Node) and factor == 0 for factor in node.args)
+    return node.target is aten.add.Tensor and all(isinstance(n, Node) and _is_zero(n) for n in node.args)
+
+
+def _alike(source: Node, node: Node) -> bool:
+    return value(source).dtype == value(node).dtype and same_shape(source, node)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether both are the same, or computed alike from the same."""
+    if not isinstance(one, Node) or not isinstance(other, Node):
+        return type(one) is type(other) and one == other
+    if one is other:
+        return True
+    computed = one.op == other.op == "call_function" and one.target is other.target and one.kwargs == other.kwargs
+    pure = computed and torch.Tag.nondeterministic_seeded not in getattr(one.target, "tags", ())
+    return pure and len(one.args) == len(other.args) and all(map(_same, one.args, other.args))
+
+
+def _same_places(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(map(_same, one, other))
+
+
+def _read_by(node: Node) -> set[Node]:
+    """All that `node` is computed from."""
+    return set(ancestors([node]))
+
 
 _TAG = "loop-over-data"
 _NO_GRADIENT = (
@@ -61,7 +158,7 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
             summed |= {update.node: update for update in chain}
             of |= dict.fromkeys((update.node for update in chain), layer)
     for layer in found:
-        written = {update.node: update for update in sorted_loops.writes(layer)}
+        written = {update.node: update for update in loop.writes(layer)}
         summed, of = written | summed, dict.fromkeys(written, layer) | of
     needed = set[Node]()
     for region in regions:

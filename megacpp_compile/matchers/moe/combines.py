@@ -1,4 +1,5 @@
-"""Matches the sum over each token's choices of rows that lie in the order of experts."""
+"""Matches the sum over each token's choices of rows that lie in the order of experts, and an expert's part of
+rows that their gates multiply before they are cut."""
 
 from __future__ import annotations
 
@@ -8,15 +9,17 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.moe.group_ends import ascends, sorted_by
 from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
-from megacpp_compile.matchers.moe.slot_rows import choices_of, order_of_tokens
+from megacpp_compile.matchers.moe.rows import order_of
+from megacpp_compile.matchers.moe.slots import choices_of, order_of_tokens, whole_of
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.links import through
@@ -120,3 +123,18 @@ def _turned(back: Node) -> Node | None:
     numbers = through(numbers, RESHAPES)
     counts_up = numbers.target is aten.arange.default and len(numbers.args) == 1  # type: ignore[union-attr]
     return order if counts_up and value(numbers).shape == value(empty).shape else None
+
+
+def weighted_part(rows: Node) -> tuple[Node, Node] | None:
+    """(all rows, gates in the order of slots) where `rows` is a part of their product, in the order of experts."""
+    whole = whole_of(rows)
+    product = None if whole is None else strip_row_views(whole)
+    if product is None or product.target is not aten.mul.Tensor or not of_tensors(product):
+        return None
+    for a, b in (product.args, product.args[::-1]):
+        read = indexed(strip_row_views(a))  # type: ignore[arg-type]
+        order = None if read is None or len(read[1]) != 1 else order_of(read[1][0])
+        gates = None if order is None else gates_in_order(b, order)  # type: ignore[arg-type]
+        if isinstance(gates, Node):
+            return strip_row_views(a), gates  # type: ignore[arg-type]
+    return None

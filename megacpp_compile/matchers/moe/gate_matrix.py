@@ -3,6 +3,9 @@
 The proof is in how it is computed: gates scattered into zeros, all choices at once or one after the other, a sum over
 one-hots of the choices, a softmax of minus infinity elsewhere, or a multiple, quotient or cast of such a matrix. A
 softmax over all experts is none: it gives every expert a share in every token.
+
+Sums over experts that are sums over choices, too, have none: in `einsum("tk,tke,ted->td", gates, one_hots, outs)` the
+matrix would be the sum over k alone. Experts may have run once for each choice (`"tk,tke,tked->td"`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import DETACH
-from megacpp_compile.matchers.moe.factors import factors, over, seen_as
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, factors, over, seen_as
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask
 from megacpp_compile.matchers.views import is_cast, is_outer_view
 from megacpp_compile.reader.dims import permutation
@@ -247,3 +251,89 @@ def match_column(node: Node) -> tuple[Node, int] | None:
         one = isinstance(part.start, int) and isinstance(part.whole, int) and same_size(part.size, 1)
         return (part.source.args[0], part.start) if one else None  # type: ignore[return-value]
     return column_of(node)
+
+
+@dataclasses.dataclass(frozen=True)
+class RouteAxes:
+    """`tokens`: the axes of the result but its channels, none for a single token; `routes`: the axis of experts or
+    choices that is summed, none for a single choice; `base`: what the sum is added to; `chosen`:
+    the choices of a sum that runs over these too, or why they cannot be read; `each`: the axis of choices where experts
+    run once for each, which is the last of the tokens' then; `scales`: what multiplies the sum, see `RoutedExperts`."""
+
+    tokens: tuple[Axis, ...]
+    routes: tuple[Axis, ...]
+    base: Node | None = None
+    chosen: Chosen | MatchFailure | None = None
+    each: Axis | None = None
+    scales: tuple[tuple[Node, tuple[int, ...]], ...] = ()
+
+    @property
+    def both(self) -> set[Axis]:
+        return {*self.tokens, *self.routes}
+
+    @property
+    def choices(self) -> int | None:
+        """The number of routes, if it is fixed."""
+        size = self.routes[0].size if self.routes else 1
+        return size if isinstance(size, int) else None
+
+    @property
+    def outer(self) -> Dims:
+        return tuple((t,) for t in self.tokens) or ((),)
+
+    def rows(self, *behind: tuple[Axis, ...]) -> list[Dims]:
+        """Both layouts of rows: a dimension for each axis of tokens or one for all, then `behind`."""
+        return [(*self.outer, *behind), (self.tokens, *behind)]
+
+    def slots(self, *behind: tuple[Axis, ...]) -> list[Dims]:
+        """Both layouts of slots: a dimension for each axis of tokens and for routes or one for all, then `behind`."""
+        return [(*self.outer, self.routes, *behind), ((*self.tokens, *self.routes), *behind)]
+
+
+@dataclasses.dataclass(frozen=True)
+class OverChoices:
+    """A sum over choices and experts: its `other` factors, without one-hots and their gates; the axis `experts`; the
+    choices, or why these cannot be read; and the axis of choices, `each`, where experts run once for each."""
+
+    other: list[Factor]
+    experts: Axis
+    chosen: Chosen | MatchFailure
+    each: Axis | None = None
+
+
+def over_choices(node: Node, parts: list[Factor], tokens: tuple[Axis, ...], out: Axis) -> OverChoices | None:
+    """The sum `node` of the product of `parts` as one over choices, too, where some of them are no experts'."""
+    for hot in parts:
+        extra = hot.axes - set(tokens)
+        if out in hot.axes or len(extra) != 2 or hot.axes != {*tokens, *extra}:
+            continue
+        wide = set[Axis]().union(*(p.axes for p in parts if p.axes - hot.axes))
+        for choice in extra:
+            (expert,) = extra - {choice}
+            beside = [p for p in parts if p is not hot and choice in p.axes and p.axes <= hot.axes]
+            if expert not in wide:
+                continue
+            split = factors(hot.node, hot.dims, lambda axes, own=hot.axes: axes == own)  # type: ignore[misc]
+            chosen = _chosen(node, [*split, *beside], tokens, choice, expert)
+            if choice in wide and isinstance(chosen, MatchFailure):
+                continue  # some other sum over what has three dimensions more
+            other = [p for p in parts if p is not hot and p not in beside]
+            return OverChoices(other, expert, chosen, choice if choice in wide else None)
+    return None
+
+
+def _chosen(
+    node: Node, parts: list[Factor], tokens: tuple[Axis, ...], choice: Axis, expert: Axis
+) -> Chosen | MatchFailure:
+    """The choices whose one-hots and gates `parts` are."""
+    each = tuple((t,) for t in tokens)
+    hots = [p for p in parts if expert in p.axes]
+    gates = [p for p in parts if p.axes == {*tokens, choice}]
+    if len(hots) == len(gates) == 1 and len(parts) == 2:
+        marks, own = seen_as(hots[0], (*each, (choice,), (expert,))), seen_as(gates[0], (*each, (choice,)))
+        mask = match_mask(before_casts(marks[0])) if marks is not None else None
+        if mask is not None and own is not None and mask.by_token and mask.dims[-2:] == ("s", "e"):
+            if value(mask.indices).dim() == value(own[0]).dim() == len(tokens) + 1:
+                return Chosen(mask.indices, own[0])
+    reason = "what is summed over choices and experts is no gate times one-hots of the choices"
+    return MatchFailure(node, "gates", reason)

@@ -1,21 +1,29 @@
-"""Matches an expert by its last GEMM, a contraction with the weights of all experts, or with each row's own copy."""
+"""Matches an expert by its last GEMM, a contraction with the weights of all experts, or with each row's own copy.
+
+Of copies there are two layers here: the sum over a token's choices, written out, each with GEMMs of its own,
+`y = y + gates[:, k, None] * expert(x, w[indices[:, k]])`, and rows that have one choice each,
+`act(x @ w_up[ids]) @ w_down[ids]`, whose own sum, such as over those of a token, is left to the graph.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_shape, value
+from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in, first_unlike
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, broadcast, factors, longer_dims, over
-from megacpp_compile.matchers.moe.gemms import Gemm, adds_up
-from megacpp_compile.matchers.moe.route_axes import RouteAxes
-from megacpp_compile.matchers.moe.stacked_gemms import StackedGemms, is_biased_product, product_of
+from megacpp_compile.matchers.moe.gate_matrix import RouteAxes, match_column
+from megacpp_compile.matchers.moe.gemms import Gemm, StackedGemms, adds_up, is_biased_product, product_of
+from megacpp_compile.matchers.moe.index_reads import READS, indexed
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, around, bounded, gate_behind
+from megacpp_compile.matchers.moe.routing import is_nonnegative
 
 aten = torch.ops.aten
 NEGATIVE = "an expert's number may be negative, which would count from the end"
@@ -100,3 +108,96 @@ def expert_of(node: Node) -> GatheredExpert | MatchFailure | None:
                 if (found := expert_behind(axes, weight, hidden, out, added, again=True)) is not None:
                     return found
     return None
+
+
+_OTHER = "a token's choices go through other experts, one with another's weights or one on other rows"
+
+
+def by_choice(
+    view: GraphView, node: Node, gates: Node, outs: dict[int, Node], base: Node | None,
+    scales: tuple[tuple[Node, tuple[int, ...]], ...] = (),
+) -> RoutedExperts | MatchFailure | None:  # fmt: skip
+    """The layer whose sum `node` weights `outs`, by column of `gates` [.., k]; None where these are no experts'."""
+    found: dict[int, GatheredExpert] = {}
+    for column, out in sorted(outs.items()):
+        expert = expert_of(out)
+        if not isinstance(expert, GatheredExpert):
+            return expert
+        found[column] = expert
+    choices = [None if one.ids is None else match_column(one.ids) for one in found.values()]
+    if any(one.gate is not None for one in found.values()) or None in choices:
+        return None
+    first, (indices, _) = next(iter(found.values())).expert, choices[0]  # type: ignore[misc]
+    if [(indices, column) for column in found] != choices:
+        return MatchFailure(node, "indices", "a choice's output is multiplied by another choice's gate")
+    if list(found) != list(range(len(found))) or not same_size(value(indices).shape[-1], len(found)):
+        return MatchFailure(node, "choices", "only some of a token's choices are served")
+    experts = [one.expert for one in found.values()]
+    alike = all(e.x is first.x and e.parameters == first.parameters for e in experts)
+    if not alike or first_unlike(experts) is not None:
+        return MatchFailure(node, "experts-differ", _OTHER)
+    if not is_nonnegative(indices):
+        return MatchFailure(indices, "range", NEGATIVE)
+    layer = RoutedExperts(node, first.x, indices, gates, (first,), base=base, choices=len(found), scales=scales)
+    return bounded(view, layer)
+
+
+_NEAR = 24  # nodes to look at
+_ENDS = (
+    aten.einsum.default, aten.bmm.default, aten.matmul.default, aten.baddbmm.default, aten.sum.dim_IntList,
+    aten.add.Tensor,
+)  # fmt: skip
+
+
+def find_by_rows(
+    view: GraphView, found: Sequence[RoutedExperts | MatchFailure]
+) -> Iterator[RoutedExperts | MatchFailure]:
+    """Every such layer that is no part of one that is `found`, and what is nearly one with no failure near."""
+    if not any(map(_copies, view.graph.nodes)):
+        return  # which is quicker than to read every product and sum
+    inside = set[Node]().union(*(one.inside for one in found if isinstance(one, RoutedExperts)))
+    failed = {one.node for one in found if isinstance(one, MatchFailure)}
+    for node in reversed(view.graph.nodes):
+        if node.target not in _ENDS or node in inside or (expert := expert_of(node)) is None:
+            continue
+        layer = expert if isinstance(expert, MatchFailure) else _layer(view, node, expert)
+        if isinstance(layer, RoutedExperts):
+            inside |= layer.inside
+            yield layer
+        elif layer is not None:
+            told = not failed.isdisjoint(around(node))
+            failed |= {node, layer.node}
+            if not told:
+                yield layer
+
+
+def _copies(node: Node) -> bool:
+    """Whether `node` may be weights, one for each row."""
+    read = indexed(node) if node.target in READS else None
+    return read is not None and value(read[0]).dim() == 3 and value(node).is_floating_point()
+
+
+def without_theirs(
+    found: Sequence[RoutedExperts | MatchFailure], layers: Sequence[RoutedExperts | MatchFailure]
+) -> list[RoutedExperts | MatchFailure]:
+    """`found` without failures of sums of what `layers` make of each row."""
+    ends = {one.output for one in layers if isinstance(one, RoutedExperts)}
+    return [one for one in found if isinstance(one, RoutedExperts) or ends.isdisjoint(_made_of(one.node))]
+
+
+def _made_of(node: Node) -> list[Node]:
+    """`node` and what it is made of in a few steps."""
+    order = [node]
+    for n in order:
+        order += [a for a in n.all_input_nodes if a not in order] if len(order) < _NEAR else []
+    return order
+
+
+def _layer(view: GraphView, node: Node, found: GatheredExpert) -> RoutedExperts | MatchFailure | None:
+    """The layer that `found` is, whose output is `node`."""
+    if found.ids is None or found.gate is not None:
+        return None
+    if not is_nonnegative(found.ids):
+        return MatchFailure(found.ids, "range", NEGATIVE)
+    layer = RoutedExperts(node, found.expert.x, found.ids, None, (found.expert,), choices=1)
+    return bounded(view, gate_behind(layer))

@@ -1,4 +1,5 @@
-"""Matches the loop over all experts: each reads its rows, and adds its outputs to the sum."""
+"""Matches the loop over all experts: each reads its rows, and adds its outputs to the sum. Where rows follow one
+another in the experts' order, a sum over each token's choices may read all outputs, joined or written to one buffer."""
 
 from __future__ import annotations
 
@@ -9,21 +10,31 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_blank, is_filled
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.gate_behind import gate_behind
+from megacpp_compile.matchers.moe.combines import Combine, gates_in_order, layers_behind
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_column
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.group_ends import slots, sorted_by
 from megacpp_compile.matchers.moe.index_reads import SCATTERS, adds
-from megacpp_compile.matchers.moe.iterations import NO_GATE, Iteration, in_order, iterations_of
-from megacpp_compile.matchers.moe.nearby import computed_from
-from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
+from megacpp_compile.matchers.moe.iterations import (
+    NO_GATE,
+    Iteration,
+    RowUpdate,
+    chains,
+    in_expert_order,
+    iterations_of,
+    joined,
+    row_updates,
+)
+from megacpp_compile.matchers.moe.no_expert import computed_from
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded, gate_behind
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, scores_of
-from megacpp_compile.matchers.moe.row_gates import Gates
-from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, joined, row_updates
+from megacpp_compile.matchers.moe.row_gates import Gates, of_slots
 from megacpp_compile.matchers.moe.rows import has_choices
+from megacpp_compile.matchers.moe.written_outputs import segments
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, *SCATTERS)
@@ -122,7 +133,7 @@ def match_chain(
     if isinstance(served, MatchFailure):
         return served
     iterations, column = served
-    ordered = in_order(iterations)
+    ordered = in_expert_order(iterations)
     if isinstance(ordered, MatchFailure):
         return ordered
     start = chain[0].previous
@@ -180,7 +191,7 @@ def _one_choice(iterations: list[Iteration]) -> tuple[list[Iteration], int | Non
     every = by_choice.keys() == set(range(value(mask.indices).shape[-1]))
     if not every and len(by_choice) > 1:
         return MatchFailure(first.node, "choices", "only some of a token's choices are served")
-    loops = [in_order(own) for own in by_choice.values()]
+    loops = [in_expert_order(own) for own in by_choice.values()]
     for own in loops:
         if isinstance(own, MatchFailure):
             return own
@@ -194,3 +205,43 @@ def _weights(iterations: list[Iteration] | MatchFailure) -> list[Any]:
     if isinstance(iterations, MatchFailure):
         return []
     return [part for iteration in iterations if iteration.expert for part in iteration.expert.parameters]
+
+
+def find_sorted(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
+    """Every sum over outputs of experts that lie in the experts' order."""
+    return layers_behind(view, _check)
+
+
+def writes(layer: RoutedExperts) -> Iterator[RowUpdate]:
+    """The outputs of single experts in `layer` that are joined or written to a buffer, in the experts' order."""
+    sorts = ((order, sorted_by(order)) for order in sorted(layer.inside))
+    # The order that puts rows back may be an argsort, too: of the experts' order.
+    orders = [order for order, ids in sorts if ids is not None and slots(ids.ids) is layer.indices]
+    for node in sorted(layer.inside):
+        if node.target in (aten.cat.default, aten.slice_scatter.default) and value(node).is_floating_point():
+            for order in orders:
+                yield from segments(node, order)
+
+
+def _check(view: GraphView, node: Node, combine: Combine) -> RoutedExperts | MatchFailure | None:
+    """The layer that ends in `combine`; None where what it adds up are no outputs of experts."""
+    outputs, gate = combine.weighted, None
+    chain = segments(outputs, combine.order)
+    if not chain and outputs.target is aten.mul.Tensor and of_tensors(outputs):
+        for a, b in (outputs.args, outputs.args[::-1]):
+            if chain := segments(a, combine.order):  # type: ignore[arg-type]
+                gate = b
+                break
+    if not chain:
+        return None
+    gates = None if gate is None else gates_in_order(gate, combine.order)  # type: ignore[arg-type]
+    if isinstance(gates, MatchFailure):
+        return gates
+    own = None if gates is None else of_slots(gates, chain[0].token)
+    return match_chain(view, [_added(update, node, combine) for update in chain], gates=own)
+
+
+def _added(update: RowUpdate, node: Node, combine: Combine) -> RowUpdate:
+    """`update` as one that adds to the sum."""
+    base: Any = combine.base
+    return RowUpdate(node, base, update.token, update.added)

@@ -1,6 +1,8 @@
-"""Why what is weighted is no expert's output."""
+"""Why what is weighted is no expert's output, and the nodes near it that near misses are reported with."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -72,3 +74,12 @@ def changed_before(out: Node) -> str:
         joined = f"what is weighted is made of several projections ({', '.join(named)})"
         return f"{joined}: an expert's output is one, to which only a bias may be added"
     return f"an expert's output goes through {', '.join(named)} before it is weighted: only a bias may be added there"
+
+
+def computed_from(node: Any) -> list[Node]:
+    """`node` and what it is computed from in a few steps, tensors alone."""
+    found = [node] if isinstance(node, Node) else []
+    for n in found:
+        if len(found) < _NEAR and n.op == "call_function":
+            found += [m for m in n.all_input_nodes if m not in found]
+    return [n for n in found if n.op == "call_function" and isinstance(value(n), torch.Tensor)]

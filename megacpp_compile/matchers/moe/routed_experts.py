@@ -1,5 +1,6 @@
 """What the matchers of this folder return: a layer of routed experts, or experts over sorted rows, and the nodes that
-compute it."""
+compute it. A layer may end with a gate that multiplies the sum over experts, as where each token has one choice
+(arXiv:2101.03961)."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile._torch.ops import torch_check
-from megacpp_compile.fx.edit import place, value
+from megacpp_compile.fx.edit import of_tensors, place, same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert
+from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.numbers import is_number
 from megacpp_compile.matchers.views import RESHAPES, is_cast, is_outer_view
-from megacpp_compile.reader.links import through
+from megacpp_compile.reader.links import only_user, onward, through
 
 aten = torch.ops.aten
 _ASSERTS = (
@@ -202,3 +204,30 @@ def around(node: Node) -> set[Node]:
                     order.append(other)
         found.update(order)
     return found
+
+
+def gate_behind(layer: RoutedExperts) -> RoutedExperts:
+    """`layer`, whose gates are 1, up to the product of its output with one gate for each token, if there is one."""
+    indices = value(layer.indices)
+    one = layer.choices == 1 or indices.dim() == 1
+    if not one or layer.base is not None or layer.column is not None:
+        return layer
+    out = onward(layer.output, is_cast, _keeps_channels)[-1]
+    user = only_user(out)
+    gate = _gate(user, out) if user is not None and user.target is aten.mul.Tensor and of_tensors(user) else None
+    if gate is None or not same_size(value(gate).numel(), indices.numel()):
+        return layer
+    return dataclasses.replace(layer, output=user, gates=gate, choices=1)
+
+
+def _keeps_channels(node: Node) -> bool:
+    return node.target in RESHAPES and same_size(value(node).shape[-1], value(node.args[0]).shape[-1])
+
+
+def _gate(product: Node, out: Node) -> Node | None:
+    """The gate [.., 1] of every token that `out` is multiplied by."""
+    gate = product.args[1] if product.args[0] is out else product.args[0]
+    shape, own = value(gate).shape, value(out).shape
+    if gate is out or len(shape) != len(own) or not same_size(shape[-1], 1) or not same_shape(product, out):
+        return None
+    return strip_row_views(gate) if all(map(same_size, shape[:-1], own[:-1])) else None  # type: ignore[arg-type]

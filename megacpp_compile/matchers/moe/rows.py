@@ -20,8 +20,7 @@ from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_
 from megacpp_compile.matchers.moe.group_ends import SortedIds, slots, sorted_by
 from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import Above, Mask, distinct_choices, match_mask
-from megacpp_compile.matchers.moe.slot_parts import expert_of_part, whole_of
-from megacpp_compile.matchers.moe.slot_rows import numbers_each_slot, order_of_tokens, slot_over
+from megacpp_compile.matchers.moe.slots import expert_of_part, numbers_each_slot, order_of_tokens, slot_over, whole_of
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import column_of

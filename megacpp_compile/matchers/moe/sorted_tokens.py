@@ -18,7 +18,7 @@ from megacpp_compile.matchers.moe.gemms import Gemm, Weight, strip_row_views, wi
 from megacpp_compile.matchers.moe.group_ends import slots, sorted_by
 from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.moe.slot_rows import tokens_in_order
+from megacpp_compile.matchers.moe.slots import tokens_in_order
 from megacpp_compile.matchers.moe.sorted_rows import grouped_gemm
 from megacpp_compile.reader.links import through
 
