@@ -137,10 +137,10 @@ def compile_frame(
     if retrace_needed(boundary.gm, analysis):
         count.saw(analysis.near_misses())
         # What is left of a loop behind a graph break would say the same again.
-        if analysis.outcome and analysis.outcome.misses and not collector.told(analysis.outcome.misses):
+        if analysis.outcome and analysis.outcome.misses and not collector.reported(analysis.outcome.misses):
             publish(analysis, config)
         if ranks is not None:
-            ranks.tell(Outcome(again="sizes are known at run time only"))
+            ranks.report(Outcome(again="sizes are known at run time only"))
         retrace(analysis)
     count.check(analysis.frame, analysis.near_misses())
     if config.sharding is not None:
@@ -232,7 +232,7 @@ def _hand_to_backend(
         own = ranks.settle(own, config.strict)
         refused = refused or (own.left if compiled is not None else "")
     elif ranks is not None:
-        ranks.tell(own)
+        ranks.report(own)
     if own.again:
         log.logger.warning("traced again with graph breaks: %s", own.again)
         retrace(analysis)
@@ -251,8 +251,8 @@ def _rewritten(
     restore_sdpa_regions(rewritten)
     casts = take_casts(rewritten)
     past = thread_amax_history(rewritten, analysis.captured)
-    behind = [*casts.fakes, *past.fakes]
-    return casts.adapt(past.adapt(backend.compile_lowered(rewritten, [*example_inputs, *behind], settings)))
+    extra_inputs = [*casts.fakes, *past.fakes]
+    return casts.adapt(past.adapt(backend.compile_lowered(rewritten, [*example_inputs, *extra_inputs], settings)))
 
 
 # Errors that are meant to be seen; and Dynamo's own way back, as when a float turns out to be a constant.

@@ -16,7 +16,7 @@ _WHERE = "torch._functorch.partitioners"
 _EXTRACT = "_extract_graph_with_inputs_outputs"
 
 # Is told the nodes of the joint graph that a backward takes, and that backward, whose inputs are those in their order.
-Tell = Callable[[Sequence[Node], fx.Graph], None]
+Report = Callable[[Sequence[Node], fx.Graph], None]
 
 
 # Of two threads the second would put back what the first had put there.
@@ -24,28 +24,28 @@ _lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def backward_told(tell: Tell) -> Iterator[None]:
-    """Call `tell` once, of what is partitioned inside by this thread: when the partitioner has chosen what to save and
-    made the backward to find out what of it is read, before it makes both halves. What `tell` raises ends the
+def reporting_backward(report: Report) -> Iterator[None]:
+    """Call `report` once, of what is partitioned inside by this thread: when the partitioner has chosen what to save
+    and made the backward to find out what of it is read, before it makes both halves. What `report` raises ends the
     partitioner. Never called on a torch that has no such step."""
     with _lock:
-        yield from _told(tell)
+        yield from _reporting(report)
 
 
-def _told(tell: Tell) -> Iterator[None]:
+def _reporting(report: Report) -> Iterator[None]:
     module = find(_WHERE)
     extract = getattr(module, _EXTRACT, None)
     if extract is None:
         yield
         return
-    thread, told = threading.get_ident(), False
+    thread, reported = threading.get_ident(), False
 
     def telling(graph: fx.Graph, inputs: Sequence[Node], *more: Any, **named: Any) -> fx.Graph:
-        nonlocal told
+        nonlocal reported
         made: fx.Graph = extract(graph, inputs, *more, **named)
-        if not told and "backward" in (*more[2:], *named.values()) and thread == threading.get_ident():
-            told = True
-            tell(inputs, made)
+        if not reported and "backward" in (*more[2:], *named.values()) and thread == threading.get_ident():
+            reported = True
+            report(inputs, made)
         return made
 
     setattr(module, _EXTRACT, telling)

@@ -40,13 +40,13 @@ from megacpp_compile.report import stages
 from megacpp_compile.report.records import lowering_text
 from megacpp_compile.targets import CUDA, Target
 
-Tell = Callable[[str, str], None]
+Report = Callable[[str, str], None]
 _BACKWARD = "_backward"
 
 
 class LowerSemanticOps(GraphPass):
     """Replace every `megacpp::` node by its lowering's ops. regions: tags of the graph's checkpoint regions, which
-    torch's caches do not look at: a model compiled with and without checkpoints may have the same graph. tell: as
+    torch's caches do not look at: a model compiled with and without checkpoints may have the same graph. report: as
     `Settings.on_backward`; not called where the code comes from a cache."""
 
     def __init__(
@@ -55,9 +55,9 @@ class LowerSemanticOps(GraphPass):
         config: Config,
         before: Any = None,
         regions: tuple[Any, ...] = (),
-        tell: Tell | None = None,
+        report: Report | None = None,
     ) -> None:
-        self.target, self.config, self.before, self.regions, self.tell = target, config, before, regions, tell
+        self.target, self.config, self.before, self.regions, self.report = target, config, before, regions, report
 
     @stages.in_stage("lowering")
     def run(self, graph: fx.Graph) -> None:
@@ -71,7 +71,7 @@ class LowerSemanticOps(GraphPass):
             joins = joined_results.find(graph, self.target.name, late=limited)
             # Those that may leave out what nobody reads come last: others drop operands where they are lowered.
             ops.sort(key=lambda node: bool(_choice(node, self.target).skippable_outputs))
-            held = {node for node in ops if _lower(graph, node, self.target, traced, self.tell, joins.get(node))}
+            held = {node for node in ops if _lower(graph, node, self.target, traced, self.report, joins.get(node))}
             for join in dict.fromkeys(joins.values()):
                 join.finish(functools.partial(_copy, join.cat, self.target, traced))
         drop_dead(graph)
@@ -115,7 +115,7 @@ def _lower(
     node: Node,
     target: Target,
     traced: dict[Any, GraphModule],
-    tell: Tell | None = None,
+    report: Report | None = None,
     join: Join | None = None,
     replaced: dict[Node, Node] | None = None,
 ) -> bool:
@@ -131,8 +131,8 @@ def _lower(
 
     args = fx.map_arg(node.args, hole)
     choice = _choice(node, target)
-    if tell is not None and (op := name_of(node)).endswith(_BACKWARD):
-        tell(op.removesuffix(_BACKWARD), lowering_text(choice.requested, choice.effective, choice.reason))
+    if report is not None and (op := name_of(node)).endswith(_BACKWARD):
+        report(op.removesuffix(_BACKWARD), lowering_text(choice.requested, choice.effective, choice.reason))
     if not choice.traced:
         if choice.body is node.target:  # another package's op, which runs as it is
             return True

@@ -116,7 +116,7 @@ class Meeting:
         self.left = own.left or f"rank {differing[0]}, which it communicates with, {_how(found[differing[0]], own)}"
         return dataclasses.replace(own, left=self.left)
 
-    def tell(self, own: Outcome) -> str:
+    def report(self, own: Outcome) -> str:
         """Let ranks that wait for this one know its outcome; where that is in the store, but for the rank."""
         key = self._round()
         self.asked[self.calls] += 1
@@ -130,10 +130,10 @@ class Meeting:
 
     def _ask(self, own: Outcome) -> dict[int, Outcome]:
         """The outcome of each other rank that is met, in the order of ranks."""
-        store, key, found, met = shared_store(), self.tell(own), dict[int, Outcome](), set(self.ranks)
+        store, key, found, met = shared_store(), self.report(own), dict[int, Outcome](), set(self.ranks)
         seconds = store.timeout.total_seconds()
         ends, pause = time.monotonic() + seconds, _POLLS[0]
-        tell = ends - seconds + _SILENT
+        due = ends - seconds + _SILENT
         while missing := sorted(met - found.keys() - {dist.get_rank()}):
             came = [rank for rank in missing if store.check([f"{key}/{rank}"])]
             for rank in came:
@@ -144,8 +144,8 @@ class Meeting:
                 continue
             if time.monotonic() > ends:
                 raise RanksDifferError(self.place, missing, f"did not compile it within {seconds:.0f} s")
-            if tell < time.monotonic():
-                tell = ends
+            if due < time.monotonic():
+                due = ends
                 log.logger.warning("%s waits for rank %s to compile it", self.place, ", ".join(map(str, missing)))
             time.sleep(pause)
             pause = min(2 * pause, _POLLS[1])
@@ -209,7 +209,7 @@ def tells_failures(compile_frame: Callable[..., T]) -> Callable[..., T]:
             raise
         except Exception as error:
             if (meeting := _current.get()) is not None:
-                meeting.tell(Outcome(error=f"{type(error).__name__}: {error}"[:300]))
+                meeting.report(Outcome(error=f"{type(error).__name__}: {error}"[:300]))
             raise
         finally:
             _current.reset(token)

@@ -101,8 +101,8 @@ class Automatic:
             with functorch_config.patch(cse=functorch_config.cse and choice.new_ops):
                 halves = cut(choice.edited)
         assert halves is not None
-        self.taken = self.taken or choice.told.taken
-        self._say(choice.told)
+        self.taken = self.taken or choice.reported.taken
+        self._say(choice.reported)
         return halves
 
     @stages.in_stage("plan")
@@ -138,11 +138,11 @@ class Automatic:
         taken = worth_taking(planned, base)
         if taken:
             tag(graph, plan, kept)
-            if (tell := self.settings.on_plan) is not None:
-                tell(plan, blocks, predicted(graph, plan, {}, SELECTIVE, StepContext(self.settings.copies)))
-        told = AutoPlan.of(taken, planned, base, judged(ladder.selective()), time, found, speed.label)
-        told.given_up = ladder.given_up_by(plan)
-        return _Choice(gm if taken else edited, told, bool(keeping))
+            if (report := self.settings.on_plan) is not None:
+                report(plan, blocks, predicted(graph, plan, {}, SELECTIVE, StepContext(self.settings.copies)))
+        reported = AutoPlan.of(taken, planned, base, judged(ladder.selective()), time, found, speed.label)
+        reported.given_up = ladder.given_up_by(plan)
+        return _Choice(gm if taken else edited, reported, bool(keeping))
 
     def _of(self, model: PeakModel, plan: Plan) -> Predicted:
         peak = model(plan)
@@ -157,11 +157,11 @@ class Automatic:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """edited: the graph to divide, None for the graph as it came. told: what is said of it. new_ops: whether there are
-    others in it than the graph had, of which some may compute the same."""
+    """edited: the graph to divide, None for the graph as it came. reported: what is said of it. new_ops: whether there
+    are others in it than the graph had, of which some may compute the same."""
 
     edited: GraphModule | None
-    told: AutoPlan
+    reported: AutoPlan
     new_ops: bool
 
 

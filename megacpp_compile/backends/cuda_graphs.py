@@ -32,7 +32,7 @@ class Watched:
     """In the place of what makes code of a partitioned graph: the same, which tells `on_cuda_graph` of the frame."""
 
     def __init__(self, inner_compile: Callable[..., Any], on_cuda_graph: Callable[[str], None]) -> None:
-        self.inner_compile, self.tell = inner_compile, on_cuda_graph
+        self.inner_compile, self.report = inner_compile, on_cuda_graph
         self.found: dict[str, str] = {}
 
     def __call__(self, gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -40,8 +40,9 @@ class Watched:
         held = outside(gm.graph)
         code = self.inner_compile(gm, *args, **kwargs)
         self.found[part] = _text(code, kwargs, held or outside(gm.graph))
-        told = set(self.found.values())
-        self.tell(told.pop() if len(told) == 1 else "; ".join(f"{part} {text}" for part, text in self.found.items()))
+        reported = set(self.found.values())
+        parts = "; ".join(f"{part} {text}" for part, text in self.found.items())
+        self.report(reported.pop() if len(reported) == 1 else parts)
         return code
 
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile._torch.functorch import fx_graph_cse
-from megacpp_compile._torch.partitioners import adds_to_what_is_saved, backward_told
+from megacpp_compile._torch.partitioners import adds_to_what_is_saved, reporting_backward
 from megacpp_compile.fx.copies import module_like
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.numbers_for_symbols import SYMBOLIC
@@ -48,7 +48,7 @@ class FirstCut:
             asked.append(stands(plan))
             return asked[0]
 
-        def tell(inputs: Sequence[Node], backward: fx.Graph) -> None:
+        def report(inputs: Sequence[Node], backward: fx.Graph) -> None:
             if not ask(plan_of_backward(self.forward, inputs, backward)):
                 raise _Stopped
 
@@ -56,7 +56,7 @@ class FirstCut:
             halves = self.halves()
         else:
             try:
-                with backward_told(tell):
+                with reporting_backward(report):
                     halves = self.halves()
             except _Stopped:
                 return None

@@ -123,11 +123,11 @@ def _compile(
         patches = {**patches, "custom_partitioner_fn": AutomaticPartitioner(automatic)}
     inputs, inner = _inner(settings.inner_compile, example_inputs)
     usual = inspect.signature(compile_fx).parameters.get("inner_compile")
-    if (tell := settings.on_cuda_graph) is not None and cuda_graphs.asked(patches):
+    if (report := settings.on_cuda_graph) is not None and cuda_graphs.asked(patches):
         there = cuda_graphs.is_for_cuda(example_inputs)
-        tell(cuda_graphs.UNTOLD if there else cuda_graphs.ELSEWHERE)
+        report(cuda_graphs.UNTOLD if there else cuda_graphs.ELSEWHERE)
         if there and (made := inner.get("inner_compile", usual and usual.default)):
-            inner = {"inner_compile": cuda_graphs.Watched(made, tell)}
+            inner = {"inner_compile": cuda_graphs.Watched(made, report)}
     if automatic is not None and (made := inner.get("inner_compile", usual and usual.default)):
         inner = {"inner_compile": functools.partial(automatic.without_reuse, made)}
     if not with_backward:

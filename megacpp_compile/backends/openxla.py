@@ -37,7 +37,7 @@ def compile_lowered(
 ) -> Callable[..., Any]:
     """Compile a rewritten graph with openxla. Nothing predicts the peak of a program of XLA's, so that
     `settings.copies` has no use. program: what makes one of a lowered graph, for openxla."""
-    lower = LowerSemanticOps(settings.target, settings.config, tell=settings.on_backward)
+    lower = LowerSemanticOps(settings.target, settings.config, report=settings.on_backward)
     made = program or _program_for(settings.config)
 
     def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

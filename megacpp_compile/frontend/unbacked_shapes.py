@@ -268,7 +268,7 @@ def _report(why: str, stack: Sequence[Any]) -> None:
     reason = why.strip().split("\n")[0][:200]
     frame = Frame(captured=False, reason=reason, name=source, left_to="pieces")
     miss = MissedFusion("moe", "", source, "", "graph-break", found)
-    if not collector.told([miss]):  # Dynamo may try a frame twice
+    if not collector.reported([miss]):  # Dynamo may try a frame twice
         collector.emit_frame(frame, [], [miss])
 
 
@@ -278,6 +278,6 @@ def _report_refused(why: str, at: Any) -> None:
         return
     why = f"the loop runs for some experts alone: {why}"
     miss = MissedFusion("moe", "", source, "", "loop-over-data", why)
-    if not collector.told([miss]):
+    if not collector.reported([miss]):
         collector.emit_frame(Frame(captured=False, reason=why, name=source, left_to="pieces"), [], [miss])
     _retraced.set(True)

@@ -97,7 +97,7 @@ def active() -> bool:
         return bool(_receivers())
 
 
-def told(misses: Iterable[MissedFusion]) -> bool:
+def reported(misses: Iterable[MissedFusion]) -> bool:
     """Whether reports are open for this thread, and each has `misses` already: the same lines for the same reasons."""
     said = {(m.pass_name, m.tag, m.reason, m.source) for m in misses}
     with lock:

@@ -11,7 +11,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
 
-from megacpp_compile._torch.partitioners import adds_to_what_is_saved, backward_told
+from megacpp_compile._torch.partitioners import adds_to_what_is_saved, reporting_backward
 
 EXTRACT = partitioners._extract_graph_with_inputs_outputs
 
@@ -36,7 +36,7 @@ def joint():
 def test_it_tells_once_what_the_backward_takes(name):
     graph, inputs, kwargs = joint()
     told = []
-    with backward_told(lambda *found: told.append(found)):
+    with reporting_backward(lambda *found: told.append(found)):
         _, backward = getattr(partitioners, name)(graph, inputs, **kwargs)
     ((taken, early),) = told
     names = [n.name for n in taken]
@@ -53,11 +53,11 @@ def test_what_is_raised_ends_it_and_another_thread_tells_nobody():
     def enough(*_):
         raise StopAsyncIteration
 
-    with pytest.raises(StopAsyncIteration), backward_told(enough):
+    with pytest.raises(StopAsyncIteration), reporting_backward(enough):
         divide()
     assert partitioners._extract_graph_with_inputs_outputs is EXTRACT
     told = []
-    with backward_told(lambda *found: told.append(found)), ThreadPoolExecutor() as pool:
+    with reporting_backward(lambda *found: told.append(found)), ThreadPoolExecutor() as pool:
         assert pool.submit(divide).result()  # it may begin again
     assert not told
 

@@ -18,7 +18,7 @@ from benchmarks import models as plain
 from benchmarks.subjects import block, dsa, remat
 from benchmarks.subjects.stack import stack
 from megacpp_compile._torch import partitioners as torch_partitioners
-from megacpp_compile._torch.partitioners import backward_told
+from megacpp_compile._torch.partitioners import reporting_backward
 from megacpp_compile.backends import automatic as backend
 from megacpp_compile.backends.first_cut import FirstCut
 from megacpp_compile.config.checkpointing import FREE
@@ -407,7 +407,7 @@ def test_what_a_cut_saves_is_known_before_it_is_made(planned, monkeypatch):
         def told(inputs, backward):
             early.append(plan_of_backward(first.forward, inputs, backward))
 
-        with backward_told(told):
+        with reporting_backward(told):
             halves = seen(first.given)
         both.append((*early, as_partitioned(first.forward, halves, first.outputs)))
         return halves if stands(both[-1][0]) else None

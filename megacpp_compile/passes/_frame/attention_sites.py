@@ -58,7 +58,7 @@ def attention_sites(captured: Captured, wanted: str, grad: bool) -> tuple[list[d
     is compiled for training."""
     rows, swapped = [], 0
     for node in list(captured.gm.graph.nodes):
-        if (row := _told(node, value, wanted, grad)) is None:
+        if (row := _reported(node, value, wanted, grad)) is None:
             continue
         if row.effective == "fa4" and node.target in _SDPA:
             _swap(captured, node)
@@ -72,7 +72,7 @@ def attention_sites(captured: Captured, wanted: str, grad: bool) -> tuple[list[d
 
 def unseen_sites(graph: fx.Graph, wanted: str, grad: bool) -> list[dict[str, Any]]:
     """The rows of a graph of Dynamo's that is compiled as it was written."""
-    rows = (row for node in graph.nodes if (row := _told(node, _dynamo_value, wanted, grad)) is not None)
+    rows = (row for node in graph.nodes if (row := _reported(node, _dynamo_value, wanted, grad)) is not None)
     return [as_written(dataclasses.asdict(row)) for row in rows]
 
 
@@ -87,7 +87,7 @@ def as_written(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _told(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool) -> AttentionSite | None:
+def _reported(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool) -> AttentionSite | None:
     """`_row`; a row is not worth a frame that compiles without it, so that what goes wrong is said in the row."""
     try:
         return _row(node, of, wanted, grad)
