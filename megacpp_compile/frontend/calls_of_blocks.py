@@ -121,14 +121,14 @@ class Reader:
         for key, begin in first.items():
             end = last[key] + 1
             if count[key] + nobodys[end] - nobodys[begin] == end - begin < len(self.calls):
-                yield self._closed(Run(*about[key], begin, self._behind_parts(last[key])))
+                yield self._closed(Run(*about[key], begin, self._after_parts(last[key])))
         for i, node in enumerate(self.calls):
             around = {key for key, _, _ in _modules(node)}
             inside = (m for body in self.bodies(node) for n in body.graph.nodes for m in _modules(n))
             if (own := next((m for m in inside if m[0] not in around), None)) is not None:
-                yield Run(own[1], own[2], i, self._behind_parts(i))
+                yield Run(own[1], own[2], i, self._after_parts(i))
 
-    def _behind_parts(self, last: int) -> int:
+    def _after_parts(self, last: int) -> int:
         """The first call behind `last` that takes no part of a tuple made there."""
         end = last + 1
         while end < len(self.calls) and self.calls[end].target is operator.getitem and (

@@ -47,7 +47,7 @@ def hidden_write(gm: GraphModule) -> Node | None:
             recording = bool(node.args[0])
             continue
         for written in written_tensors(node) if hidden is None else ():
-            if storage_of(written) in differentiated if not recording else _behind_a_detach(node, written):
+            if storage_of(written) in differentiated if not recording else _after_a_detach(node, written):
                 hidden = node
         if has_gradient(node) and (storage := storage_of(node)) is not None:
             differentiated.add(storage)
@@ -80,7 +80,7 @@ def written_tensors(node: Node) -> Iterator[Node]:
                 yield one
 
 
-def _behind_a_detach(write: Node, written: Node) -> bool:
+def _after_a_detach(write: Node, written: Node) -> bool:
     """Whether `written` is a part of a tensor that was detached from its history, and the tensor, or what is written,
     has a gradient."""
     def is_view(node: Node) -> bool:

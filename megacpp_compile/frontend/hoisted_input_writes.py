@@ -47,10 +47,10 @@ class EarlyWrites:
         compiled for one that has it to itself, runs in eager."""
         if self.writes is None:
             return compiled
-        return functools.partial(_call_behind, compiled, self.writes, self.whole, self.written)
+        return functools.partial(_call_after, compiled, self.writes, self.whole, self.written)
 
 
-def _call_behind(
+def _call_after(
     compiled: Callable[..., Any], writes: GraphModule, whole: GraphModule, places: list[int], *args: Any
 ) -> Any:
     written = {storage_id(args[i]) for i in places}
@@ -78,11 +78,11 @@ def _early(gm: GraphModule) -> set[Node]:
     apart = _apart(gm)
     inputs = {storage_of(n) for n in gm.graph.find_nodes(op="placeholder")} - {None}
     writes = [n for n in apart if any(storage_of(w) in inputs for w in written_tensors(n))]
-    early = _behind(writes, apart)
-    behind = max((places[node] for node in early), default=0)
+    early = _with_ancestors(writes, apart)
+    latest = max((places[node] for node in early), default=0)
     if any(user not in early for node in early for user in node.users):
         return set()
-    if any(_MODE.match(called(node)) and place < behind for node, place in places.items()):
+    if any(_MODE.match(called(node)) and place < latest for node, place in places.items()):
         return set()
     last = {storage_of(w): place for node, place in places.items() if node in early for w in written_tensors(node)}
     numbers = _numbers_of(early)
@@ -118,7 +118,7 @@ def _apart(gm: GraphModule) -> set[Node]:
     return apart
 
 
-def _behind(writes: list[Node], apart: set[Node]) -> set[Node]:
+def _with_ancestors(writes: list[Node], apart: set[Node]) -> set[Node]:
     """The writes, what they are computed from, and whatever else is written to that."""
     return set(reached(writes, lambda node: [
         *(a for a in node.all_input_nodes if a in apart),

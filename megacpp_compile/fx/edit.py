@@ -149,7 +149,7 @@ def early_users(values: Iterable[Node], anchor: Node) -> list[Node]:
     return sorted(descendants(users, lambda user: user < anchor))
 
 
-def move_behind(nodes: Sequence[Node], anchor: Node) -> None:
+def move_after(nodes: Sequence[Node], anchor: Node) -> None:
     """Move `nodes` (in order) directly behind `anchor`."""
     at = anchor
     for node in nodes:

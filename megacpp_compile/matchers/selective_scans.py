@@ -145,7 +145,7 @@ class _Candidate:
     def _beside(self, y: Node) -> list[Node]:
         """What the states are multiplied by on the way to `y`."""
         pending, seen, found = [y], set[Node](), list[Node]()
-        made = {self.states.node, *self.algebra.ahead(self.states.node)}
+        made = {self.states.node, *self.algebra.descendants(self.states.node)}
         while pending:
             n = pending.pop()
             for a in tensors(n):

@@ -162,14 +162,14 @@ class FieldWatch(TorchDispatchMode):
         not by those of scores."""
         if name not in _BATCHED or not any(p.softmax for p in parents):
             return False
-        return not mixes_few(operands) or any(m.product for m in _behind(p for p in parents if p.softmax))
+        return not mixes_few(operands) or any(m.product for m in _ancestors(p for p in parents if p.softmax))
 
     def _scales(self, name: str, gemm: bool, floats: list[Tensor], parents: tuple[Made, ...]) -> None:
         """Put what a scan's decays are made of and what they scale in their fields."""
         if name in _RUNNING:
-            decayed = _behind(parents)
+            decayed = _ancestors(parents)
         elif name in _PRODUCTS or gemm:
-            decayed = _behind(made for t in floats if not (made := self.of(t)).summed)
+            decayed = _ancestors(made for t in floats if not (made := self.of(t)).summed)
             if any(m.field == "scan states" for m in decayed):
                 return  # a result of the scan, such as the states of the chunks before
             for made in decayed:
@@ -241,7 +241,7 @@ def _back(parents: tuple[Made, ...], field: str, gemms: str = "") -> list[Made]:
     return found
 
 
-def _behind(parents: Iterable[Made]) -> set[Made]:
+def _ancestors(parents: Iterable[Made]) -> set[Made]:
     """What these are made of, themselves included: back through elementwise results and GEMMs of two activations, up to
     anything else."""
     todo, seen = list(parents), set[Made]()

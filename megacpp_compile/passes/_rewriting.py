@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, move_behind, place, same_size, unread_without, value
+from megacpp_compile.fx.edit import Builder, move_after, place, same_size, unread_without, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.lowerings._traits import name_of
@@ -70,7 +70,7 @@ class Rewriter:
         op_node, new = emitted
         if build.emitted:
             moved = [n for n in moved if not n._erased]
-            move_behind(moved, build.emitted[-1])
+            move_after(moved, build.emitted[-1])
             states |= dict.fromkeys(moved, states[anchor])
         plain = _plain(match)  # an output may be what another is computed from: the plain subgraph stays whole
         for old, node in zip(match.outputs, new, strict=True):

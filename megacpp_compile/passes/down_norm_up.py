@@ -35,7 +35,7 @@ from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._rewrites.latent import Latent, SideOutputs, beside, frozen, keeps, latent_of
-from megacpp_compile.passes._rewrites.latent_misses import behind_a_latent, beside_no_path, unmatched_latents
+from megacpp_compile.passes._rewrites.latent_misses import after_a_latent, beside_no_path, unmatched_latents
 from megacpp_compile.passes._rewrites.norm import (
     between_ranks,
     depends,
@@ -95,7 +95,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         if norm is None:
             continue
         if isinstance(norm, NoNorm):
-            if behind_a_latent(source, up):
+            if after_a_latent(source, up):
                 yield MatchFailure(norm.node, norm.tag, norm.reason)
             continue
         done.update(n for n, _, _ in consumers(norm.node, between_ranks))

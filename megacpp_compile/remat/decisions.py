@@ -107,7 +107,7 @@ class SaveDecisions:
             return SAVE
         if is_gemm(node):
             return RECOMPUTE if node in self.upward and entry != "never" else SAVE
-        if entry == "conv_bc_only" and self._behind_core(node):
+        if entry == "conv_bc_only" and self._depends_on_core(node):
             return SAVE
         return RECOMPUTE if self._is_cheap(node) else SAVE
 
@@ -143,7 +143,7 @@ class SaveDecisions:
                 found |= self.heavy[a]
         return frozenset(found)
 
-    def _behind_core(self, node: Node) -> bool:
+    def _depends_on_core(self, node: Node) -> bool:
         """Whether it depends on a core of its own block."""
         block, todo = self.blocks[node], list(node.all_input_nodes)
         seen: set[Node] = set()

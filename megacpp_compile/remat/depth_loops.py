@@ -81,14 +81,14 @@ def _is_loop(
     first, last = (pick(place[n] for n in numbers) for pick in (min, max))
     if any(first < place[n] < last and n not in numbers for n in mixing):
         return False
-    behind: dict[Value, set[int]] = {}  # the calls that a value depends on
+    depends_on: dict[Value, set[int]] = {}  # the calls that a value depends on
     follows = {0}
     for value in forward:
-        own = set().union(*(behind.get(a, ()) for a in read(value)))
+        own = set().union(*(depends_on.get(a, ()) for a in read(value)))
         number = numbers.get(value)
         if number is not None:
             if number - 1 in own:
                 follows.add(number)
             own.add(number)
-        behind[value] = own
+        depends_on[value] = own
     return follows == set(range(count))

@@ -135,15 +135,15 @@ def kind_of(nodes: Iterable[Node]) -> str:
 
 def _feeds_itself(nodes: Sequence[Node]) -> bool:
     """Whether the input of a GEMM depends on an earlier GEMM with the same weight, as in a loop over time."""
-    behind: dict[Node, frozenset[Node]] = {}  # the weights of all GEMMs that a node depends on
+    weights_of: dict[Node, frozenset[Node]] = {}  # the weights of all GEMMs that a node depends on
     for node in nodes:
-        own = frozenset().union(*(behind.get(a, frozenset()) for a in node.all_input_nodes))
+        own = frozenset().union(*(weights_of.get(a, frozenset()) for a in node.all_input_nodes))
         if is_gemm(node):
             weights = frozenset(b for a in node.all_input_nodes if (b := base_of(a)).op == "placeholder")
             if weights & own:
                 return True
             own |= weights
-        behind[node] = own
+        weights_of[node] = own
     return False
 
 

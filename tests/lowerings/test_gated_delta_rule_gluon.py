@@ -104,15 +104,15 @@ def test_whom_it_serves(monkeypatch, change, served):
 @needs_triton
 @pytest.mark.parametrize("op", ["walk", "small_decay_chunks", "backward", "backward_channels"])
 def test_what_does_not_compile_is_served_otherwise(monkeypatch, caplog, op):
-    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _small_decay_chunks, _walks
+    from megacpp_compile.lowerings.gated_delta_rule import _after_prepare, _small_decay_chunks, _walks
 
     gluon, ops = hopper("gated_delta_rule"), torch.ops.megacpp_delta
     monkeypatch.setattr(gluon.kernels, "missing", "")
     for kernel in ("delta_walk", "delta_reverse_walk", "delta_small_decay_chunks_hopper"):
         monkeypatch.setattr(gluon, kernel, DoesNotCompile())
     asked = []
-    module, name = {"walk": (_walks, "_in_triton"), "backward": (_behind_prepare, "_heads_in_triton"),
-                    "backward_channels": (_behind_prepare, "_channels_in_triton"),
+    module, name = {"walk": (_walks, "_in_triton"), "backward": (_after_prepare, "_heads_in_triton"),
+                    "backward_channels": (_after_prepare, "_channels_in_triton"),
                     "small_decay_chunks": (_small_decay_chunks, "_in_triton")}[op]  # fmt: skip
     monkeypatch.setattr(module, name, lambda *args: asked.append(args) or promised)
     q, k, v = (torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16) for _ in range(3))
@@ -124,11 +124,11 @@ def test_what_does_not_compile_is_served_otherwise(monkeypatch, caplog, op):
         args, promised = (q, k, q.float(), None), _small_decay_chunks.promised(q)
     elif op == "backward":
         args = v, None, q, k, v, None, None, kept, square, rows, rows, torch.zeros(1, 1, 1, 2, 64), square, square, 0.1, None
-        promised = _behind_prepare.fake_outputs((v, q, k, v, None, None), 0.1, None)
+        promised = _after_prepare.fake_outputs((v, q, k, v, None, None), 0.1, None)
     else:
         small_decay, ends, g = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 3, 128), q.float()
         args = v, None, q, k, v, g, None, kept, square, q, k, k, small_decay, ends, rows, square, square, 0.1, None
-        promised = _behind_prepare.channels_promised((v, q, k, v, g, None), 0.1, None)
+        promised = _after_prepare.channels_promised((v, q, k, v, g, None), 0.1, None)
     for _ in range(2):
         got = getattr(ops, op)(*args)
     assert [t.shape for t in got] == [t.shape for t in promised]

@@ -10,6 +10,7 @@ from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.canonicalize.aliases import aliases
+from megacpp_compile.frontend.canonicalize.appended_zeros import appended_zeros
 from megacpp_compile.frontend.canonicalize.detached_rows import detached_rows
 from megacpp_compile.frontend.canonicalize.divided_sizes import divided_sizes
 from megacpp_compile.frontend.canonicalize.elementwise_equations import elementwise_equations
@@ -21,7 +22,6 @@ from megacpp_compile.frontend.canonicalize.idle_dropouts import idle_dropouts
 from megacpp_compile.frontend.canonicalize.only_entries import only_entries
 from megacpp_compile.frontend.canonicalize.put_back import put_back
 from megacpp_compile.frontend.canonicalize.whole_slices import whole_slices
-from megacpp_compile.frontend.canonicalize.zeros_behind import zeros_behind
 from megacpp_compile.fx.edit import drop_dead
 from megacpp_compile.fx.size_checks import drop_counts_of_masks
 
@@ -47,7 +47,7 @@ def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     whole_slices(graph)
     idle_dropouts(graph)
     empty_parts(graph)
-    zeros_behind(graph, fake_mode)
+    appended_zeros(graph, fake_mode)
     functional_copies(graph, fake_mode)
     only_entries(graph, fake_mode)
     put_back(graph, fake_mode)

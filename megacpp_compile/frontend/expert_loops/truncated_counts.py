@@ -48,7 +48,7 @@ class TruncatedCounts:
     def listed(self, array: Any, entries: list[Any]) -> None:
         """`entries` are those of `array`, which are looped over."""
         found = variables.tensor(array)
-        if found is not None and (counts := self._behind(found[0])) is not None:
+        if found is not None and (counts := self._counts_of(found[0])) is not None:
             self._entries |= {id(entry): (entry, counts, i) for i, entry in enumerate(entries)}
 
     def iteration(self, given: Any) -> tuple[Any, int] | None:
@@ -75,9 +75,9 @@ class TruncatedCounts:
     def _is_short(self, variable: Any) -> bool:
         """Whether `variable` has as many entries as counts that were given more."""
         found = variables.tensor(variables.seen(variable)) if hasattr(variable, "is_realized") else None
-        return found is not None and found[1].dim() > 0 and self._behind(found[0]) is not None
+        return found is not None and found[1].dim() > 0 and self._counts_of(found[0]) is not None
 
-    def _behind(self, node: Node) -> Any:
+    def _counts_of(self, node: Node) -> Any:
         """The counts that `node`, a tensor of some length, is computed from, not far back."""
         seen, pending = set[Node](), [node]
         while pending and len(seen) < _NEAR:

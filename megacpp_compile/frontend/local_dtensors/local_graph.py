@@ -109,7 +109,7 @@ class LocalGraph:
             value = dynamo_value(node)
             placements = rules.promised(value.placements, summed)
             kwargs = {"grad_placements": placements} if placements != tuple(value.placements) else {}
-            with self._behind(self.env[node]):
+            with self._after(self.env[node]):
                 new = self.graph.call_method("to_local", (self.env[node],), kwargs)
             self._opened[node, summed] = self.add(new, node, self.fake_part(value))
         return self._opened[node, summed]
@@ -121,7 +121,7 @@ class LocalGraph:
         for dim in summed:  # several DTensors may be made of one tensor, whose gradient is summed once
             group = known.given.device_mesh.get_group(dim).group_name
             if (local, group) not in self._sums:
-                with self._behind(local):
+                with self._after(local):
                     self._sums[local, group] = self.graph.call_function(sum_gradient, (local, group))
                 self.add(self._sums[local, group], node, known.fake)
             local = self._sums[local, group]
@@ -133,7 +133,7 @@ class LocalGraph:
             known = self.local[node]
             if not is_dtensor(known.given):
                 raise AssertionError(f"{node} is read as a whole")
-            with self._behind(known.node):
+            with self._after(known.node):
                 mesh, placements = known.given.device_mesh, tuple(known.given.placements)
                 if (source := self._sources.get(mesh)) is not None:
                     made = self.graph.call_function(dtensor_like, (known.node, source, placements))
@@ -159,7 +159,7 @@ class LocalGraph:
         new.meta["example_value"] = value
         return new
 
-    def _behind(self, node: Node) -> Any:
+    def _after(self, node: Node) -> Any:
         """To insert behind `node`, so with its grad mode; behind all placeholders where it is one."""
         while node.op == "placeholder" and node.next.op == "placeholder":
             node = node.next

@@ -126,14 +126,14 @@ def _loops(graph: Graph) -> Iterator[_Loop]:
         yield loop
 
 
-def _check(loop: _Loop, before: list[Node], behind: list[Node]) -> None:
+def _check(loop: _Loop, before: list[Node], after: list[Node]) -> None:
     for node in loop.body:
         _check_node(loop, node)
         leaves = [u for u in node.users if u not in loop.inside and u not in loop.results]
         if any(u.target is not short_loops.collected for u in leaves):
             raise CannotRepeat("a value of its step is read behind it")
     ahead = {s: n for n in before if (s := storage_of(n)) is not None}
-    late = set(behind)
+    late = set(after)
     changed = {id(n): n for n in loop.body for n in written_tensors(n) if storage_of(n) in ahead}
     for storage in {storage_of(n) for n in changed.values()}:
         of = [n for n in before if storage_of(n) == storage]

@@ -47,7 +47,7 @@ def _sums(graph: fx.Graph) -> int:
     """`mm(a, v) + mm(b, w)` -> `mm([a | b], [v / w])`."""
     count = 0
     for total in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-        pair = [_behind_views(a) for a in total.args]
+        pair = [_under_views(a) for a in total.args]
         if len(pair) != 2 or total.kwargs or not all(pair) or pair[0] is pair[1]:
             continue
         (a, v), (b, w) = (p.args for p in pair if p is not None)
@@ -66,7 +66,7 @@ def _sums(graph: fx.Graph) -> int:
     return count
 
 
-def _behind_views(node: Any) -> Node | None:
+def _under_views(node: Any) -> Node | None:
     """The `mm` behind `node` and its views, if each is read once."""
     while isinstance(node, Node) and len(node.users) == 1:
         if node.target is aten.mm.default:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.triton_launch import strides
-from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _triton_backward_channels, _triton_states
+from megacpp_compile.lowerings.gated_delta_rule import _after_prepare, _triton_backward_channels, _triton_states
 from megacpp_compile.lowerings.gated_delta_rule._backward_call import (
     BROAD,
     NARROW,
@@ -64,10 +64,10 @@ class GatesAChannel:
     def backward(
         self, dfinal: Tensor | None, kept: Tensor, initial: Tensor | None, inverse: Tensor
     ) -> tuple[Tensor, ...]:
-        """dq, dk, dv, dg, dbeta and the first state's, as `_behind_prepare.of_heads`."""
+        """dq, dk, dv, dg, dbeta and the first state's, as `_after_prepare.of_heads`."""
         call = self.call
         made = self.prepare(inverse)
-        grads, left = _behind_prepare.of_channels(call, dfinal, kept, initial, inverse, made)
+        grads, left = _after_prepare.of_channels(call, dfinal, kept, initial, inverse, made)
         dq, dk, dv, dg, dbeta, d_initial = grads
         self._by_cuts(made | left, dq, dk, dg)
         if call.per_key > 1:

@@ -2,7 +2,7 @@
 
 As in `_gluon_walk`, what GEMMs hand to each other are left operands in registers, and warps have roles: four walk, one
 brings a chunk's operands, and one takes away what the chunk gives. A program has half of V's channels, so that half of
-a GPU's multiprocessors are free for what does not wait for it (`_behind_prepare`).
+a GPU's multiprocessors are free for what does not wait for it (`_after_prepare`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the delta rule's kernels in Gluon take.
 
-`_walks`, `_small_decay_chunks` and `_behind_prepare` launch them, by ops of their own (`_hopper_ops`), and fall back to
+`_walks`, `_small_decay_chunks` and `_after_prepare` launch them, by ops of their own (`_hopper_ops`), and fall back to
 Triton's kernels where this release of Triton does not compile them.
 """
 

@@ -1,7 +1,7 @@
 """Parts of `gated_delta_rule` as ops of their own, for Inductor takes no kernels of Gluon.
 
 Registered with the op itself, as a graph from a cache on disk names them where nothing has been lowered. What they do
-is in `_walks`, `_small_decay_chunks` and `_behind_prepare`, which call them, and need Triton. All take bfloat16
+is in `_walks`, `_small_decay_chunks` and `_after_prepare`, which call them, and need Triton. All take bfloat16
 operands without documents.
 """
 
@@ -79,10 +79,10 @@ def backward(
     scale: float,
     eps: Optional[float],  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`_behind_prepare.of_heads`."""
-    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare
+    """`_after_prepare.of_heads`."""
+    from megacpp_compile.lowerings.gated_delta_rule import _after_prepare
 
-    dq, dk, dv, dg, dbeta, d_initial = _behind_prepare.heads_on_hopper(
+    dq, dk, dv, dg, dbeta, d_initial = _after_prepare.heads_on_hopper(
         (do, q, k, v, g, beta), dfinal, kept, inverse, (decay, steps, norms, solve, turned), scale, eps
     )
     return dq, dk, dv, dg, dbeta, d_initial
@@ -90,9 +90,9 @@ def backward(
 
 @torch.library.register_fake("megacpp_delta::backward")
 def _(do, dfinal, q, k, v, g, beta, kept, inverse, decay, steps, norms, solve, turned, scale, eps):  # type: ignore[no-untyped-def]
-    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare
+    from megacpp_compile.lowerings.gated_delta_rule import _after_prepare
 
-    return _behind_prepare.fake_outputs((do, q, k, v, g, beta), scale, eps)
+    return _after_prepare.fake_outputs((do, q, k, v, g, beta), scale, eps)
 
 
 @kernel_op("megacpp_delta::backward_channels")
@@ -117,11 +117,11 @@ def backward_channels(
     scale: float,
     eps: Optional[float],  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`_behind_prepare.of_channels`: dq, dk, dv, dg, dbeta, the first state's, d_between, states, errors, d_states."""
-    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare
+    """`_after_prepare.of_channels`: dq, dk, dv, dg, dbeta, the first state's, d_between, states, errors, d_states."""
+    from megacpp_compile.lowerings.gated_delta_rule import _after_prepare
 
     parts = queries, keys, out_keys, small_decay, ends, steps, solve, turned
-    dq, dk, dv, dg, dbeta, d_initial, d_between, states, errors, d_states = _behind_prepare.channels_on_hopper(
+    dq, dk, dv, dg, dbeta, d_initial, d_between, states, errors, d_states = _after_prepare.channels_on_hopper(
         (do, q, k, v, g, beta), dfinal, kept, inverse, parts, scale, eps
     )
     return dq, dk, dv, dg, dbeta, d_initial, d_between, states, errors, d_states
@@ -129,6 +129,6 @@ def backward_channels(
 
 @torch.library.register_fake("megacpp_delta::backward_channels")
 def _(do, dfinal, q, k, v, g, beta, kept, inverse, *parts_scale_eps):  # type: ignore[no-untyped-def]
-    from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare
+    from megacpp_compile.lowerings.gated_delta_rule import _after_prepare
 
-    return _behind_prepare.channels_promised((do, q, k, v, g, beta), *parts_scale_eps[-2:])
+    return _after_prepare.channels_promised((do, q, k, v, g, beta), *parts_scale_eps[-2:])

@@ -4,7 +4,7 @@ What forward kept is the state that enters every 8th chunk and T's rows. Chunks 
 state enters; segments side by side, `_entering_states` makes the states that enter all chunks; `_reverse_walk`, the one
 sequential part, walks back over the chunks for the gradients of the states and of R; and, chunks side by side again,
 `_head_gradients` makes all others. With gates a channel the first and the last are others (`_backward_channels`).
-`_behind_prepare` has their order. No atomics: equal inputs give equal bits.
+`_after_prepare` has their order. No atomics: equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.triton_launch import strides
-from megacpp_compile.lowerings.gated_delta_rule import _behind_prepare, _triton_states
+from megacpp_compile.lowerings.gated_delta_rule import _after_prepare, _triton_states
 from megacpp_compile.lowerings.gated_delta_rule._backward_call import (
     NARROW,
     BackwardOperands,
@@ -52,7 +52,7 @@ def gated_delta_rule_backward(
         if call.per_channel:
             grads = GatesAChannel(call).backward(dfinal, kept, initial_state, inverse)
         else:
-            grads = _behind_prepare.of_heads(call, dfinal, kept, initial_state, inverse, _prepare(call, inverse))
+            grads = _after_prepare.of_heads(call, dfinal, kept, initial_state, inverse, _prepare(call, inverse))
         dq, dk, dv, dg, dbeta, d_initial = grads
     d_initial = call.new(0) if initial_state is None else d_initial.to(initial_state.dtype)
     return dq, dk, dv, dg, dbeta, d_initial

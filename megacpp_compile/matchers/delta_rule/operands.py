@@ -42,7 +42,7 @@ class Operands:
 
     def __init__(self, algebra: Algebra, core: Set[Node], outputs: Iterable[Node], merged: int = 0) -> None:
         self.algebra = algebra
-        self.inside = _behind(outputs, core)
+        self.inside = _ancestors(outputs, core)
         self.leaves: list[Node] = []
         entering = dict.fromkeys(a for n in sorted(self.inside) for a in tensors(n) if a not in self.inside)
         ends = self._open([n for n in entering if n not in algebra.constants])
@@ -141,5 +141,5 @@ class Operands:
             self.leaves.append(leaf)
 
 
-def _behind(outputs: Iterable[Node], core: Set[Node]) -> set[Node]:
+def _ancestors(outputs: Iterable[Node], core: Set[Node]) -> set[Node]:
     return set(reached(filter(core.__contains__, outputs), lambda n: filter(core.__contains__, tensors(n))))

@@ -153,7 +153,7 @@ def _rule_of_operands(
 ) -> DeltaRule | NoDeltaRule:
     if len(operands.leaves) > MOST_OPERANDS:
         return NoDeltaRule(root, "roles", f"it has {len(operands.leaves)} operands, more than a delta rule", 2)
-    corrected = algebra.behind([evidence], stop=operands.leaves)
+    corrected = algebra.ancestors([evidence], stop=operands.leaves)
     operands.widen({n: unscaled(algebra, n) for n in operands.leaves if n not in corrected})
     exports = [n for n in exports if any(u not in operands.inside and not lends_shape(algebra, u, n) for u in n.users)]
     structure = _structure(algebra, operands, root, exports, corrected)

@@ -135,7 +135,7 @@ def _made(logits: Logits, user: Node) -> list[Logits] | None:
         return [made]
     if (beside := without_the_largest(user, logits.node, logits.dim)) is not None:
         return [logits.made(user, shifted=True, beside=(*logits.beside, *beside))]
-    if logits.inner is None and logits.factor and (made := _behind_offset(logits, user)) is not None:
+    if logits.inner is None and logits.factor and (made := _after_offset(logits, user)) is not None:
         return [made]
     return _normalised(logits, user)
 
@@ -162,7 +162,7 @@ def _added_number(logits: Logits, user: Node) -> Logits | None:
     return logits.made(user, factor=sign * logits.factor, offset=number + sign * logits.offset)
 
 
-def _behind_offset(logits: Logits, user: Node) -> Logits | None:
+def _after_offset(logits: Logits, user: Node) -> Logits | None:
     """`logits` behind a softcap, or behind what a tensor does to them. A number added in front of either is a bias."""
     step, squashed = None, user.target in _SQUASHES and user.args[0] is logits.node
     if not squashed and (step := _step(logits, user)) is None:

@@ -82,11 +82,11 @@ def _meets_labels(node: Node, linear: Node) -> bool:
     `node` by. An entropy, as a router's, or a divergence of two softmaxes has none."""
     cone = set(descendants([node], lambda user: not _is_loss(user)))  # further on other losses are added
     joined = {a for n in cone for user in n.users for a in user.all_input_nodes}
-    behind, left = _behind({linear}, set()), joined - cone
-    return any(_counts(n) for n in left | _behind(left, behind | cone))
+    behind, left = _ancestors({linear}, set()), joined - cone
+    return any(_counts(n) for n in left | _ancestors(left, behind | cone))
 
 
-def _behind(nodes: Set[Node], stop: Set[Node]) -> set[Node]:
+def _ancestors(nodes: Set[Node], stop: Set[Node]) -> set[Node]:
     """`nodes` and all they are computed from but `stop` and what only that is computed from."""
     return set(ancestors(nodes - stop, lambda n: n not in stop))
 

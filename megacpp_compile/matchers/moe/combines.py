@@ -41,7 +41,7 @@ class Combine:
 Check = Callable[[GraphView, Node, Combine], RoutedExperts | MatchFailure | None]
 
 
-def layers_behind(view: GraphView, check: Check) -> Iterator[RoutedExperts | MatchFailure]:
+def layers_after(view: GraphView, check: Check) -> Iterator[RoutedExperts | MatchFailure]:
     """What `check` makes of every combine of the graph, where that is a layer or nearly one."""
     for node in view.graph.nodes:
         combine = match_combine(node)

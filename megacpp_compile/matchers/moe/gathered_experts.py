@@ -22,7 +22,7 @@ from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, br
 from megacpp_compile.matchers.moe.gate_matrix import RouteAxes, match_column
 from megacpp_compile.matchers.moe.gemms import Gemm, StackedGemms, adds_up, is_biased_product, product_of
 from megacpp_compile.matchers.moe.index_reads import READS, indexed
-from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, around, bounded, gate_behind
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, around, bounded, gate_after
 from megacpp_compile.matchers.moe.routing import is_nonnegative
 
 aten = torch.ops.aten
@@ -200,4 +200,4 @@ def _layer(view: GraphView, node: Node, found: GatheredExpert) -> RoutedExperts 
     if not is_nonnegative(found.ids):
         return MatchFailure(found.ids, "range", NEGATIVE)
     layer = RoutedExperts(node, found.expert.x, found.ids, None, (found.expert,), choices=1)
-    return bounded(view, gate_behind(layer))
+    return bounded(view, gate_after(layer))

@@ -14,7 +14,7 @@ from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_blank, is_filled
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.combines import Combine, gates_in_order, layers_behind
+from megacpp_compile.matchers.moe.combines import Combine, gates_in_order, layers_after
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_column
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.group_ends import slots, sorted_by
@@ -30,7 +30,7 @@ from megacpp_compile.matchers.moe.iterations import (
     row_updates,
 )
 from megacpp_compile.matchers.moe.no_expert import computed_from
-from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded, gate_behind
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded, gate_after
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, scores_of
 from megacpp_compile.matchers.moe.row_gates import Gates, of_slots
 from megacpp_compile.matchers.moe.rows import has_choices
@@ -153,7 +153,7 @@ def match_chain(
         scaled_input=scaled_input, identities=passed, above=None if mask.above is None else mask.above.above,
         choices=None if has_choices(mask) or value(mask.indices).dim() == 1 else 1,
     )  # fmt: skip
-    return bounded(view, layer if gated else gate_behind(layer))
+    return bounded(view, layer if gated else gate_after(layer))
 
 
 def _every_row(mask: Mask, ordered: list[Iteration]) -> bool:
@@ -209,7 +209,7 @@ def _weights(iterations: list[Iteration] | MatchFailure) -> list[Any]:
 
 def find_sorted(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     """Every sum over outputs of experts that lie in the experts' order."""
-    return layers_behind(view, _check)
+    return layers_after(view, _check)
 
 
 def writes(layer: RoutedExperts) -> Iterator[RowUpdate]:

@@ -206,7 +206,7 @@ def around(node: Node) -> set[Node]:
     return found
 
 
-def gate_behind(layer: RoutedExperts) -> RoutedExperts:
+def gate_after(layer: RoutedExperts) -> RoutedExperts:
     """`layer`, whose gates are 1, up to the product of its output with one gate for each token, if there is one."""
     indices = value(layer.indices)
     one = layer.choices == 1 or indices.dim() == 1

@@ -12,7 +12,7 @@ from megacpp_compile.fx.views import COPIES
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.activation import bound_of
-from megacpp_compile.matchers.moe.combines import Combine, gates_in_order, layers_behind
+from megacpp_compile.matchers.moe.combines import Combine, gates_in_order, layers_after
 from megacpp_compile.matchers.moe.experts import Expert, match_expert
 from megacpp_compile.matchers.moe.gemms import Gemm, Weight, strip_row_views, with_bias
 from megacpp_compile.matchers.moe.group_ends import slots, sorted_by
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     """Every sum over rows that are sorted by expert."""
-    return layers_behind(view, _check)
+    return layers_after(view, _check)
 
 
 def _check(view: GraphView, node: Node, combine: Combine) -> RoutedExperts | MatchFailure | None:

@@ -47,7 +47,7 @@ def find(
             found = [*found, doubt]
             yield doubt
     scores = numbers_of_scores(view.graph)
-    counts, tokens = set(scores.values()), _behind(scores)
+    counts, tokens = set(scores.values()), _inputs_of(scores)
     gemms = {node: stacks for node in view.graph.nodes if (stacks := _stacks(node, view.weights, counts, tokens))}
     if not gemms:
         return
@@ -70,7 +70,7 @@ def _reads_rows(node: Node, stacks: set[Node]) -> bool:
     return any(same_size(n, size) for n in rows for size in own)
 
 
-def _behind(nodes: Iterable[Node]) -> set[Node]:
+def _inputs_of(nodes: Iterable[Node]) -> set[Node]:
     """The inputs of the graph that `nodes` are computed from."""
     return {node for node in ancestors(nodes) if node.op == "placeholder"}
 

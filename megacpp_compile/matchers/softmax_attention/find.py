@@ -95,12 +95,12 @@ class _Reader(ScoresReader):
         if factors is None:
             return None
         result, weights, dims, factor = factors
-        end, behind = (result, []) if start.total is None else divided(result, start.total)
-        own_nodes = {*self.inside, *start.nodes, *behind}
+        end, divisions = (result, []) if start.total is None else divided(result, start.total)
+        own_nodes = {*self.inside, *start.nodes, *divisions}
         for node in own_nodes - {softmax}:
             if outside := next((u for u in node.users if u not in own_nodes and u is not end), None):
                 raise NotAttention(outside, "scores-kept", f"scores are read by more than the softmax ({node.name})")
-        self.inside += [*start.nodes, *behind]
+        self.inside += [*start.nodes, *divisions]
         values, keys = self.operand(factor.node), scores.dims[dim]
         own: dict[int, Any] = {}  # the atoms of the result's dimensions
         for place, d in zip(weights.dims, dims, strict=True):

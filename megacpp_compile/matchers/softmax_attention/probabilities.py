@@ -50,7 +50,7 @@ def softmax_of(node: Node) -> Softmax | None:
     if node.target in POWERS:
         if (less := less_its_logarithm(node)) is not None:
             return Softmax(*less[:2], frozenset(less[2]), factor=less[3])
-        return _normalised_behind(node)
+        return _normalised_after(node)
     if (parts := _quotient(node)) is None:
         return None
     weights, total = parts
@@ -58,7 +58,7 @@ def softmax_of(node: Node) -> Softmax | None:
     return found and dataclasses.replace(found, nodes=found.nodes | {node, *_between(node, weights, total)})
 
 
-def _normalised_behind(node: Node) -> Softmax | None:
+def _normalised_after(node: Node) -> Softmax | None:
     """Exponentials whose sum divides a product of them."""
     for user in node.users:
         end = user

@@ -97,7 +97,7 @@ def find_retentions(graph: fx.Graph) -> Iterator[Retention]:
         if n in done or not _is_table(algebra, n):
             continue
         failed = 0
-        for root in _roots(algebra, algebra.ahead(n, constants=True)):
+        for root in _roots(algebra, algebra.descendants(n, constants=True)):
             if root in done:
                 continue
             found = _at(algebra, root)
@@ -105,7 +105,7 @@ def find_retentions(graph: fx.Graph) -> Iterator[Retention]:
             if found is not None:
                 yield found
             if found is not None or failed == MOST_FAILED:
-                done |= algebra.behind([root], constants=True)
+                done |= algebra.ancestors([root], constants=True)
             if failed == MOST_FAILED:
                 break
 
@@ -114,7 +114,7 @@ def _is_table(algebra: Algebra, n: Node) -> bool:
     """Whether `n` is an exponential or a power of what is made of positions."""
     if n.target not in EXPONENTIALS | POWERS or n not in algebra.nodes:
         return False
-    made_of = algebra.behind([n], constants=True)
+    made_of = algebra.ancestors([n], constants=True)
     if any(m.target in CONTRACTIONS or m.target is aten.cumsum.default for m in made_of):
         return False  # scores, or gates of tokens
     return any(m.target in POSITIONS for m in made_of)
@@ -128,10 +128,10 @@ def _roots(algebra: Algebra, ahead: list[Node]) -> list[Node]:
 
 
 def _at(algebra: Algebra, root: Node) -> Retention | None:
-    everything = algebra.behind([root], constants=True)
+    everything = algebra.ancestors([root], constants=True)
     tables = sorted(n for n in everything if _is_table(algebra, n))
     for rate in _rates(algebra, tables):
-        made_of = set() if rate is None else algebra.behind([rate], constants=True)
+        made_of = set() if rate is None else algebra.ancestors([rate], constants=True)
         own = [n for n in tables if n not in made_of]
         if not own or rate in algebra.constants and not all(rate in _factors(algebra, n) for n in own):
             continue
@@ -148,14 +148,14 @@ def _at(algebra: Algebra, root: Node) -> Retention | None:
 def _is_part(algebra: Algebra, found: Retention, tables: list[Node]) -> bool:
     """Whether its decays meet its operands elsewhere too, or made its first state, as with a chunk by itself."""
     own = {algebra.source(leaf.node) for leaf in (found.q, found.k, found.v)}
-    rate = set() if found.rate is None else algebra.behind([found.rate.node], constants=True)
+    rate = set() if found.rate is None else algebra.ancestors([found.rate.node], constants=True)
     made_of = [n for n in found.inside | rate if n.target in POSITIONS or n not in algebra.nodes]
-    others = {n for m in (*made_of, *tables) for n in algebra.ahead(m, constants=True)}
+    others = {n for m in (*made_of, *tables) for n in algebra.descendants(m, constants=True)}
     others -= found.inside | algebra.constants
     results = {leaf.node for leaf in (found.o, *found.final_states)}
-    if found.initial_state is not None and others & algebra.behind([found.initial_state.node], constants=True):
+    if found.initial_state is not None and others & algebra.ancestors([found.initial_state.node], constants=True):
         return True
-    return any(n.target in APPLIES and own & algebra.behind([n], own | results, constants=True) for n in others)
+    return any(n.target in APPLIES and own & algebra.ancestors([n], own | results, constants=True) for n in others)
 
 
 def _rates(algebra: Algebra, tables: list[Node]) -> list[Node | None]:
@@ -168,7 +168,7 @@ def _rates(algebra: Algebra, tables: list[Node]) -> list[Node | None]:
 
 def _factors(algebra: Algebra, table: Node) -> set[Node]:
     """What `table` may be a power of, or the exponential of a multiple of."""
-    products = [m for m in algebra.behind([table], constants=True) if m.target in FACTORS and len(tensors(m)) == 2]
+    products = [m for m in algebra.ancestors([table], constants=True) if m.target in FACTORS and len(tensors(m)) == 2]
     return {_unviewed(a) for m in products for a in tensors(m)} - {table}
 
 
@@ -179,7 +179,7 @@ def _unviewed(n: Node) -> Node:
 def _without_positions(algebra: Algebra, table: Node) -> set[Node]:
     """What of a table's operands is no constant, and made of no positions."""
     of_positions, found = set[Node](), set[Node]()
-    for n in sorted(algebra.behind([table], constants=True)):
+    for n in sorted(algebra.ancestors([table], constants=True)):
         if n.target in POSITIONS or any(a in of_positions for a in n.all_input_nodes):
             of_positions.add(n)
         elif n not in algebra.constants and isinstance(value(n), Tensor):
@@ -189,8 +189,8 @@ def _without_positions(algebra: Algebra, table: Node) -> set[Node]:
 
 def _with_rate(algebra: Algebra, root: Node, tables: list[Node], rate: Node | None) -> Retention | None:
     first = tables[0] if rate is None else rate
-    reached = set[Node]().union(*(algebra.ahead(n, constants=True) for n in (*tables, first))) - {rate}
-    carrying = (algebra.behind([root], constants=True) & reached) - algebra.constants
+    reached = set[Node]().union(*(algebra.descendants(n, constants=True) for n in (*tables, first))) - {rate}
+    carrying = (algebra.ancestors([root], constants=True) & reached) - algebra.constants
     boundary = OperandBoundary(algebra, carrying, first)
     operands = [n for n in boundary.leaves(root) if n is not first and n not in algebra.constants]
     operands = [n for n in operands if rate is None or algebra.source(n) is not algebra.source(rate)]
@@ -199,8 +199,8 @@ def _with_rate(algebra: Algebra, root: Node, tables: list[Node], rate: Node | No
     leaves = operands if rate is None else [rate, *operands]
     exports, _ = exports_of(algebra, carrying, boundary.inside, leaves, first, root)
     # Tables may serve several layers.
-    exports = [n for n in exports if algebra.behind([n], operands, constants=True) & {*operands}]
-    nodes = sorted(algebra.behind([root, *exports], leaves, constants=True) - set(leaves))
+    exports = [n for n in exports if algebra.ancestors([n], operands, constants=True) & {*operands}]
+    nodes = sorted(algebra.ancestors([root, *exports], leaves, constants=True) - set(leaves))
     if any(n not in algebra.nodes and n not in algebra.constants for n in nodes):
         return None
     alike = _alike([n for n in nodes if n.target in POSITIONS])

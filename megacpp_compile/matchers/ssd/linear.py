@@ -64,17 +64,17 @@ def _attention_of(algebra: Algebra, decay: Node) -> LinearAttention | None:
 
 
 def _at(algebra: Algebra, root: Node) -> LinearAttention | None:
-    everything = algebra.behind([root])
+    everything = algebra.ancestors([root])
     decays = [n for n in everything if is_decay(algebra, n)]
-    exponents = algebra.behind(a for e in decays for a in algebra.inputs(e))
+    exponents = algebra.ancestors(a for e in decays for a in algebra.inputs(e))
     sums = [m for m in exponents if _sums(algebra, m)]
     gates = {operand_of(algebra, algebra.inputs(m)[0])[0] for m in sums}
-    first = {g for g in gates if not any(_sums(algebra, m) for m in algebra.behind([g]))}
+    first = {g for g in gates if not any(_sums(algebra, m) for m in algebra.ancestors([g]))}
     if len(first) != 1:
         return None
     (g,) = first
     between = {n for m in sums for n in operand_of(algebra, algebra.inputs(m)[0])[1]}
-    carrying = algebra.behind([root], stop=[g]) & set(algebra.ahead(g)) - {g}
+    carrying = algebra.ancestors([root], stop=[g]) & set(algebra.descendants(g)) - {g}
     if not all(n in carrying for n in decays):
         return None
     boundary = OperandBoundary(algebra, carrying, g)

@@ -78,8 +78,8 @@ def found_at_decays(
         if (inside := getattr(found, "inside", None)) is not None:
             done |= inside
         else:
-            done |= set(algebra.ahead(n))
-            done |= {e for a in algebra.ahead(n) for e in algebra.behind([a]) if e.target in EXPONENTIALS}
+            done |= set(algebra.descendants(n))
+            done |= {e for a in algebra.descendants(n) for e in algebra.ancestors([a]) if e.target in EXPONENTIALS}
         yield found
 
 
@@ -87,7 +87,7 @@ def is_decay(algebra: Algebra, n: Node) -> bool:
     """An exponential of sums over consecutive positions, of which there are several."""
     if n.target not in EXPONENTIALS or n not in algebra.nodes or n in algebra.constants:
         return False
-    made_of = algebra.behind([n])
+    made_of = algebra.ancestors([n])
     if any(m.target is aten.cumsum.default and not is_one(value(m).shape[argument(m, 1, "dim")]) for m in made_of):
         return True
     return any(m.target in CONTRACTIONS and set(tensors(m)) & algebra.constants for m in made_of)
@@ -95,12 +95,12 @@ def is_decay(algebra: Algebra, n: Node) -> bool:
 
 def _masked(algebra: Algebra, decay: Node) -> bool:
     """Whether a mask is applied in what `decay` is part of."""
-    return any(algebra.is_mask(a) for n in algebra.behind(algebra.ahead(decay)) for a in tensors(n))
+    return any(algebra.is_mask(a) for n in algebra.ancestors(algebra.descendants(decay)) for a in tensors(n))
 
 
 def candidates(algebra: Algebra, decay: Node) -> list[Node]:
     """What may be the result that `decay` is part of, the last node first."""
-    ahead = [n for n in algebra.ahead(decay) if isinstance(value(n), torch.Tensor) and value(n).dim() > 1]
+    ahead = [n for n in algebra.descendants(decay) if isinstance(value(n), torch.Tensor) and value(n).dim() > 1]
     return list(reversed(ahead))[-MOST_CANDIDATES:]
 
 
@@ -117,21 +117,21 @@ def _scan_of(algebra: Algebra, decay: Node) -> Scan | NoScan:
             return found
         if found.stage > best.stage:
             best = found
-    others = algebra.behind(algebra.ahead(decay)) if algebra.masks is not None else ()
+    others = algebra.ancestors(algebra.descendants(decay)) if algebra.masks is not None else ()
     return dataclasses.replace(best, decays=frozenset([decay, *(n for n in others if is_decay(algebra, n))]))
 
 
 def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
-    everything = algebra.behind([root])
+    everything = algebra.ancestors([root])
     decays = [n for n in everything if is_decay(algebra, n)]
-    exponents = algebra.behind(a for e in decays for a in algebra.inputs(e))
-    added = algebra.behind([root], stop=decays)
+    exponents = algebra.ancestors(a for e in decays for a in algebra.inputs(e))
+    added = algebra.ancestors([root], stop=decays)
     shared = [n for n in exponents & added if n not in algebra.constants]
     if not shared:
         return NoScan(decay, "no-step", "what the state takes in is not multiplied by the step of its decay", 1)
     dt = max(shared)
     dt, steps = operand_of(algebra, dt)
-    carrying = algebra.behind([root], stop=[dt]) & set(algebra.ahead(dt)) - {dt}
+    carrying = algebra.ancestors([root], stop=[dt]) & set(algebra.descendants(dt)) - {dt}
     boundary = OperandBoundary(algebra, carrying, dt)
     boundary.inside |= steps
     leaves = boundary.leaves(root)
@@ -154,13 +154,13 @@ def exports_of(
 ) -> tuple[list[Node], set[Node]]:
     """(the values read outside the scan beside y, the nodes that compute them); they have to be its final state."""
     known, shown = inside | set(operands) | algebra.constants, set[Node]()
-    for n in sorted({a for o in operands for a in algebra.ahead(o)} - known):
+    for n in sorted({a for o in operands for a in algebra.descendants(o)} - known):
         if root not in n.all_input_nodes and set(tensors(n)) <= known | shown:
             shown.add(n)
     exports = []
-    made = {a for n in carrying if algebra.source(n) is not algebra.source(dt) for a in algebra.ahead(n)}
+    made = {a for n in carrying if algebra.source(n) is not algebra.source(dt) for a in algebra.descendants(n)}
     for n in sorted((carrying | shown) & made - {root}):
         if any(u not in inside and u not in shown and not lends_shape(algebra, u, n) for u in n.users):
             exports.append(n)
-    shown &= algebra.behind(exports)
+    shown &= algebra.ancestors(exports)
     return exports, shown | {c for n in shown for a in tensors(n) for c in constants_of(algebra, a)}

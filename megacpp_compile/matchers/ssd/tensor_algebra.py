@@ -71,7 +71,7 @@ class Algebra:
         """What the value of `n` depends on; a constant, a mask, and what only lends its shape, is not."""
         return [] if n in self.constants else [a for a in tensors(n) if not self._known(a)]
 
-    def behind(self, roots: Iterable[Node], stop: Iterable[Node] = (), constants: bool = False) -> set[Node]:
+    def ancestors(self, roots: Iterable[Node], stop: Iterable[Node] = (), constants: bool = False) -> set[Node]:
         """Everything `roots` are made of by algebra up to `stop`, themselves and the operands it begins with included.
         constants: constants, too; what only lends its shape to one is none of it."""
         stops = set(stop)
@@ -83,7 +83,7 @@ class Algebra:
 
         return set(reached(roots, made_of))
 
-    def ahead(self, root: Node, constants: bool = False) -> list[Node]:
+    def descendants(self, root: Node, constants: bool = False) -> list[Node]:
         """Everything algebra makes of `root`, in graph order. constants: constants, too."""
         return sorted(descendants([root], lambda n: n in self.nodes and (constants or n not in self.constants)))
 

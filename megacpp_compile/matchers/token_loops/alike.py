@@ -34,9 +34,9 @@ class Alignment:
         self.entered = states[i - 1] if i else None
         self.carried: set[Node] = set()
 
-    def align(self, behind: Node, before: Node) -> None:
-        """Pair `behind`, of step i + 1, with `before`, of step i, and all that they are made of."""
-        self.pending: list[tuple[Any, Any]] = [(behind, before)]
+    def align(self, after: Node, before: Node) -> None:
+        """Pair `after`, of step i + 1, with `before`, of step i, and all that they are made of."""
+        self.pending: list[tuple[Any, Any]] = [(after, before)]
         while self.pending:
             b, a = self.pending.pop()
             if isinstance(b, Node) and isinstance(a, Node):
@@ -85,15 +85,15 @@ class Alignment:
         self.pairs[b] = a
         self.pending.extend(zip(of_b, of_a, strict=True))
 
-    def _left_out(self, b: Node, a: Node, behind: Zeros, before: Zeros) -> bool:
+    def _left_out(self, b: Node, a: Node, after: Zeros, before: Zeros) -> bool:
         """Whether both are 0, or are paired as what is left of them."""
-        if behind.zero(b) or before.zero(a):
-            if behind.zero(b) and before.zero(a):
+        if after.zero(b) or before.zero(a):
+            if after.zero(b) and before.zero(a):
                 return True
             raise Different
         if not same_sizes(a, b):
             raise Different
-        left = behind.left(b), before.left(a)
+        left = after.left(b), before.left(a)
         if left == (b, a):
             return False
         self.pairs[b] = a

@@ -91,7 +91,7 @@ class LastStep:
             return True
         if is_cast(n) or n.target in EXPONENTIALS or len(tensors(n)) == 1 and n.target is not aten.sum.dim_IntList:
             return False
-        sources = {self.loop.reads[r].source for r in self.algebra.behind([n]) if r in self.loop.reads}
+        sources = {self.loop.reads[r].source for r in self.algebra.ancestors([n]) if r in self.loop.reads}
         if len(sources) > 1:
             return False
         return value(n).numel() == max((value(a).numel() for a in tensors(n)), default=0)

@@ -68,10 +68,11 @@ class ScanStep:
         ends = [loop.states[-1], loop.output]
         if any(n not in algebra.nodes for n in ends):
             return None
-        region = algebra.behind(ends, stop=[loop.entering])
+        region = algebra.ancestors(ends, stop=[loop.entering])
         decays = [n for n in region if n.target in EXPONENTIALS and n in algebra.nodes and n not in algebra.constants]
-        exponents = algebra.behind(a for e in decays for a in algebra.inputs(e))
-        shared = exponents & algebra.behind(ends, stop=[loop.entering, *decays]) - algebra.constants - {loop.entering}
+        exponents = algebra.ancestors(a for e in decays for a in algebra.inputs(e))
+        states = algebra.ancestors(ends, stop=[loop.entering, *decays])
+        shared = exponents & states - algebra.constants - {loop.entering}
         if not decays or not shared:
             return None
         dt, between = operand_of(algebra, max(shared))

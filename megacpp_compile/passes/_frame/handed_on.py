@@ -68,7 +68,7 @@ def hand_on(node: Node, parts: Parts, fake_mode: Any) -> tuple[Node, list[Node]]
     for token_operand in _TOKENS[name]:
         given[token_operand] = _apart(build, given[token_operand], parts)
     if name == "megacpp::causal_conv1d":
-        op_node = result = _behind_taps(build, node, given, parts)
+        op_node = result = _after_taps(build, node, given, parts)
         if result.target is not node.target:
             op_node = result.args[0]  # type: ignore[assignment]
         node.replace_all_uses_with(_together(build, result, parts))
@@ -95,7 +95,7 @@ def _from_state(build: Builder, node: Node, given: Operands, parts: Parts) -> No
     return _call(build, node, {**given, "initial_state": _entering(build, added, decay, matrix, parts)})
 
 
-def _behind_taps(build: Builder, node: Node, given: Operands, parts: Parts) -> Node:
+def _after_taps(build: Builder, node: Node, given: Operands, parts: Parts) -> Node:
     """A convolution over the last steps of the part before and the part."""
     before = value(given["weight"]).shape[1] - 1
     if not before:

@@ -58,7 +58,7 @@ def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: Container
     dtype = value(linear.node).dtype
     x = build.cast(_flat(build, rows.of_x(site.logits.moves())), dtype)
     b = None if linear.b is None else build.cast(linear.b, dtype)
-    x, w, b = _behind_steps(build, site.logits.steps, x, linear.weight(build), b)
+    x, w, b = _after_steps(build, site.logits.steps, x, linear.weight(build), b)
     target = _target(build, site, x)
     weight = _weight(build, site, x)
     tensors = [(step.kind, step.tensor) for step in site.logits.steps if step.tensor is not None]
@@ -91,7 +91,7 @@ def _flat(build: Builder, x: Node) -> Node:
     return x if dims == 2 else build(aten.flatten.using_ints, x, 0, -2)
 
 
-def _behind_steps(
+def _after_steps(
     build: Builder, steps: tuple[Step, ...], x: Node, w: Node, b: Node | None
 ) -> tuple[Node, Node, Node | None]:
     """Hidden states, weight and bias of a linear whose output is that of x, w and b behind `steps`."""

@@ -38,7 +38,7 @@ _ARITHMETIC = frozenset(
 _STEPS = 32  # nodes of one normalisation
 
 
-def behind_a_latent(source: Node, up: Linear) -> bool:
+def after_a_latent(source: Node, up: Linear) -> bool:
     """Whether `source`, which `up` projects, is some normalisation of a latent, and no residual stream."""
     stack, seen = [source], set[Node]()
     while stack and len(seen) < _STEPS:

@@ -18,7 +18,7 @@ from megacpp_compile.fx.filled import is_filled
 aten = torch.ops.aten
 
 
-def zeros_behind(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+def appended_zeros(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     """Rewrite every concatenation of one tensor and zeros of its dtype."""
     for node in list(graph.find_nodes(op="call_function", target=aten.cat.default)):
         parts: Any = node.args[0]
