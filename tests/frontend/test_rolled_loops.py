@@ -179,7 +179,7 @@ def test_parts_in_the_opposite_order():
         graph = torch.fx.Graph()
         with FakeTensorMode() as mode:
             fake = mode.from_tensor(x)
-        graph.output(repeat._turned(graph, graph.placeholder("x"), 1, count, fake, {}))
+        graph.output(repeat._flipped(graph, graph.placeholder("x"), 1, count, fake, {}))
         assert torch.equal(torch.fx.GraphModule(torch.nn.Module(), graph)(x), expected)
 
 

@@ -33,7 +33,7 @@ TILES = {"q": (1, 64, 128), "k": (1, 64, 128), "do": (1, 64, 128), "dq": (1, 64,
          "d_scores": (64, 64), **dict.fromkeys(("queries", "keys", "out_keys"), (1, 64, 128))}  # fmt: skip
 # By 64 of V's channels, where the state is in registers.
 NARROW_TILES = TILES | dict.fromkeys(("v", "inverse", "mixed", "o"), (1, 64, 64)) | {
-    **dict.fromkeys(("solve", "turned", "errors", "d_rows"), (64, 64)), "do": (1, 64, 64),
+    **dict.fromkeys(("solve", "scores_t", "errors", "d_rows"), (64, 64)), "do": (1, 64, 64),
     **dict.fromkeys(("states", "d_states"), (128, 64))}  # fmt: skip
 LAUNCH = {"channel_grads": {"num_warps": 8}}
 FLOATS = ("decay", "steps", "norms", "d_decay", "dg", "dbeta", "factors", "ends", "dots", "last", "d_initial")

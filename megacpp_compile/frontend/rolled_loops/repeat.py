@@ -249,7 +249,7 @@ def _repeat(graph: Graph, env: dict[Node, Any], loop: _Loop, short: int) -> None
     for source, dim in loop.sources.items():
         whole = env[source]
         if loop.backward:
-            whole = _turned(graph, whole, dim, loop.count, dynamo_value(source), tags)
+            whole = _flipped(graph, whole, dim, loop.count, dynamo_value(source), tags)
         args = (whole, dim, short, loop.count)
         local[source] = _mark(graph, short_loops.shortened, args, dynamo_value(source), tags)
     carried = {r.args[0]: env[r.args[0]] for r in loop.results}
@@ -266,7 +266,7 @@ def _repeat(graph: Graph, env: dict[Node, Any], loop: _Loop, short: int) -> None
         dim, fake = loop.sources[source], dynamo_value(source)
         env[source] = _mark(graph, short_loops.lengthened, (local[source], dim, short, loop.count), fake, tags)
         if loop.backward:
-            env[source] = _turned(graph, env[source], dim, loop.count, fake, tags)
+            env[source] = _flipped(graph, env[source], dim, loop.count, fake, tags)
 
 
 def _step(
@@ -305,7 +305,7 @@ def _collect(graph: Graph, env: dict[Node, Any], node: Node, loop: _Loop, short:
     env[node] = _mark(graph, short_loops.lengthened, (made, dim, short, loop.count), fake, tags)
 
 
-def _turned(graph: Graph, node: Node, dim: int, count: int, fake: Any, tags: dict[str, Any]) -> Node:
+def _flipped(graph: Graph, node: Node, dim: int, count: int, fake: Any, tags: dict[str, Any]) -> Node:
     """The parts of a tensor in the opposite order."""
     parts = fake.shape[dim] // count
     calls: list[tuple[Any, tuple[Any, ...]]] = [(torch.flip, ([dim],))]

@@ -240,12 +240,12 @@ def _lying(weights: list[Tensor], transposed: bool = False, halves: bool = False
     of their own. There may be hundreds: what is asked of each one here is host time of every launch."""
     first = weights[0]
     (n, k), (of_n, of_k), size = first.shape[-2:], first.stride()[-2:], first.element_size()
-    turned = of_k != 1
-    rows, lanes, step = (k, n, of_k) if turned else (n, k, of_n)
+    by_columns = of_k != 1
+    rows, lanes, step = (k, n, of_k) if by_columns else (n, k, of_n)
     alike = triton_grouped.equal_strides(weights) and len({w.shape for w in weights}) == 1
-    if not alike or first.dtype not in DTYPES or 1 not in (of_n, of_k) or halves and (turned or n % 2):
+    if not alike or first.dtype not in DTYPES or 1 not in (of_n, of_k) or halves and (by_columns or n % 2):
         return None
-    if turned != transposed and first.dtype == FLOAT8:
+    if by_columns != transposed and first.dtype == FLOAT8:
         return None
     places = begins = addresses(weights)
     if first.dim() == 3:
@@ -259,7 +259,7 @@ def _lying(weights: list[Tensor], transposed: bool = False, halves: bool = False
     if not aligned or units > MOST_UNITS or unit > LARGEST_UNIT:
         return None
     base = weights[begins.index(min(begins))]
-    return _Lying(base, [units, rows, lanes], [unit // size, step, 1], behind, turned != transposed)
+    return _Lying(base, [units, rows, lanes], [unit // size, step, 1], behind, by_columns != transposed)
 
 
 @remembered

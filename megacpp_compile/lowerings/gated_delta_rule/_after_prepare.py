@@ -21,8 +21,8 @@ from megacpp_compile.lowerings.gated_delta_rule._backward_call import BackwardOp
 
 _NAME = "gated_delta_rule_backward"
 # What the kernels read of what is written before them, of gates a head, and a channel; and what they leave to others.
-_OF_HEADS = "decay steps norms solve turned"
-_OF_CHANNELS = "queries keys out_keys small_decay ends steps solve turned"
+_OF_HEADS = "decay steps norms solve scores_t"
+_OF_CHANNELS = "queries keys out_keys small_decay ends steps solve scores_t"
 _LEFT = "states errors d_states"
 
 

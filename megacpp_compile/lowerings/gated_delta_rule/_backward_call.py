@@ -68,7 +68,7 @@ def prepared(call: BackwardOperands) -> dict[str, Tensor]:
         "steps": call.by_chunk(heads, C),
         "norms": call.by_chunk(heads, 2, C),
         "solve": call.by_chunk(heads, C, C, dtype=call.inner),
-        "turned": call.by_chunk(heads, C, C, dtype=call.inner),
+        "scores_t": call.by_chunk(heads, C, C, dtype=call.inner),
     }
 
 

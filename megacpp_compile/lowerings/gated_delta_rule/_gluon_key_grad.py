@@ -159,15 +159,15 @@ def delta_key_grad(q, k, errors, d_rows, states, d_states, d_scores, dk, dv, dec
             to = (b * tokens + first + reader).to(gl.int64) * heads + h
             gl.store(dg + to, behind.to(dg.dtype.element_ty), mask=first + reader < tokens)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OF_K, 2)
-    turned = seen_as(state_s, T, C, C, PAIRS)
+    transposed = seen_as(state_s, T, C, C, PAIRS)
     of_row = norms + (block * 2 + 1) * C
     reader, writer = gl.arange(0, C, READER), gl.arange(0, C, WRITER)
-    turned.store((summed * gl.load(of_row + reader)[:, None]).to(T))
+    transposed.store((summed * gl.load(of_row + reader)[:, None]).to(T))
     fence_async_shared()
     barrier()
     summed = gl.convert_layout((summed * gl.load(of_row + writer)[None, :]).to(T), LEFT)
     out = warpgroup_mma(summed, keys, out, is_async=True)
-    out = warpgroup_mma(turned.permute((1, 0)), keys, out, is_async=True)
+    out = warpgroup_mma(transposed.permute((1, 0)), keys, out, is_async=True)
     mbarrier.wait(landed.index(1), HB & 1)
     out = warpgroup_mma(seen_as(error_s, T, C, C, PAIRS).permute((1, 0)), row_s, out, is_async=True)
     out = warpgroup_mma_wait(0, deps=[out])

@@ -155,7 +155,7 @@ def _gradients(k_s, q_s, out_s, t_s, p_s, do_s, state_s, row_s, full, empty, sta
 
 
 @gluon.jit
-def _bring(q, k, out_keys, do, inverse, turned, q_s, k_s, out_s, do_s, t_s, p_s, full, empty, heads, chunks, h, b,
+def _bring(q, k, out_keys, do, inverse, scores_t, q_s, k_s, out_s, do_s, t_s, p_s, full, empty, heads, chunks, h, b,
            key_lane, value_lane, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, CHANNELS: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
     """All chunks' operands, by a warp that does nothing else."""
@@ -167,7 +167,7 @@ def _bring(q, k, out_keys, do, inverse, turned, q_s, k_s, out_s, do_s, t_s, p_s,
         mbarrier.expect(landed, 2 * C * ((3 if CHANNELS else 2) * K + 2 * C + BV))
         bring_tokens(out_keys, b, c * C, key_lane, landed, out_s.index(slot))
         bring_tokens(do, b, c * C, value_lane, landed, do_s.index(slot))
-        tma_load(turned, [((b * chunks + c) * heads + h) * C, 0], landed, p_s.index(slot))
+        tma_load(scores_t, [((b * chunks + c) * heads + h) * C, 0], landed, p_s.index(slot))
         bring_tokens(q, b, c * C, key_lane, landed, q_s.index(slot))
         bring_tokens(inverse, b, c * C, h * C, landed, t_s.index(slot))
         if CHANNELS:
@@ -192,14 +192,14 @@ def _take_away(d_states, d_rows, state_s, row_s, state_full, state_empty, row_fu
 
 
 @gluon.jit
-def delta_reverse_walk(q, k, out_keys, do, inverse, turned, d_states, d_rows, decay, steps, norms, ends, last,
+def delta_reverse_walk(q, k, out_keys, do, inverse, scores_t, d_states, d_rows, decay, steps, norms, ends, last,
                        d_initial, chunks, heads, per_key, scale, C: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
                        BV: gl.constexpr, CHANNELS: gl.constexpr, LAST: gl.constexpr, STAGES: gl.constexpr,
                        COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """As `_triton_reverse_walk`, without documents, in bfloat16.
 
     q, k, out_keys, do and inverse are descriptors of [b, tokens, heads x channels] by tiles [1, C, channels], out_keys
-    k's without CHANNELS; turned and d_rows of rows [b c h C] by [C, channels], d_states of [b c h K] by [K, BV]."""
+    k's without CHANNELS; scores_t and d_rows of rows [b c h C] by [C, channels], d_states of [b c h K] by [K, BV]."""
     gl.static_assert(gl.num_warps() == 4 and BV == 64 and C == 64)
     T: gl.constexpr = gl.bfloat16
     tile, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -222,7 +222,7 @@ def delta_reverse_walk(q, k, out_keys, do, inverse, turned, d_states, d_rows, de
         (_gradients, (k_s, q_s, out_s, t_s, p_s, do_s, state_s, row_s, full, empty, state_full, state_empty, row_full,
                       row_empty, decay, steps, norms, ends, last, d_initial, heads, chunks, scale, h, b, column,
                       C, K, V, BV, CHANNELS, LAST, STAGES)),
-        (_bring, (q, k, out_keys, do, inverse, turned, q_s, k_s, out_s, do_s, t_s, p_s, full, empty, heads, chunks, h,
+        (_bring, (q, k, out_keys, do, inverse, scores_t, q_s, k_s, out_s, do_s, t_s, p_s, full, empty, heads, chunks, h,
                   b, key_lane, value_lane, C, K, BV, CHANNELS, STAGES)),
         (_take_away, (d_states, d_rows, state_s, row_s, state_full, state_empty, row_full, row_empty, heads, chunks, h,
                       b, column, C, K)),

@@ -75,7 +75,7 @@ def backward(
     steps: Tensor,
     norms: Tensor,
     solve: Tensor,
-    turned: Tensor,
+    scores_t: Tensor,
     scale: float,
     eps: Optional[float],  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -83,13 +83,13 @@ def backward(
     from megacpp_compile.lowerings.gated_delta_rule import _after_prepare
 
     dq, dk, dv, dg, dbeta, d_initial = _after_prepare.heads_on_hopper(
-        (do, q, k, v, g, beta), dfinal, kept, inverse, (decay, steps, norms, solve, turned), scale, eps
+        (do, q, k, v, g, beta), dfinal, kept, inverse, (decay, steps, norms, solve, scores_t), scale, eps
     )
     return dq, dk, dv, dg, dbeta, d_initial
 
 
 @torch.library.register_fake("megacpp_delta::backward")
-def _(do, dfinal, q, k, v, g, beta, kept, inverse, decay, steps, norms, solve, turned, scale, eps):  # type: ignore[no-untyped-def]
+def _(do, dfinal, q, k, v, g, beta, kept, inverse, decay, steps, norms, solve, scores_t, scale, eps):  # type: ignore[no-untyped-def]
     from megacpp_compile.lowerings.gated_delta_rule import _after_prepare
 
     return _after_prepare.fake_outputs((do, q, k, v, g, beta), scale, eps)
@@ -113,14 +113,14 @@ def backward_channels(
     ends: Tensor,
     steps: Tensor,
     solve: Tensor,
-    turned: Tensor,
+    scores_t: Tensor,
     scale: float,
     eps: Optional[float],  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`_after_prepare.of_channels`: dq, dk, dv, dg, dbeta, the first state's, d_between, states, errors, d_states."""
     from megacpp_compile.lowerings.gated_delta_rule import _after_prepare
 
-    parts = queries, keys, out_keys, small_decay, ends, steps, solve, turned
+    parts = queries, keys, out_keys, small_decay, ends, steps, solve, scores_t
     dq, dk, dv, dg, dbeta, d_initial, d_between, states, errors, d_states = _after_prepare.channels_on_hopper(
         (do, q, k, v, g, beta), dfinal, kept, inverse, parts, scale, eps
     )

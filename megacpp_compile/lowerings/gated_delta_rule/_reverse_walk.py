@@ -43,7 +43,7 @@ def in_triton(
         per_key=call.per_state, scale=call.scale, CHANNELS=int(call.per_channel), LAST=int(dfinal is not None), **out,
         # Triton makes a constant of a 1, and ptxas 12.8 wrong rows of a walk that has a single round for sure.
         behind_last=call.chunks + 1,
-        **only(made, "q k out_keys turned decay steps norms ends"), **strides("q", made["q"], "bth"),
+        **only(made, "q k out_keys scores_t decay steps norms ends"), **strides("q", made["q"], "bth"),
         **strides("k", made["k"], "bth"), **call.strides_of("do"), **call.common,
     )  # fmt: skip
 
@@ -58,7 +58,7 @@ def in_gluon(
     launch(
         _hopper.delta_reverse_walk, (call.V // columns, call.heads, call.batch),
         **{name: _hopper.tokens(t, lanes) for name, (t, lanes) in by_tokens.items()},
-        turned=_hopper.rows(made["turned"], C, C), d_rows=_hopper.rows(out["d_rows"], C, columns),
+        scores_t=_hopper.rows(made["scores_t"], C, C), d_rows=_hopper.rows(out["d_rows"], C, columns),
         d_states=_hopper.rows(out["d_states"], K, columns), last=_last(call, dfinal, out), d_initial=out["d_initial"],
         **only(made, "decay steps norms ends"), chunks=call.chunks, heads=call.heads, per_key=call.per_state,
         scale=call.scale, C=C, K=K, V=call.V, BV=columns, CHANNELS=int(call.per_channel), LAST=int(dfinal is not None),

@@ -57,7 +57,7 @@ def _add_decayed_keys(to, gate, readers, readers_t, pairs, k, k_t, length, eps, 
 
 @triton.jit
 def gated_delta_rule_prepare_channels(q, k, g, beta, inverse, table, decay, steps, ends, queries,
-                                      keys, out_keys, solve, turned, large_decay, tokens, chunks, heads, per_key,
+                                      keys, out_keys, solve, scores_t, large_decay, tokens, chunks, heads, per_key,
                                       scale, eps, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
                                       C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                                       CUTS: tl.constexpr, SKIP: tl.constexpr, BETA: tl.constexpr,
@@ -103,7 +103,7 @@ def gated_delta_rule_prepare_channels(q, k, g, beta, inverse, table, decay, step
         for log in range(CUTS):
             factor, parted = _cut(sums, log, C, K)
             scores += tl.where(parted, product(query * factor, tl.trans(key * factor), WIDE), 0)
-        tl.store(turned + row * C * C + (r[:, None] * C + r[None, :]), as_stored(tl.trans(scores * scale), turned))
+        tl.store(scores_t + row * C * C + (r[:, None] * C + r[None, :]), as_stored(tl.trans(scores * scale), scores_t))
         inverse_rows = inverse + ((b * tokens + first) * heads + h) * C + (r[:, None] * (heads * C) + r[None, :])
         solved = tl.load(inverse_rows, mask=there[:, None], other=0).to(tl.float32)
         if BETA:

@@ -17,7 +17,7 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
 
 
 @triton.jit
-def gated_delta_rule_reverse_walk(q, k, out_keys, do, inverse, turned, decay, steps, norms, ends, table, documents,
+def gated_delta_rule_reverse_walk(q, k, out_keys, do, inverse, scores_t, decay, steps, norms, ends, table, documents,
                                   last, d_states, d_rows, d_initial, tokens, chunks, behind_last, heads, per_key, scale,
                                   q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h,
                                   C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
@@ -26,7 +26,7 @@ def gated_delta_rule_reverse_walk(q, k, out_keys, do, inverse, turned, decay, st
     """Gradients of the states that leave the chunks [b, c, h, K, V], of R, d_rows [b, c, h, C, V], where U = T R, and
     of the first state: BV of V channels, in registers from chunk to chunk.
 
-    What U is given by P, here turned, is made here: it waits for nothing, and in memory it would be larger than P.
+    What U is given by P, here transposed, is made here: it waits for nothing, and in memory it would be larger than P.
     Three GEMMs wait for the state's gradient: that of U, that of R, and what R takes from it; the one of the queries
     does not. `CHANNELS`: gates are in q, k and out_keys, and d_states are gradients of what k^T U is added to
     (`_triton_small_decay`).
@@ -64,7 +64,7 @@ def gated_delta_rule_reverse_walk(q, k, out_keys, do, inverse, turned, decay, st
         keys = tl.load(k + first * k_t + (r[:, None] * k_t + n[None, :]), mask=there, other=0)
         grad = tl.load(do + first * do_t + (r[:, None] * do_t + p), mask=there, other=0)
         solved = tl.load(inverse + first * heads * C + (r[:, None] * (heads * C) + r[None, :]), mask=there, other=0)
-        scores = tl.load(turned + row * C * C + r[:, None] * C + r[None, :])
+        scores = tl.load(scores_t + row * C * C + r[:, None] * C + r[None, :])
         if CHANNELS:
             writing = tl.load(out_keys + first * k_t + (r[:, None] * k_t + n[None, :]), mask=there, other=0)
             # The gradient of S is what was summed, times the read factor of the chunk behind.

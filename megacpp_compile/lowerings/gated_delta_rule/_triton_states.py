@@ -28,7 +28,7 @@ NO_STEP = tl.constexpr(1e-18)
 
 
 @triton.jit
-def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, decay, steps, norms, solve, turned,
+def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, decay, steps, norms, solve, scores_t,
                              small_decay, tokens, chunks, heads, per_key, scale, eps,
                              q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
                              C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -38,7 +38,7 @@ def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, deca
 
     decay, steps [b, c, h, C]: g summed up to and with a token, in powers of 2, and beta; behind the last token nothing
     decays and nothing comes in. norms [b, c, h, 2, C]: what normalises a row of q and of k.
-    solve [b, c, h, C, C] = (I + A diag(beta))^-1; turned [b, c, h, C, C] = P^T.
+    solve [b, c, h, C, C] = (I + A diag(beta))^-1; scores_t [b, c, h, C, C] = P^T.
     SMALL_DECAY: of chunks of small decay alone, whose gates and norms are in q, k and out_keys (`_triton_small_decay`);
     decay and norms are not written.
     """
@@ -96,7 +96,7 @@ def gated_delta_rule_prepare(q, k, out_keys, dots, g, beta, inverse, table, deca
     if SMALL_DECAY:  # above the diagonal a product of factors may be infinite, which a weight of 0 does not undo
         diagonal = tl.load(dots + (b * tokens + first + r) * heads + h, mask=there, other=0) * scale
         scores = tl.where(r[:, None] > r[None, :], scores, tl.where(r[:, None] == r[None, :], diagonal[:, None], 0))
-    tl.store(turned + row * C * C + (r[:, None] * C + r[None, :]), as_stored(tl.trans(scores), turned))
+    tl.store(scores_t + row * C * C + (r[:, None] * C + r[None, :]), as_stored(tl.trans(scores), scores_t))
 
 
 @triton.jit

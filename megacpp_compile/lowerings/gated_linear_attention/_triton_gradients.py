@@ -116,7 +116,7 @@ def gla_key_gradients(q, k, v, do, decay, small_decay, dots, scores, table, stat
             queries, keys, total, length, heads, small_decay + row, dots + (b * tokens + first) * heads + h,
             scores + row * C * C, C, GATED, CHANNELS, WIDE,
         )  # fmt: skip
-        turned = tl.trans(operand(weights * scale, WIDE))
+        transposed = tl.trans(operand(weights * scale, WIDE))
         out = tl.zeros([C, K], tl.float32)
         inner = tl.zeros([K], tl.float32)
         for j in range(V // BV):
@@ -131,7 +131,7 @@ def gla_key_gradients(q, k, v, do, decay, small_decay, dots, scores, table, stat
             written = product(keys, d_state, WIDE)
             if GATED:
                 written *= left
-            written = add_product(written, turned, grad, WIDE)
+            written = add_product(written, transposed, grad, WIDE)
             at = ((b * tokens + first) * heads + h) * V + (r[:, None] * (heads * V) + p)
             tl.store(dv + at, as_stored(written, dv), mask=there)
         if GATED:

@@ -87,7 +87,7 @@ def _softmax(q_v, q_r, q_scale, k_v, k_r, numbers, scales, factors, logs, invers
             weight = gl.exp2(s - (base - 8.0)[:, None])
             total = total * kept_share + gl.sum(weight * inverses.load(ROW)[None, :], 1)
             weight = weight * gl.where(factor < 0, -1.0, 1.0)[None, :]
-            # In the order in which values lie in registers (`_turned`).
+            # In the order in which values lie in registers (`_transposed`).
             weight = gl.permute(gl.reshape(weight, [BH, BK // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
             weight = gl.reshape(weight, [BH, BK])
         else:
@@ -137,7 +137,7 @@ def _sums(k_v, p, keep, full, empty, p_full, p_empty, out, heads, tiles,
 
 
 @gluon.jit
-def _turned(values, first: gl.constexpr, V: gl.constexpr, BH: gl.constexpr, BK: gl.constexpr):
+def _transposed(values, first: gl.constexpr, V: gl.constexpr, BH: gl.constexpr, BK: gl.constexpr):
     """Values of 32 rows, channels by rows, as the left operand of a GEMM: those of even channels, and of odd ones.
 
     wgmma wants the rows of a channel side by side, four to a register. `ldmatrix` turns 16 bits at once: registers that
@@ -190,7 +190,7 @@ def _sums_fp8(k_v, k_r, p, keep, numbers, scales, full, p_full, p_empty, out, he
         even_sums = even_sums * kept_share
         odd_sums = odd_sums * kept_share
         for first in gl.static_range(0, BK, 32):
-            even, odd = _turned(k_v.index(slot), first, V, BH, BK)
+            even, odd = _transposed(k_v.index(slot), first, V, BH, BK)
             weights = p.index(turn).slice(first, 32, 1).permute((1, 0))
             even_sums = warpgroup_mma(even, weights, even_sums, is_async=True)
             odd_sums = warpgroup_mma(odd, weights, odd_sums, is_async=True)

@@ -109,11 +109,11 @@ def unsorted(node: Node) -> tuple[Node, Node] | None:
     read = indexed(node)
     if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
         return None
-    order = _turned(read[1][0])
+    order = _inverted(read[1][0])
     return (read[0], order) if order is not None and sorted_by(order) is not None else None
 
 
-def _turned(back: Node) -> Node | None:
+def _inverted(back: Node) -> Node | None:
     """The order that `back` puts back: an argsort of it, or every place put where the order has it."""
     if ascends(back):
         return back.args[0]  # type: ignore[return-value]

@@ -17,7 +17,7 @@ from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _STACKED = {aten.bmm.default, aten.baddbmm.default, aten.matmul.default, aten.einsum.default}
-_TURNED = RESHAPES | PERMUTATIONS | COMPOSITE_PERMUTATIONS
+_REARRANGED = RESHAPES | PERMUTATIONS | COMPOSITE_PERMUTATIONS
 _NEAR = 24  # nodes to look at
 ONE_PROJECTION = "an expert is one projection of its rows: the op computes two with an activation between them"
 
@@ -45,7 +45,7 @@ def multiplies_stacked(node: Node) -> bool:
 
 
 def _is_stack(node: Node) -> bool:
-    node = through(node, _TURNED, is_cast)
+    node = through(node, _REARRANGED, is_cast)
     return node.op != "call_function" and value(node).dim() == 3
 
 

@@ -40,14 +40,14 @@ _ZERO: dict[Any, int] = {
 }  # fmt: skip
 # Comparisons of two places that hold where nothing lies between them, and those that hold where something does: which
 # of the two may be the first.
-_EITHER, _AS_WRITTEN, _TURNED = ((0, 1), (1, 0)), ((0, 1),), ((1, 0),)
+_EITHER, _AS_WRITTEN, _REVERSED = ((0, 1), (1, 0)), ((0, 1),), ((1, 0),)
 _WHERE_NONE: dict[Any, tuple[tuple[int, int], ...]] = {
-    operator.eq: _EITHER, operator.ge: _AS_WRITTEN, operator.le: _TURNED,
-    aten.eq.Tensor: _EITHER, aten.ge.Tensor: _AS_WRITTEN, aten.le.Tensor: _TURNED,
+    operator.eq: _EITHER, operator.ge: _AS_WRITTEN, operator.le: _REVERSED,
+    aten.eq.Tensor: _EITHER, aten.ge.Tensor: _AS_WRITTEN, aten.le.Tensor: _REVERSED,
 }  # fmt: skip
 _WHERE_ANY: dict[Any, tuple[tuple[int, int], ...]] = {
-    operator.ne: _EITHER, operator.lt: _AS_WRITTEN, operator.gt: _TURNED, operator.sub: _EITHER,
-    aten.ne.Tensor: _EITHER, aten.lt.Tensor: _AS_WRITTEN, aten.gt.Tensor: _TURNED, aten.sub.Tensor: _EITHER,
+    operator.ne: _EITHER, operator.lt: _AS_WRITTEN, operator.gt: _REVERSED, operator.sub: _EITHER,
+    aten.ne.Tensor: _EITHER, aten.lt.Tensor: _AS_WRITTEN, aten.gt.Tensor: _REVERSED, aten.sub.Tensor: _EITHER,
 }  # fmt: skip
 
 
