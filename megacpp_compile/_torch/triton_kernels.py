@@ -12,15 +12,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 
-from megacpp_compile._torch._registry import find
 from megacpp_compile._torch.fakes import FakeTensor
+from megacpp_compile._torch.replaced import Replaced
 
 _WHERE = "torch._higher_order_ops.triton_kernel_wrap"
 # As releases of torch have called the function, the newest first.
@@ -42,33 +41,6 @@ def kernels_begun_when_written() -> contextlib.AbstractContextManager[None]:
     """What is compiled inside has each Triton kernel that Inductor did not write handed to its compile workers as soon
     as its source is written; without effect where there are no workers."""
     return _definitions.replaced()
-
-
-class _Replaced:
-    """Attributes of something of torch's, each replaced by `around` it from the first to enter to the last to leave, in
-    whichever threads. Those that this torch lacks are left out."""
-
-    def __init__(self, where: str, names: tuple[str, ...], around: Callable[[Any], Any]) -> None:
-        self.where, self.names, self.around = where, names, around
-        self.inside, self.before, self.lock = 0, dict[str, Any](), threading.Lock()
-
-    @contextlib.contextmanager
-    def replaced(self) -> Iterator[None]:
-        with self.lock:
-            if self.inside == 0:
-                there = find(self.where)
-                self.before = {name: getattr(there, name) for name in self.names if hasattr(there, name)}
-                for name, given in self.before.items():
-                    setattr(there, name, self.around(given))
-            self.inside += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.inside -= 1
-                if self.inside == 0:
-                    for name, given in self.before.items():
-                        setattr(find(self.where), name, given)
 
 
 def _beginning(define: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,8 +69,8 @@ def _begin(body: str) -> None:
     AsyncCompile().triton(name, source)
 
 
-_readers = _Replaced(_WHERE, _READERS, lambda read: _remembering(read))
-_definitions = _Replaced(_WRAPPER, ("define_kernel",), _beginning)
+_readers = Replaced(_WHERE, _READERS, lambda read: _remembering(read))
+_definitions = Replaced(_WRAPPER, ("define_kernel",), _beginning)
 
 
 def _remembering(read: Callable[..., Any]) -> Callable[..., Any]:
