@@ -27,6 +27,7 @@ from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._frame.mixed_documents import if_several, mixed
 from megacpp_compile.passes._frame.required import FrameCount
+from megacpp_compile.report import stages
 from megacpp_compile.report.collector import emit_frame, record
 from megacpp_compile.report.records import Frame
 from megacpp_compile.report.report import Report
@@ -58,10 +59,13 @@ def explain(
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if rolled_loops.rolled(gm):
             return unbacked_shapes.with_few_steps(gm, lambda few: backend(few, example_inputs))
+        before = stages.since_frame_began()
         if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
             raise GraphBreakError(cut.place, cut.reason)
         seen = ahead_of(dropped_outputs.without(gm, example_inputs, config).gm).gm
         result = analyse(seen, example_inputs, config, resolve_target(config.target, example_inputs))
+        if before is not None:
+            result.frame.seconds["dynamo"] = before
         rolled_loops.check(seen, result.rewritten_gm())
         result.notes += unbacked_shapes.step_by_step()
         result.frame.graph_break = str(cut or "")

@@ -149,7 +149,7 @@ def compile_frame(
             is_whole(boundary.gm), block.sibling_params,
         )  # fmt: skip
     served = cache_hits()
-    with stages.timed(analysis.frame.seconds, "torch"):
+    with stages.timed(analysis.frame.seconds, "torch", analysis.frame.pieces):
         compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile,
                                     block.publish is not None, ranks)  # fmt: skip
     analysis.frame.cached = cache_hits() > served

@@ -9,13 +9,18 @@ import torch
 from torch._inductor import config as inductor_config
 
 import megacpp_compile
+from megacpp_compile.report import pieces
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "first_report.md"
 
 
+COSTLIEST = re.compile(r"costliest pieces of compiling.*?(?=\nmegacpp tags)", re.S)
+
+
 def _settled(text):
-    # Times vary, and with them and the path column widths; words and numbers do not.
+    # Times vary, and with them and the path column widths, and which pieces are the costliest; words and numbers do not.
+    text = COSTLIEST.sub("", text)
     lines = re.sub("[─]+", "", re.sub(r"\b\d+\.\d\d\b", "T", text)).splitlines()
     return [" ".join(line.split()) for line in lines if line.split()]
 
@@ -30,7 +35,11 @@ def test_the_example_prints_what_it_says(tmp_path, monkeypatch, capsys, no_kerne
     monkeypatch.setenv("COLUMNS", "120")
     with inductor_config.patch(fx_graph_cache=False):  # as on its first run
         runpy.run_path(str(tmp_path / "example.py"), run_name="__main__")
-    assert _settled(capsys.readouterr().out) == _settled(shown)
+    printed = capsys.readouterr().out
+    assert _settled(printed) == _settled(shown)
+    for text in (printed, shown):
+        rows = re.findall(r"^ (\d+\.\d\d) +0 ", COSTLIEST.search(text)[0], re.M)
+        assert len(rows) == pieces.MOST and rows == sorted(rows, key=float, reverse=True)
 
 
 @pytest.mark.end_to_end

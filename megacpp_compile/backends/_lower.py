@@ -37,6 +37,7 @@ from megacpp_compile.lowerings._op import KERNEL_OPS, no_autocast
 from megacpp_compile.lowerings._registry import Choice, choose, semantic_ops
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.report import stages
+from megacpp_compile.report.pieces import OP
 from megacpp_compile.report.records import lowering_text
 from megacpp_compile.targets import CUDA, Target
 
@@ -153,7 +154,8 @@ def _lower(
     fakes = [t.meta["val"] for t in tensors]
     key = (node.target, repr(args), tuple(_signature(f) for f in fakes), way)
     if key not in traced:
-        traced[key] = _trace(body, args, fakes, target)
+        with stages.piece(OP, " at ".join(filter(None, (name_of(node), module_fqn(node))))):
+            traced[key] = _trace(body, args, fakes, target)
         if choice.added and (problem := _broken(promised, traced[key])):
             raise RegistrationError(f"lowering {choice.effective!r} of {name_of(node)}", problem)
     with graph.inserting_before(node):

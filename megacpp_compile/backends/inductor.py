@@ -38,6 +38,7 @@ from megacpp_compile.remat.offload import Offload
 from megacpp_compile.remat.plan import StepContext
 from megacpp_compile.remat.tagging import KeepChoices, TagForRemat
 from megacpp_compile.report import log, stages
+from megacpp_compile.report.pieces import IMPORTS
 
 
 def refusal(gm: GraphModule, patches: Mapping[str, Any], config: Config, grad: bool) -> str:
@@ -115,7 +116,8 @@ def compile_plain(gm: GraphModule, example_inputs: Sequence[Any], settings: Sett
 def _compile(
     gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, with_backward: bool = False
 ) -> Callable[..., Any]:
-    from megacpp_compile._torch.inductor import compile_fx
+    with stages.piece(IMPORTS, "Inductor"):
+        from megacpp_compile._torch.inductor import compile_fx
 
     patches = _with_policy(settings, gm, example_inputs)
     automatic = Automatic.of(settings)
@@ -131,10 +133,12 @@ def _compile(
     if automatic is not None and (made := inner.get("inner_compile", usual and usual.default)):
         inner = {"inner_compile": functools.partial(automatic.without_reuse, made)}
     if not with_backward:
-        return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
+        with stages.heard():
+            return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
     if own := inner.get("inner_compile", usual and usual.default):
         inner = {"inner_compile": functools.partial(_keeping_saved_tensors, own)}
     with (
+        stages.heard(),
         backward_with_forward(),
         kernels_read_once(),
         kernels_begun_when_written(),

@@ -29,6 +29,8 @@ COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
     "compile time": {"frame": (), "dynamo": ("dynamo",), "capture": ("capture",), "passes": (),
                      "analysis": ("analysis",), "plan": ("plan",), "lowering": ("lowering",), "code": ("code",),
                      "torch": ("torch",)},
+    "costliest pieces of compiling": {"seconds": ("seconds",), "frame": ("frame",), "kind": ("kind",),
+                                      "where": ("where",), "what would avoid it": ("avoid",)},
     "policy auto": {"frame": (), "chosen (predicted)": ("chosen",), "the other choices (predicted)": ("other",)},
     "remat": {"frame": (), "kind of block": (), "blocks": ("blocks",), "entries": ("entries",),
               "saved for backward": ("saved",), "computed again": ("again",), "offloaded": ("offloaded",),

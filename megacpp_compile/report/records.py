@@ -140,7 +140,9 @@ class Frame:
         label: of the device it was compiled for: on "cuda" a chip's, "sm_90" (`targets.chips`), else the target.
         passes: pass name -> times fired, with 0 for a pass that ran and did not fire.
         seconds: stage -> wall-clock seconds; stages do not overlap, so the sum is the whole. A stage is a pass, or one
-            of `report.stages.STAGES`, which says what each is.
+            of `report.pieces.STAGES`, which says what each is.
+        pieces: what is known of the stages in more detail: the "stage", "kind", "where" and "seconds" of each, as in
+            `Cost`. `Report.costs` has what is left of the stages beside them.
         grad: True when compiled for training.
         policy: the checkpointing policy asked for, field by field; None without one.
         remat: what the policy decided: kind of block ("ablock", ..., "" for what lies between blocks) -> entries
@@ -211,6 +213,7 @@ class Frame:
     verified: dict[str, Any] | None = None
     modules: dict[str, str] = field(default_factory=dict)
     recompiled: str = ""
+    pieces: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def outcome(self) -> str:

@@ -7,12 +7,13 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacpp_compile.errors import ReportFormatError
 from megacpp_compile.report.attention import AttentionCall
+from megacpp_compile.report.pieces import MOST, Cost, costs
 from megacpp_compile.report.records import CompiledRegion, Frame, MissedFusion, Site, lock
 from megacpp_compile.report.text import plain
 
@@ -86,6 +87,7 @@ class Report:
             "estimate": self.estimate,
             "measured": self.measured,
             "attention": [plain(call) for call in self.attention],
+            "costs": [asdict(cost) for cost in self.costs()],
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -134,6 +136,15 @@ class Report:
         warnings.warn('measured_peak is now measured["step"], or measured["peak"]', FutureWarning, stacklevel=2)
         found = self.measured or {}
         return found.get("step") if found.get("peak") is None else found["peak"]
+
+    def costs(self, most: int | None = MOST) -> list[Cost]:
+        """The pieces of compiling that took the longest, the costliest first, and for each what would avoid it; all of
+        them where `most` is None: of a frame they add up to its `seconds`.
+
+        Seconds are wall-clock, of the thread that compiles. What Inductor's workers compile beside it counts as far as
+        it is waited for, with the first kernel in the code's order that is not ready.
+        """
+        return costs(self)[:most]
 
     def measure(self, step: Callable[[], Any], device: str | torch.device) -> int:
         """Run `step`, a training step that ran before and that begins without gradients (`zero_grad()`), and note the

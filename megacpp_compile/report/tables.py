@@ -11,9 +11,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from megacpp_compile.report.attention import AttentionSite
 from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.report.columns import COLUMNS, FQN
+from megacpp_compile.report.pieces import LEAST, MOST, STAGES, costs
 from megacpp_compile.report.records import Collected, Frame, Pinned, Precision
-from megacpp_compile.report.stages import STAGES
 from megacpp_compile.report.text import bytes_text, plain
+
+COSTS = "costliest pieces of compiling"
 
 
 class _Section(NamedTuple):
@@ -35,7 +37,8 @@ def sections(report: Collected) -> list[_Section]:
     """The sections that have rows: title, headers, and rows of text."""
     made = (_regions(report), _fused(report), _recognised(report), _precision(report), _attention(report),
             _eager(report), _missed(report), _verified(report), _frames(report), _again(report), _seconds(report),
-            _auto(report), _remat(report), _peaks(report), _measured(report), _sharded(report))  # fmt: skip
+            _costs(report), _auto(report), _remat(report), _peaks(report), _measured(report),
+            _sharded(report))  # fmt: skip
     return [section for section in made if section.rows]
 
 
@@ -172,6 +175,14 @@ def _seconds(report: Collected) -> _Section:
             cells = (f"{found[name]:.2f}" if name in found else "-" for name in list(COLUMNS["compile time"])[1:])
             rows.append((str(frame.index), *cells))
     return _section("compile time", rows)
+
+
+def _costs(report: Collected) -> _Section:
+    found = costs(report)
+    shown = [cost for cost in found[:MOST] if cost.seconds >= LEAST]
+    rows = [(f"{cost.seconds:.2f}", str(cost.frame), cost.kind, cost.where, cost.avoid) for cost in shown]
+    part, whole = (sum(cost.seconds for cost in those) for those in (shown, found))
+    return _section(COSTS, rows)._replace(title=f"{COSTS}: {part:.2f} of {whole:.2f} seconds")
 
 
 def _auto(report: Collected) -> _Section:

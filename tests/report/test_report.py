@@ -16,9 +16,9 @@ from megacpp_compile.report.attention import AttentionCall, AttentionSite
 from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.report.collector import active, emit_frame, record
 from megacpp_compile.report.columns import COLUMNS
+from megacpp_compile.report.pieces import STAGES
 from megacpp_compile.report.records import CompiledRegion, Frame, MissedFusion, Pinned, Precision, Site
 from megacpp_compile.report.report import Report
-from megacpp_compile.report.stages import STAGES
 from megacpp_compile.report.text import bytes_text, plain
 
 SOURCE = "modeling.py:123, in forward: `k = self.kv_b(self.norm(x[:, [0]]))`"
@@ -278,7 +278,8 @@ def shown_by(report):
     return {
         "regions": report.regions[0], "fused": report.sites[0], "recognised, without a lowering": frame.recognised[0],
         "precision": Precision(**frame.precision[0]), "nearest misses": report.misses[0], "frames": frame,
-        "compile time": frame.seconds, "compiled again": frame, "verified on the first call": frame.verified,
+        "compile time": frame.seconds, "costliest pieces of compiling": report.costs()[0],
+        "compiled again": frame, "verified on the first call": frame.verified,
         "policy auto": AutoPlan(**frame.auto), "remat": frame.remat["ablock"], "predicted memory at the peak of a step": frame.peak,
         "measured memory at the peak of a step": {**report.measured, "predicted_step": report.predicted_step},
         "sharding": Pinned(**frame.sharding["pinned"][0]),

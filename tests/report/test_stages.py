@@ -12,7 +12,8 @@ import megacpp_compile
 from benchmarks import models
 from megacpp_compile.backends import automatic
 from megacpp_compile.report import stages
-from megacpp_compile.report.stages import STAGES, in_stage, stage, timed
+from megacpp_compile.report.pieces import STAGES
+from megacpp_compile.report.stages import in_stage, stage, timed
 
 
 @pytest.fixture

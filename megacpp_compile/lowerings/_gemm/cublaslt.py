@@ -31,6 +31,8 @@ from megacpp_compile._torch.functorch import temporarily_clear_interpreter_stack
 from megacpp_compile.lowerings._gemm import kept_choices
 from megacpp_compile.lowerings._gemm.operands import Operand
 from megacpp_compile.lowerings._kernels.kept_tensors import kept
+from megacpp_compile.report import stages
+from megacpp_compile.report.pieces import SEARCH
 
 log = logging.getLogger(__name__)
 
@@ -298,15 +300,19 @@ def gains(a: Tensor, b: Tensor) -> bool:
     """Whether a candidate is faster than torch's choice for such a GEMM: tried on operands of the shapes, strides,
     dtype and device of `a` and `b`, which may be fake, filled at random."""
     key = _key(a, b)
-    if (search := _begun.pop(key, None)) is not None and not search.cancel():
-        search.result()
-    if key in _gemms:  # by a layer before this one
+    search = _begun.pop(key, None)
+    if search is None and key in _gemms:  # by a layer before this one
         return _gemms[key] is not None
-    if not available() or torch.cuda.is_current_stream_capturing():
-        return False
-    # A lowering asks while it is functionalised, under which new tensors have no memory of their own.
-    with disable_current_modes(), temporarily_clear_interpreter_stack():
-        return _tried(*(Operand.like(t) for t in (a, b)))
+    with stages.piece(SEARCH, f"{list(a.shape)} @ {list(b.shape)}, {str(a.dtype).removeprefix('torch.')}"):
+        if search is not None and not search.cancel():
+            search.result()
+        if key in _gemms:
+            return _gemms[key] is not None
+        if not available() or torch.cuda.is_current_stream_capturing():
+            return False
+        # A lowering asks while it is functionalised, under which new tensors have no memory of their own.
+        with disable_current_modes(), temporarily_clear_interpreter_stack():
+            return _tried(*(Operand.like(t) for t in (a, b)))
 
 
 def begin(a: Tensor, b: Tensor) -> None:
@@ -323,7 +329,9 @@ def searches_end() -> Iterator[None]:
         yield
     finally:
         begun = [_begun.pop(key) for key in list(_begun)]
-        concurrent.futures.wait([search for search in begun if not search.cancel()])
+        if going := [search for search in begun if not search.cancel()]:
+            with stages.piece(SEARCH, "begun, and asked for by nobody"):
+                concurrent.futures.wait(going)
 
 
 _begun: dict[tuple[Any, ...], concurrent.futures.Future[bool]] = {}

@@ -15,7 +15,7 @@ from megacpp_compile.report.page.markup import Content, Html, joined, spaced, ta
 from megacpp_compile.report.page.modules import ATTENTION, FUSED, MISSED, Entry, Module, tree, walk
 from megacpp_compile.report.records import Collected
 from megacpp_compile.report.summary import headline, saved_bytes
-from megacpp_compile.report.tables import sections
+from megacpp_compile.report.tables import COSTS, sections
 from megacpp_compile.report.tags import meaning
 from megacpp_compile.report.text import bytes_text, plural, seconds_text
 
@@ -29,6 +29,7 @@ def page(report: Collected) -> str:
     root = tree(report)
     entries = list(walk(root))
     tables = sections(report)
+    costliest = [one for one in tables if one.title.startswith(COSTS)]
     parts = [
         _part("modules", "Modules", _root(root), "Fused sites, near misses and attention in the modules that hold "
               "their code; a fused site opens to its graph before and after. Equal repeated modules are shown as one."),
@@ -36,12 +37,14 @@ def page(report: Collected) -> str:
         _part("saved", "Saved for backward", charts.saved(entries)),
         _part("attention", "Attention", [_table(one) for one in tables if one.title in _ATTENTION],
               "Which kernels were chosen, and why not others. A kernel that is \"unfused\" multiplies all scores out."),
-        _part("time", "Compile time", charts.waterfall(report), "Wall-clock seconds of each frame by stage, in the "
-              "order in which the stages begin."),
+        _part("time", "Compile time", [charts.waterfall(report), *map(_table, costliest)], "Wall-clock seconds of each "
+              "frame by stage, in the order in which the stages begin, and the pieces that cost the most. Compile "
+              "workers count as far as they are waited for."),
         _part("memory", "Memory of a step", [charts.memory(frame) for frame in report.frames],
               "Predicted from the plan of what backward recomputes."),
         _part("tables", "Tables", [tag("details", tag("summary", one.title), _table(one)) for one in tables
-                                   if one.title not in _ATTENTION], "Everything that the text report has beside it."),
+                                   if one.title not in _ATTENTION and one not in costliest],
+              "Everything that the text report has beside it."),
     ]  # fmt: skip
     links = [tag("a", title, href=f"#{anchor}") for anchor, title, body in parts if body]
     body = joined(_tiles(report), _callouts(report), (body for *_, body in parts))

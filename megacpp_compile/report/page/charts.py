@@ -8,8 +8,8 @@ from typing import Any
 from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.report.page.markup import Html, joined, tag
 from megacpp_compile.report.page.modules import FUSED, Entry
+from megacpp_compile.report.pieces import STAGES
 from megacpp_compile.report.records import Collected, Frame
-from megacpp_compile.report.stages import STAGES
 from megacpp_compile.report.text import bytes_text, seconds_text
 
 
