@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import LocalSource
 from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megacpp_compile import record
 from megacpp_compile._torch._registry import release
+from megacpp_compile.backends._lower import _Hole, _trace
+from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.targets import CPU
+from tests.lowerings.cases import CASES
 
 DIM = 24
 
@@ -33,7 +42,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.norm, self.up = nn.Linear(DIM, 6, bias=False), nn.RMSNorm(6), nn.Linear(6, DIM, bias=False)
+        self.down, self.norm, self.up = nn.Linear(DIM, 6), nn.RMSNorm(6), nn.Linear(6, DIM)
         self.adapter, self.dropout = Adapter(), nn.Dropout(0.25)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -122,3 +131,32 @@ def test_no_more_than_under_inductor_and_the_report_says_why(no_kernels):
         assert ours == {name: int(bool(why)) for name, (_, _, why) in EVENTS.items()}
     assert f"{len(again)} compiled again" in text.splitlines()[0] and f"compiled again ({len(again)}):" in text
     assert f"forward ({__file__.rpartition('/')[2]}" in text and again[0] in text
+
+
+CALLS = [("down_norm_up", "latent_before_rope_key"), ("down_norm_up_backward", "latent_before_rope_key"),
+         ("norm_linear", "biases"), ("causal_conv1d", "taps_3"), ("causal_conv1d_backward", "taps_3")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "label"), CALLS, ids=[op for op, _ in CALLS])
+def test_a_lowering_leaves_the_number_of_tokens_a_symbol(op, label):
+    """Where C++ asks a symbolic size for a number, each length is compiled anew."""
+    semantic_ops()  # registers them
+    args = CASES[op][label](torch.randn, torch.float32)
+    tokens = next(x for x in tree_leaves(args) if isinstance(x, Tensor)).shape[1]
+    sizes = ShapeEnv()
+    mode, fakes = FakeTensorMode(shape_env=sizes), []
+
+    def fake(x):
+        if not isinstance(x, Tensor):
+            return x
+        dims = [DimDynamic.DUCK if size == tokens else DimDynamic.STATIC for size in x.shape]
+        context = StatelessSymbolicContext(dims, constraint_sizes=[None] * x.dim())
+        fakes.append(mode.from_tensor(x, source=LocalSource(f"x{len(fakes)}"), symbolic_context=context))
+        return _Hole(len(fakes) - 1)
+
+    holes = tree_map(fake, args)
+    call = getattr(torch.ops.megacpp, op).default
+    with enable_python_dispatcher():  # as Inductor's passes run
+        body = choose(call, CPU.name, tree_map(lambda x: fakes[x.index] if isinstance(x, _Hole) else x, holes)).body
+        _trace(body, holes, fakes, CPU)
+    assert any(isinstance(size, torch.SymInt) for x in fakes for size in x.shape) and not sizes.replacements

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp_compile._torch.ops import OpOverload
@@ -29,6 +30,14 @@ def compute_dtype(*of: Tensor | torch.dtype | None) -> torch.dtype:
 def wide(*tensors: Tensor) -> Any:
     """The operands in their compute dtype, as an op takes them outside of a compiled graph."""
     return [t.to(compute_dtype(t)) for t in tensors]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` of x [..., k], weight [n, k] and bias [n], which in C++ asks symbolic sizes for numbers where it has a
+    bias and is functionalised."""
+    if bias is None or x.dim() == 1 or all(isinstance(size, int) for size in x.shape):
+        return F.linear(x, weight, bias)
+    return torch.addmm(bias, x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
 
 
 def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[None]:

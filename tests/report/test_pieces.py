@@ -281,6 +281,19 @@ def test_explain_names_what_it_does_without_compiling():
     assert {"Dynamo's translation", "capturing the frame", "pass", "analysis"} == kinds
 
 
+@pytest.mark.parametrize("mark", [False, True])
+def test_a_dimension_marked_dynamic_is_not_compiled_again(no_kernels, mark):
+    compiled = torch.compile(LowRank(), backend="megacpp")
+    with megacpp_compile.record() as report:
+        for length in (6, 9):
+            x = torch.randn(2, length, WIDTH)
+            if mark:
+                torch._dynamo.mark_dynamic(x, 1)
+            compiled(x).sum().backward()
+    again = [(cost.frame, "mark_dynamic(x, 1)" in cost.avoid) for cost in add_up(report) if cost.kind == "compiled again"]
+    assert (len(report.frames), again) == ((1, []) if mark else (2, [(1, True)]))
+
+
 def test_each_of_several_frames_has_its_pieces(no_kernels):
     first, second = LowRank(), LowRank()
 

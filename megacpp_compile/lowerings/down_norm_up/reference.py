@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.rms import input_gradient, row_mean
-from megacpp_compile.lowerings._op import compute_dtype
+from megacpp_compile.lowerings._op import compute_dtype, linear
 
 
 def rest_slice(start: int, size: int, total: int) -> slice:
@@ -32,7 +32,7 @@ def down_projection(
     w_side: Tensor | None = None, sum_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(the down-projection, the latent in it, that latent in its compute dtype, rrms)."""
-    down = beside(F.linear(x, w_down, b_down), x_side, w_side, sum_dtype)
+    down = beside(linear(x, w_down, b_down), x_side, w_side, sum_dtype)
     raw = down[..., start : start + size]
     latent = raw.to(compute_dtype(down.dtype))
     return down, raw, latent, torch.rsqrt(row_mean(latent.square()) + eps)
@@ -71,7 +71,7 @@ def recompute_latent(
 ) -> Tensor:  # fmt: skip
     """The latent [..., size] before its norm, recomputed from x."""
     rows = slice(start, start + size)
-    latent = F.linear(x, w_down[rows], None if b_down is None else b_down[rows])
+    latent = linear(x, w_down[rows], None if b_down is None else b_down[rows])
     return beside(latent, x_side, None if w_side is None else w_side[rows], sum_dtype)
 
 

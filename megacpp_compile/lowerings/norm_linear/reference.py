@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.rms import input_gradient, row_mean
-from megacpp_compile.lowerings._op import compute_dtype
+from megacpp_compile.lowerings._op import compute_dtype, linear
 
 
 def norm_linear(
@@ -19,7 +18,7 @@ def norm_linear(
     if w_norm is not None:
         normed = normed * w_norm.to(normed.dtype)
     normed = normed.to(w[0].dtype)
-    return [F.linear(normed, one, b[i] if b else None) for i, one in enumerate(w)], rrms
+    return [linear(normed, one, b[i] if b else None) for i, one in enumerate(w)], rrms
 
 
 def norm_linear_backward(
