@@ -6,6 +6,7 @@ workers do beside it counts as far as it is waited for.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -67,13 +68,14 @@ PASS, AGAIN, IN_VAIN = "pass", "compiled again", "traced in vain"
 
 _KEPT = "a cache that lasts (`TORCHINDUCTOR_CACHE_DIR`)"
 _FILE = "a graph in a file (`megacpp compile -o`)"
+_FILES = "Dynamo's own cache (`torch._dynamo.config.caching_precompile`)"  # for frames that are no graph alone
 _BLOCKS = "equal layers compiled once (`megacpp_compile.compile`, `repeated_blocks`)"
 _ONCE = "once a process"
 # Kind -> what avoids it. Of the others a cache spares what backends do, and a file what comes before.
 _AVOID = {
     CPP: _KEPT, KERNEL: _KEPT, OP: _KEPT, IMPORTS: _ONCE, _KEYS: _ONCE, _LOADING: "nothing: each process loads it",
     SEARCH: "its choice is kept in `TORCHINDUCTOR_CACHE_DIR`; `autotune_gemms=False` takes torch's",
-    _TUNING: f"a `mode` without max-autotune; {_KEPT}", _CACHED: f"it is loaded; {_FILE}",
+    _TUNING: f"a `mode` without max-autotune; {_KEPT}",
     _REST["plan"]: f"{_KEPT}; `policy=\"none\"` plans nothing",
 }  # fmt: skip
 # Of what layer after layer adds to.
@@ -85,6 +87,7 @@ _BEFORE = ("dynamo", "capture", "analysis")  # stages that no cache of torch's s
 
 # What was said of a frame that is compiled again -> what avoids it.
 _CHANGES = (
+    (r".* has size (?:[01] |\d+ in dimension \d+, and had [01]$)", "nothing: sizes 0 and 1 take a compilation each"),
     (r"(.*) has size \d+ in dimension (\d+)",
      r"`torch._dynamo.mark_dynamic(\1, \2)` ahead of the first call, or `dynamic=True`"),
     (r"(.*) has stride", r"\1 laid out alike in all calls"),
@@ -130,12 +133,11 @@ def of_event(event: str) -> tuple[str, str] | None:
 def costs(report: Collected) -> list[Cost]:
     """Every piece that took time, the costliest first; of each frame they add up to its seconds. A frame that need not
     have been compiled, as it was compiled before or came to nothing, is one piece."""
-    repeat = not report.regions
-    found = [cost for frame in report.frames for cost in _of_frame(report, frame, repeat)]
+    found = [cost for frame in report.frames for cost in _of_frame(report, frame)]
     return sorted((cost for cost in found if cost.seconds > 0), key=lambda cost: -cost.seconds)
 
 
-def _of_frame(report: Collected, frame: Frame, repeat: bool) -> Iterator[Cost]:
+def _of_frame(report: Collected, frame: Frame) -> Iterator[Cost]:
     name = frame.name + (f", {frame.block}" if frame.block else "")
     whole = sum(frame.seconds.values())
     if frame.recompiled:
@@ -144,12 +146,14 @@ def _of_frame(report: Collected, frame: Frame, repeat: bool) -> Iterator[Cost]:
     if frame.left_to == "pieces":
         yield Cost(whole, frame.index, IN_VAIN, name, frame.reason)
         return
-    layers = repeat and not frame.block and _repeats(frame.modules)
+    layers = not report.regions and not frame.block and _repeats(frame.modules)
+    file = _FILES if any(other.graph_break for other in report.frames) else _FILE
+    avoids = functools.partial(_avoids, layers=layers, file=file)
     left = Counter(frame.seconds)
     for found in frame.pieces:
         kind, where = found["kind"], found["where"]
         left[found["stage"]] -= found["seconds"]
-        yield Cost(found["seconds"], frame.index, kind, where or name, _avoids(kind, where, found["stage"], layers))
+        yield Cost(found["seconds"], frame.index, kind, where or name, avoids(kind, where, found["stage"]))
     loops = [m.source.partition(",")[0] for m in report.misses if m.frame == frame.index and m.tag == "step-by-step"]
     for stage, seconds in left.items():
         kind = _REST.get(stage, PASS)
@@ -160,18 +164,20 @@ def _of_frame(report: Collected, frame: Frame, repeat: bool) -> Iterator[Cost]:
             continue
         if frame.cached and stage in ("code", "torch"):
             kind = _CACHED
-        avoid = _avoids(kind, "", stage, layers)
+        avoid = avoids(kind, "", stage)
         if loops and stage in _BEFORE:
             avoid = f"a step that is one at every position, of the loop at {', '.join(loops)} (`step-by-step`); {avoid}"
         yield Cost(seconds, frame.index, kind, name, avoid)
 
 
-def _avoids(kind: str, where: str, stage: str, layers: bool) -> str:
+def _avoids(kind: str, where: str, stage: str, *, layers: bool, file: str) -> str:
     if kind == CPP and where.startswith(BUILT["probe"]):
         return "`TORCHINDUCTOR_VEC_ISA_OK=1`, which trusts what the processor says it has"
     if kind == CPP and where.startswith(BUILT["key"]):
         return _ONCE
-    avoid = _AVOID.get(kind) or (_FILE if stage in _BEFORE else _KEPT)
+    if kind == _CACHED:
+        return f"it is loaded; {file}"
+    avoid = _AVOID.get(kind) or (file if stage in _BEFORE else _KEPT)
     return f"{_BLOCKS}; {avoid}" if layers and kind in _GROWS else avoid
 
 

@@ -94,7 +94,7 @@ def stage(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def piece(kind: str, where: str = "") -> Iterator[None]:
-    """What runs inside is a piece of the stage that goes on: of a `kind` of `pieces.KINDS`, about `where`."""
+    """What runs inside is a piece of the stage that goes on: of a `kind` that `pieces` knows, about `where`."""
     with _inside(lambda clock: clock.piece(kind, where)):
         yield
 

@@ -196,6 +196,16 @@ def test_layers_that_are_equal_are_to_be_compiled_once_unless_they_are():
         assert pieces._BLOCKS not in row(Report(frames=[other]), "Dynamo's translation").avoid
 
 
+def test_a_file_holds_one_graph():
+    """What keeps frames of a function that breaks is Dynamo's own cache."""
+    broken = Report()
+    broken.add(frame(graph_break="model.py:3, in forward: `print(x)`", cached=True))
+    broken.add(frame())
+    for report, held in ((broken, pieces._FILES), (Report(frames=[frame(cached=True)]), pieces._FILE)):
+        kinds = "Dynamo's translation", "capturing the frame", "loading from a cache"
+        assert all(cost.avoid.endswith(held) for cost in costs(report) if cost.kind in kinds)
+
+
 def test_a_loop_traced_step_by_step_is_told_where_it_takes_time():
     loop = MissedFusion("token_loop", "", "model.py:12, in forward: `for`", "", "step-by-step", "each step is another")
     avoid = row(Report(frames=[frame()], misses=[loop]), "Dynamo's translation").avoid
@@ -212,6 +222,9 @@ def test_what_came_from_a_cache_was_loaded():
 
 @pytest.mark.parametrize(("said", "avoid"), [
     ("x has size 9 in dimension 1, and had 6", "`torch._dynamo.mark_dynamic(x, 1)` ahead of the first call"),
+    ("x has size 1 in dimension 0, and had 2", "nothing: sizes 0 and 1"),
+    ("x has size 9 in dimension 0, and had 1", "nothing: sizes 0 and 1"),
+    ("x has size 19 in dimension 0, and had 11", "`torch._dynamo.mark_dynamic(x, 0)`"),
     ("mask is Float, and was Bool", "mask of one kind in all calls"),
     ("mask is no longer None", "mask in every call, or in none"),
     ("`self.dropout.training == True` no longer holds", "train() and eval() take one each"),
