@@ -22,7 +22,7 @@ CALLABLES = release(torch.__version__) >= (2, 13)
 # Every process is a fork of one that has torch loaded, and Dynamo and Inductor's passes set up by a linear, of which no
 # code was made and nothing is kept.
 PROCESSES = """
-import copy, functools, json, os, shutil, sys
+import contextlib, copy, functools, io, json, os, shutil, sys
 import torch
 import torch._inductor.compile_fx
 import megacpp_compile
@@ -102,7 +102,10 @@ def without_compilers(action):
 def written(action):
     model, (x,) = build()
     if action == "compile":
-        assert cli.main(["compile", "__main__:build", "-o", path, "--option", "drop_outputs=logits", "--json"]) == 0
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert cli.main(["compile", "__main__:build", "-o", path, "--option", "drop_outputs=logits", "--json"]) == 0
+        printed = json.loads(out.getvalue())
+        return {"file": printed["file"], "costs": printed["costs"]}
     else:
         torch._dynamo.config.caching_precompile = True
         torch.compile(model, backend="megacpp", options={"drop_outputs": "logits"})(x)[0].backward()
@@ -187,6 +190,10 @@ def test_code_compiled_ahead_runs_elsewhere(processes):
     folder: no frame is captured, nothing is compiled, gradients are eager's, and a call that does not fit is told."""
     home, said = processes
     path = home / "model.code"
+    costs = said["compile"]["costs"]
+    assert said["compile"]["file"] == str(path) and len(costs) == 10
+    assert [cost["seconds"] for cost in costs] == sorted((cost["seconds"] for cost in costs), reverse=True)
+    assert "C++ compiler" in {cost["kind"] for cost in costs}
     for action in ("ahead", "precompiled"):
         found = said[action]
         assert (found["built"], found["frames"], found["stats"]) == (0, 0, {}), found

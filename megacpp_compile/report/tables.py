@@ -42,6 +42,11 @@ def sections(report: Collected) -> list[_Section]:
     return [section for section in made if section.rows]
 
 
+def costs_text(report: Collected) -> str:
+    """The costliest pieces of compiling; "" where none took long enough to name."""
+    return _text([section for section in [_costs(report)] if section.rows], None)
+
+
 def table_text(title: str, headers: Sequence[str], rows: Sequence[tuple[str, ...]], width: int | None = None) -> str:
     """One table."""
     return _text([_Section(title, tuple(headers), rows)], width)
