@@ -1,10 +1,12 @@
 """Train a tiny DeepSeek-V3 inside other people's trainers, in eager and compiled with megacpp, on CPU.
 
-torchtitan's model is parallelized and compiled by its own functions, with as many gloo ranks as are asked for; TRL's
-SFTTrainer trains the model of transformers. Sizes are tiny and weights random; nothing is downloaded.
+torchtitan's model is parallelized and compiled by its own functions, with as many gloo ranks as are asked for; its
+GraphTrainer traces the whole step as one graph, ops in it; TRL's SFTTrainer trains the model of transformers. Sizes are
+tiny and weights random; nothing is downloaded.
 
     python examples/inside_trainers.py trl --lora  # needs trl and peft
     python examples/inside_trainers.py torchtitan --ranks 2 --ep 2 --checkpoint selective  # needs torchtitan
+    python examples/inside_trainers.py graph_trainer --ranks 2  # needs torchtitan
 
 Each prints the losses of both runs, the sites that fired, and what did not with the reason.
 """
@@ -89,9 +91,10 @@ def trl(asked: argparse.Namespace) -> None:
 # ----------------------------------------------------------------------------------------------------------- torchtitan
 
 
-def titan_model() -> Any:
-    """The configuration of a dense layer and one of experts, as torchtitan's `_debugmodel` writes its own, smaller. Its
-    attention is `scaled_dot_product_attention`: FlexAttention has no backward on CPU."""
+def titan_model(kind: Any = None) -> Any:
+    """The configuration, of `kind` or DeepSeekV3Model's own, of a dense layer and one of experts, as torchtitan's
+    `_debugmodel` writes its own, smaller. Its attention is `scaled_dot_product_attention`: FlexAttention has no
+    backward on CPU."""
     import torchtitan.models.deepseek_v3 as v3
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.rope import ComplexRoPE
@@ -106,7 +109,7 @@ def titan_model() -> Any:
     )  # fmt: skip
     for layer in layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    return v3.DeepSeekV3Model.Config(
+    return (kind or v3.DeepSeekV3Model).Config(
         vocab_size=VOCABULARY, dim=dim, layers=layers, mtp_layers=[],
         tok_embeddings=v3.Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=dim, param_init=v3._EMBEDDING_INIT),
         norm=v3.RMSNorm.Config(normalized_shape=dim, param_init=v3._NORM_INIT),
@@ -121,6 +124,7 @@ def titan_rank(rank: int, asked: argparse.Namespace, port: int) -> None:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  # for axes of one rank
 
     dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=asked.ranks)
+    graph = asked.trainer == "graph_trainer"
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -136,13 +140,14 @@ def titan_rank(rank: int, asked: argparse.Namespace, port: int) -> None:
     checkpoint = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[asked.checkpoint]
 
     def train(compiled: bool) -> list[float]:
-        config = titan_model()
+        config = titan_model(graph_model() if graph else None)
         config.update_from_config(config=types.SimpleNamespace(parallelism=how))
         with torch.device("meta"):
             model = config.build()
-        model = parallelize_deepseekv3(
+        compile_config = graph_compile_config(compiled) if graph else CompileConfig(enable=compiled)
+        model = (graph_parallelize() if graph else parallelize_deepseekv3)(
             model, parallel_dims=dims, training=TrainingConfig(mixed_precision_param="float32"), parallelism=how,
-            compile_config=CompileConfig(enable=compiled), ac_config=checkpoint, dump_folder="",
+            compile_config=compile_config, ac_config=checkpoint, dump_folder="",
         )  # fmt: skip
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -152,24 +157,73 @@ def titan_rank(rank: int, asked: argparse.Namespace, port: int) -> None:
         with torch.no_grad():
             model.init_weights(buffer_device=None)
         model.train()
+
+        def loss_of(out: torch.Tensor, labels: torch.Tensor, global_valid_tokens: torch.Tensor) -> torch.Tensor:
+            return cross_entropy_loss(out, labels, global_vocab_size=VOCABULARY) / global_valid_tokens
+
+        traced = graph_trainer_of(model, loss_of, config, compile_config, how, dims, context) if graph else None
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
         for step in range(asked.steps):
             draw = torch.Generator().manual_seed(100 * step + rank // asked.tp)
             tokens = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=draw)
             labels, places = tokens, {"positions": torch.arange(TOKENS).expand(BATCH, -1).contiguous()}
+            valid = torch.tensor(float(tokens.numel()))
             if how.spmd_backend == "full_dtensor":
                 tokens, labels, places = full_dtensor.parallelize_inputs(dims, tokens, labels, places)
-            with context():
-                out = model(tokens, **places)
-                loss = cross_entropy_loss(out, labels, global_vocab_size=VOCABULARY) / tokens.numel()
-                loss.backward()
+            if traced is not None and compiled:
+                weights = [weight for weight in model.parameters() if weight.requires_grad]
+                loss = traced._make_fx_forward_backward_step(model, tokens, labels, valid, weights, places)
+            else:
+                with context():
+                    loss = loss_of(model(tokens, **places), labels, valid)
+                    loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
         return losses
 
+    if graph:
+        from megacpp_compile.integrations.torchtitan import register
+
+        register(options=asked.options)
     compared(train, asked.options, said=rank == 0)
     dist.destroy_process_group()
+
+
+def graph_model() -> Any:
+    from torchtitan.experiments.graph_trainer.deepseek_v3.model import GraphTrainerDeepSeekV3Model
+
+    return GraphTrainerDeepSeekV3Model
+
+
+def graph_parallelize() -> Any:
+    from torchtitan.experiments.graph_trainer.deepseek_v3.parallelize import parallelize_deepseekv3
+
+    return parallelize_deepseekv3
+
+
+def graph_compile_config(compiled: bool) -> Any:
+    from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
+
+    # Both are for CUDA: the second asks for a GPU's bandwidth.
+    gpus = ["cudagraph_pass", "joint_transformer_block_bucketing_reordering_pass"]
+    return GraphTrainerCompileConfig(enable=compiled, pass_pipeline="megacpp", disable_passes=gpus)
+
+
+def graph_trainer_of(
+    model: Any, loss: Any, config: Any, compile_config: Any, how: Any, dims: Any, context: Any
+) -> Any:
+    """A GraphTrainer that only steps: the rest of one reads data sets and writes checkpoints."""
+    from torchtitan.experiments.graph_trainer.registry import POST_INIT_HOOKS
+    from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
+
+    trainer = GraphTrainer.__new__(GraphTrainer)
+    trainer._traced_step, trainer.model_parts, trainer.loss_fn = None, [model], loss
+    trainer.parallel_dims, trainer.train_context = dims, context
+    spec = types.SimpleNamespace(model=config)
+    trainer.config = types.SimpleNamespace(compile=compile_config, parallelism=how, model_spec=spec)
+    POST_INIT_HOOKS[compile_config.pass_pipeline](trainer)  # as its constructor ends
+    return trainer
 
 
 def torchtitan(asked: argparse.Namespace) -> None:
@@ -187,7 +241,7 @@ def torchtitan(asked: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("trainer", choices=("torchtitan", "trl"))
+    made.add_argument("trainer", choices=("torchtitan", "graph_trainer", "trl"))
     made.add_argument("--steps", type=int, default=3, help="losses to compare")
     made.add_argument("--policy", help="what backward recomputes: none, selective, full")
     made.add_argument("--lora", action="store_true", help="trl: with PEFT's adapters on every linear")
@@ -198,7 +252,7 @@ def parser() -> argparse.ArgumentParser:
         "--spmd", choices=("partial_dtensor", "full_dtensor", "spmd_types"), default="partial_dtensor",
         help="torchtitan: its spmd_backend; spmd_types, its default, needs torch 2.14",
     )  # fmt: skip
-    made.add_argument("--checkpoint", choices=("none", "full", "selective"), default="none", help="torchtitan's own")
+    made.add_argument("--checkpoint", choices=("none", "full", "selective"), default="none", help="torchtitan: its own")
     return made
 
 
@@ -206,7 +260,7 @@ def main() -> None:
     asked = parser().parse_args()
     asked.options = {"policy": asked.policy} if asked.policy else {}
     try:
-        {"torchtitan": torchtitan, "trl": trl}[asked.trainer](asked)
+        {"torchtitan": torchtitan, "graph_trainer": torchtitan, "trl": trl}[asked.trainer](asked)
     except ImportError as error:
         sys.exit(f"{error} ({error.__cause__})")
 

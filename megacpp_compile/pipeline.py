@@ -63,7 +63,7 @@ class Block:
     sibling_params: as in `sharding.pinning.pin_frame`. checked: whether rules by name were held against the model.
     required: what `require` asks of the model that the frame is a piece of, None where the frame's own call counts.
     publish: takes what would report the frame, where it is one of the pieces that a frame of Dynamo's was cut into.
-    model: the whole model, where the frame is known to be a part of it.
+    model: the whole model, where the frame is known to be a part of it. backend: in the place of the target's.
     """
 
     name: str = ""
@@ -73,6 +73,7 @@ class Block:
     required: Requirement | None = None
     publish: Callable[[Callable[[], None]], None] | None = None
     model: Any = None
+    backend: Backend | None = None
 
 
 WHOLE = Block()
@@ -151,7 +152,7 @@ def compile_frame(
     served = cache_hits()
     with stages.timed(analysis.frame.seconds, "torch", analysis.frame.pieces):
         compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile,
-                                    block.publish is not None, ranks)  # fmt: skip
+                                    block, ranks)  # fmt: skip
     analysis.frame.cached = cache_hits() > served
     compiled = compiled if ranks is None else ranks.counting(compiled)
     compiled = watching(count.counting(compiled, analysis.frame), analysis.op_nodes(), analysis.shards, config)
@@ -195,18 +196,19 @@ def _in_pieces(
 
 def _hand_to_backend(
     gm: GraphModule, example_inputs: Sequence[Any], analysis: Analysis, config: Config, target: Target,
-    patches: dict[str, Any], inner_compile: Any, in_pieces: bool, ranks: Meeting | None,
+    patches: dict[str, Any], inner_compile: Any, block: Block, ranks: Meeting | None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Code for a frame. One that nothing fired in goes to the backend as it came, and so does one whose rewritten
     graph, or whose backward's, the backend refuses, here or on another rank that communicates in it; without the policy
     where that fails. Both are errors under `strict`; what Inductor refuses of the plain frame too is its own error."""
-    backend = backend_for(target, example_inputs)
+    backend = block.backend or backend_for(target, example_inputs)
     frame = analysis.frame
     planned = frame.auto is not None and not frame.auto["reason"]
     settings = Settings(
         target, config, patches, noted_in(frame, config.own_policy), inner_compile, max(frame.blocks, 1),
         frame.on_cuda_graph, analysis.on_auto if planned else None, frame.on_backward,
-        (frame.auto or {}).get("allowed", 0.0), in_pieces, allocated_under(config.own_policy, example_inputs),
+        (frame.auto or {}).get("allowed", 0.0), block.publish is not None,
+        allocated_under(config.own_policy, example_inputs),
     )  # fmt: skip
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:

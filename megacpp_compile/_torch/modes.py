@@ -1,15 +1,18 @@
-"""Torch's global modes around code that runs a graph's own switches: whatever happens in between, none stays on."""
+"""Torch's global modes around code that runs a graph's own switches: whatever happens in between, none stays on; and a
+trace by `make_fx` that is under way, paused and resumed."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 
-from megacpp_compile._torch import autocast, functorch
+from megacpp_compile._torch import autocast, dispatch, dynamo, functorch
+from megacpp_compile._torch.symbols import SYMBOLS
 
 Result = TypeVar("Result")
 
@@ -53,3 +56,42 @@ def _autocast_depth() -> int:
     """How many autocast regions are open; torch only tells while changing it."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
+
+
+# Modes of the trace that is paused: those that see functions, the outermost last, and the one that records ops.
+_paused: ContextVar[tuple[list[Any], Any]] = ContextVar("megacpp_paused_trace")
+
+
+@contextlib.contextmanager
+def trace_paused() -> Iterator[None]:
+    """The trace by `make_fx` that is under way records nothing inside, where Dynamo may compile frames: by itself it
+    refuses to, and would translate the modes of the trace as if they were the model's. Raises TorchInternalsError."""
+    functions = [dispatch.pop_function_mode() for _ in dispatch.function_modes()]
+    token = _paused.set((functions, dispatch.proxy_mode()))
+    try:
+        with dispatch.no_proxy_mode(), _dynamo_compiles(True):
+            yield
+    finally:
+        _paused.reset(token)
+        for mode in reversed(functions):
+            dispatch.push_function_mode(mode)
+
+
+@contextlib.contextmanager
+def trace_resumed() -> Iterator[None]:
+    """Inside `trace_paused`, the trace records again."""
+    functions, proxies = _paused.get()
+    for mode in reversed(functions):
+        dispatch.push_function_mode(mode)
+    try:
+        with proxies, _dynamo_compiles(False):
+            yield
+    finally:
+        for _ in functions:
+            dispatch.pop_function_mode()
+
+
+def _dynamo_compiles(while_traced: bool) -> contextlib.AbstractContextManager[None]:
+    if not hasattr(dynamo.config, "force_compile_during_fx_trace"):
+        SYMBOLS["torch._dynamo.config.force_compile_during_fx_trace"].get()()
+    return dynamo.config.patch(force_compile_during_fx_trace=while_traced)

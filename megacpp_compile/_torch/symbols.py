@@ -20,6 +20,7 @@ ALONE = "the frame is compiled by Inductor alone"
 RAISES = "nothing serves in its place"
 _TWICE = "a frame is run twice to be traced"
 _STEPS = "loops over tokens and chunks are traced with all steps"
+_TRACED = "putting ops into a trace of make_fx"
 _BREAKS = "loops over the experts that have tokens break the graph"
 
 
@@ -94,6 +95,12 @@ _ROWS = (
            "what a checkpoint region saves", ALONE),
     Symbol("dispatch.proxy_mode", "torch.fx.experimental.proxy_tensor.get_proxy_mode", "tracing a frame in one run",
            _TWICE, seen="2.9-2.13"),
+    Symbol("dispatch.no_proxy_mode", "torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing", _TRACED, RAISES,
+           seen="2.13-2.13"),
+    Symbol("dispatch.function_modes", "torch.overrides._get_current_function_mode_stack", _TRACED, RAISES,
+           seen="2.13-2.13"),
+    Symbol("dispatch.pop_function_mode", "torch.overrides._pop_mode", _TRACED, RAISES, seen="2.13-2.13"),
+    Symbol("dispatch.push_function_mode", "torch.overrides._push_mode", _TRACED, RAISES, seen="2.13-2.13"),
     Symbol("dispatch.", "torch._subclasses.functional_tensor.FunctionalTensor", "tracing a frame in one run", _TWICE,
            seen="2.9-2.13"),
     Symbol("dispatch.", "torch._C.DispatchKey", "keeping results of ops so that a write to them shows",
@@ -197,6 +204,7 @@ _ROWS = (
            "all but one of them fail"),
     Symbol("", "torch._dynamo.eval_frame.get_compiler_fn", "checking options when they are given",
            "they are checked when the first frame is compiled"),
+    Symbol("", "torch._dynamo.config.force_compile_during_fx_trace", _TRACED, RAISES, seen="2.13-2.13"),
     Symbol("", "torch._dynamo.config.recompile_limit", "as many variants as blocks", RAISES),
     Symbol("dynamo.memory_budget_of", "torch.fx.traceback._get_memory_budget_annotation",
            "telling the memory budget of a region", "no region's budget is seen", seen="2.13-2.15",

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile._torch.fakes import FakeTensor, detect_fake_mode
 from megacpp_compile._torch.pytree import tree_leaves
@@ -43,6 +44,7 @@ from megacpp_compile.targets import CUDA, Target
 
 Report = Callable[[str, str], None]
 _BACKWARD = "_backward"
+_INHERITED = ("nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "from_node", "custom", "autograd_backward")
 
 
 class LowerSemanticOps(GraphPass):
@@ -111,6 +113,20 @@ def expand(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphM
     return replaced
 
 
+def lower_traced(graph: fx.Graph, target: Target, mark: Mapping[str, Any]) -> None:
+    """Put the lowerings of all ops in their places in one graph of forward and backward, which need not be functional.
+    mark: annotations of what stands there then, but where a size is known at run time only, as of a sum of two such
+    Inductor makes no code on its own. An op whose lowering is no graph stays, and runs as it is."""
+    _sum_gradient.erase(graph)
+    traced: dict[Any, GraphModule] = {}
+    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]:
+        operands = tree_leaves([value(n) for n in node.all_input_nodes])
+        if not any(free_unbacked_symbols(v) for v in operands if isinstance(v, torch.Tensor | torch.SymInt)):
+            node.meta["custom"] = {**node.meta.get("custom", {}), **mark}
+        _lower(graph, node, target, traced)
+    graph.lint()
+
+
 def _lower(
     graph: fx.Graph,
     node: Node,
@@ -159,7 +175,7 @@ def _lower(
         if choice.added and (problem := _broken(promised, traced[key])):
             raise RegistrationError(f"lowering {choice.effective!r} of {name_of(node)}", problem)
     with graph.inserting_before(node):
-        result = _keep_layout(graph, promised, _inline(graph, traced[key].graph, tensors, node))
+        result = _keep_layout(graph, promised, _inline(graph, traced[key].graph, tensors, node), node)
     if join is not None:
         join.write(node, result[next(iter(join.written[node]))])
     _rewire(node, result, {} if replaced is None else replaced)
@@ -216,10 +232,12 @@ def _inline(graph: fx.Graph, body: fx.Graph, operands: Sequence[Node], like: Nod
             return fx.map_arg(n.args[0], env.__getitem__)
         else:
             env[n] = graph.node_copy(n, env.__getitem__)
-            for field in ("nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "from_node"):
-                if field in like.meta:
-                    env[n].meta[field] = like.meta[field]
+            _inherit(env[n], like)
     raise AssertionError("a graph without an output")
+
+
+def _inherit(node: Node, like: Node) -> None:
+    node.meta |= {field: like.meta[field] for field in _INHERITED if field in like.meta}
 
 
 class _Hole:
@@ -287,18 +305,19 @@ def _kind(x: Any) -> str:
     return f"{x.dtype} [{', '.join(map(str, x.shape))}]" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
-def _keep_layout(graph: fx.Graph, promised: Any, result: Any) -> Any:
-    """`result` with every tensor laid out as the op promised: what comes behind was traced on those strides. What is
-    promised as None stays."""
+def _keep_layout(graph: fx.Graph, promised: Any, result: Any, like: Node) -> Any:
+    """`result` with every tensor laid out as the op `like` promised: what comes behind was traced on those strides.
+    What is promised as None stays."""
     if promised is None:
         return result
     if isinstance(promised, (list, tuple)):
-        return type(promised)(_keep_layout(graph, p, r) for p, r in zip(promised, result, strict=True))
+        return type(promised)(_keep_layout(graph, p, r, like) for p, r in zip(promised, result, strict=True))
     have = result.meta.get("val")
     if have is None or _signature(have)[1] == _signature(promised)[1] or not promised.is_contiguous():
         return result
     copy = graph.call_function(torch.ops.aten.clone.default, (result,), {"memory_format": torch.contiguous_format})
     copy.meta["val"] = promised
+    _inherit(copy, like)
     return copy
 
 

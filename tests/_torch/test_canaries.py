@@ -20,7 +20,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import megacpp_compile._torch.translator as translator
 import megacpp_compile._torch.variables as variables
-from megacpp_compile._torch import autocast, autograd, calls, dispatch, fakes, functorch, guards, inductor, modules
+from megacpp_compile._torch import (
+    autocast,
+    autograd,
+    calls,
+    dispatch,
+    fakes,
+    functorch,
+    guards,
+    inductor,
+    modes,
+    modules,
+)
 from megacpp_compile._torch import dynamo as door
 from megacpp_compile._torch import logging as torch_log
 from megacpp_compile._torch._registry import find, release
@@ -245,6 +256,31 @@ def test_modes():
     assert dispatch.is_traceable_wrapper_subclass(dispatch.AsyncCollectiveTensor(torch.ones(1)))
     with dispatch.enable_python_dispatcher():
         assert (torch.ones(1) + 1).item() == 2
+
+
+def test_paused_trace():
+    """A trace records nothing in between, and goes on as it was; Dynamo compiles there and nowhere else."""
+    if not hasattr(torch._dynamo.config, "force_compile_during_fx_trace"):
+        pytest.skip("this torch compiles no frames within a trace")
+    forced = []
+
+    def traced(x):
+        stack = dispatch.function_modes()
+        with modes.trace_paused():
+            forced.append(torch._dynamo.config.force_compile_during_fx_trace)
+            assert dispatch.proxy_mode() is None and not dispatch.function_modes()
+            x.sin()
+            with modes.trace_resumed():
+                forced.append(torch._dynamo.config.force_compile_during_fx_trace)
+                assert dispatch.function_modes() == stack
+                y = x.cos()
+            x.tan()
+        assert dispatch.function_modes() == stack
+        return y.exp()
+
+    graph = make_fx(traced)(torch.ones(2)).graph
+    assert [n.target._opname for n in graph.nodes if n.op == "call_function"] == ["cos", "exp"]
+    assert forced == [True, False]
 
 
 def test_layers_of_vmap():

@@ -175,7 +175,9 @@ NEEDS = {
         "PJRT_DEVICE=CPU python examples/train_mla.py --device xla --steps 50 --json out.json",
         "PJRT_DEVICE=CPU python examples/train_mla.py --steps 100 --device xla --json out/xla.json",
         "PJRT_DEVICE=CPU python examples/train_mla.py --steps 100 --no-plot --device xla --json xla.json"],
-    r"torchtitan": ["python examples/inside_trainers.py torchtitan --ranks 2 --ep 2 --checkpoint selective"],
+    r"torchtitan": [
+        "python examples/inside_trainers.py torchtitan --ranks 2 --ep 2 --checkpoint selective",
+        "python examples/inside_trainers.py graph_trainer --ranks 2"],
     r"Megatron": [
         "python examples/train_megatron.py", "python examples/train_megatron.py --te --size large --steps 30"],
     r"trl": ["python examples/inside_trainers.py trl --lora"],
