@@ -24,6 +24,8 @@ from megacpp_compile.lowerings.causal_conv1d.layout import laid_out_as
 # torch_xla 2.9).
 REFERENCE_SERVES = {"tpu": "shifted products, which are one fusion to XLA, too"}
 
+PREFERENCE = {"cpu": ("cpu_padded", "reference")}
+
 
 @define_op(reference.causal_conv1d)
 def causal_conv1d(x, weight, bias, activation, out_dtype, seq_idx=None):  # type: ignore[no-untyped-def]
