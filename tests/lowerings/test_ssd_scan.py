@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from megacpp_compile.lowerings.ssd_scan import ssd_scan, ssd_scan_backward
+from megacpp_compile.lowerings.ssd_scan import cpu_chunks, ssd_scan, ssd_scan_backward
 from megacpp_compile.lowerings.ssd_scan.reference import ssd_scan as reference
+from megacpp_compile.lowerings.ssd_scan.reference import ssd_scan_backward as reference_backward
 
 from .agreement import TIMES_ROUNDING, faults
 from .contract import agree, assert_keeps, assert_unread, detached, differentiate, gradcheck, leaves, seeds_for, widened
@@ -204,3 +205,16 @@ def test_gradcheck_documents(rand):
     args = arguments(rand, b=1, t=18, heads=2, groups=1)
     seq_idx = torch.tensor([[0] * 5 + [1] * 6 + [2] * 7])
     gradcheck(ssd_scan, (*args, seq_idx), fast_mode=True)
+
+
+@pytest.mark.parametrize(("t", "length"), [(40, 64), (100, 64), (300, 64), (9000, 256)])
+def test_chunks_of_a_cpu(rand, t, length):
+    """They are shorter than the op's up to some thousand tokens; results, states and gradients are the reference's."""
+    args = list(detached(arguments(rand, t=t, chunk=256, **({"b": 1, "heads": 2, "groups": 1} if t > 1000 else {}))))
+    dy, dfinal = seeds_for(rand, reference, args, 2)
+    assert cpu_chunks._length(t, 256) == length
+    got, want = cpu_chunks.ssd_scan(*args), reference(*args)
+    assert got[2].shape[1] == -(-t // 256)
+    agree(got, want, 1e-12)
+    backward = (dy, dfinal, *args[:7], want[2], 256)
+    agree(cpu_chunks.ssd_scan_backward(*backward), reference_backward(*backward), 1e-12)

@@ -32,6 +32,8 @@ from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiat
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.ssd_scan import _hopper_ops, reference
 
+PREFERENCE = {"cpu": ("cpu_chunks", "reference")}
+
 
 @define_op(reference.ssd_scan)
 def ssd_scan(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype, seq_idx=None):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""`ssd_scan` and its backward in plain PyTorch: their meaning, their CPU lowering, and the oracle.
+"""`ssd_scan` and its backward in plain PyTorch: their meaning, what a CPU runs, and the oracle.
 
 Within a chunk the recurrence is a GEMM with a lower triangular matrix, C_l . B_s times the decay from s to l; across
 chunks it is the same thing with chunks for positions. The largest intermediate is that matrix, [b, chunks, h, l, l].
