@@ -159,21 +159,19 @@ def _compile(given: argparse.Namespace) -> None:
     import torch
 
     from megacpp_compile.compile_cache import save_compiled
-    from megacpp_compile.report.collector import record
-    from megacpp_compile.report.tables import costs_text
+    from megacpp_compile.report import collector, tables
 
-    options = _options(given.option)
-    model, args, kwargs = _load(given.target)
-    with record() as report, torch.set_grad_enabled(not given.inference):
+    options, (model, args, kwargs) = _options(given.option), _load(given.target)
+    with collector.record() as report, torch.set_grad_enabled(not given.inference):
         made = save_compiled(given.output, model, *args, options=options, dynamic=given.dynamic or None, **kwargs)
     if given.json:
-        costs = [dataclasses.asdict(cost) for cost in report.costs()]
-        print(json.dumps({"file": given.output, **dataclasses.asdict(made), "costs": costs}, indent=1))
+        costs = {"costs": [dataclasses.asdict(cost) for cost in report.costs()]}
+        print(json.dumps({"file": given.output, **dataclasses.asdict(made), **costs}, indent=1))
         return
     print(f"{given.output}: {made.bytes} bytes, code for")
     for name, value in {**made.made_by, **made.holds_for}.items():
         print(f"  {name:16} {value}")
-    print(f"\n{costs_text(report)}", end="")
+    print(f"\n{tables.costs_text(report)}", end="")
 
 
 def _estimate(given: argparse.Namespace) -> None:

@@ -300,8 +300,7 @@ def gains(a: Tensor, b: Tensor) -> bool:
     """Whether a candidate is faster than torch's choice for such a GEMM: tried on operands of the shapes, strides,
     dtype and device of `a` and `b`, which may be fake, filled at random."""
     key = _key(a, b)
-    search = _begun.pop(key, None)
-    if search is None and key in _gemms:  # by a layer before this one
+    if (search := _begun.pop(key, None)) is None and key in _gemms:  # by a layer before this one
         return _gemms[key] is not None
     with stages.piece(SEARCH, f"{list(a.shape)} @ {list(b.shape)}, {str(a.dtype).removeprefix('torch.')}"):
         if search is not None and not search.cancel():
@@ -328,8 +327,7 @@ def searches_end() -> Iterator[None]:
     try:
         yield
     finally:
-        begun = [_begun.pop(key) for key in list(_begun)]
-        if going := [search for search in begun if not search.cancel()]:
+        if going := [search for key in list(_begun) if not (search := _begun.pop(key)).cancel()]:
             with stages.piece(SEARCH, "begun, and asked for by nobody"):
                 concurrent.futures.wait(going)
 
