@@ -15,6 +15,7 @@ from torch import nn
 import megacpp_compile
 from benchmarks import models
 from tests.docs.commands import PAGES, ROOT
+from tests.trainers.test_torchtitan import registries
 
 COOKBOOK = "docs/cookbook.md"
 # torchtitan's program asks for a GPU. In its place: what its 0.3 does with each block, in a program of the same name.
@@ -99,7 +100,9 @@ def test_a_block_of_the_first_pages_runs(block, request, tmp_path, monkeypatch, 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("block", blocks(*(page for page in PAGES if page not in FIRST)))
 def test_a_block_runs(block, request, tmp_path, monkeypatch, no_kernels):
+    registry = registries(monkeypatch, default=list) if "integrations.torchtitan" in block else None
     runs(block, request.node.callspec.id, tmp_path, monkeypatch)
+    assert registry is None or registry.PASS_PIPELINE_REGISTRY.keys() == registry.POST_INIT_HOOKS.keys() == {"megacpp"}
 
 
 def runs(block, place, tmp_path, monkeypatch):

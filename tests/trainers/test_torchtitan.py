@@ -222,20 +222,26 @@ def test_order_of_passes(given, want):
     assert names_of(with_passes(passes_called(*given))) == want
 
 
+def registries(monkeypatch, default):
+    """GraphTrainer's registries, where torchtitan is not installed. default: makes its list of passes."""
+    home = "torchtitan.experiments.graph_trainer"
+    registry = types.SimpleNamespace(PASS_PIPELINE_REGISTRY={}, POST_INIT_HOOKS={})
+    monkeypatch.setitem(sys.modules, f"{home}.registry", registry)
+    monkeypatch.setitem(sys.modules, f"{home}.passes", types.SimpleNamespace(construct_default_graph_passes=default))
+    for package in ("torchtitan", "torchtitan.experiments", home):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    return registry
+
+
 def test_register(rand, monkeypatch):
     """By the registries, as GraphTrainer reads them."""
-    home = "torchtitan.experiments.graph_trainer"
     asked = []
 
     def default(traced_result, config, *, parallel_dims=None):
         asked.append((traced_result, config, parallel_dims))
         return passes_called(*DEFAULT)
 
-    registry = types.SimpleNamespace(PASS_PIPELINE_REGISTRY={}, POST_INIT_HOOKS={})
-    monkeypatch.setitem(sys.modules, f"{home}.registry", registry)
-    monkeypatch.setitem(sys.modules, f"{home}.passes", types.SimpleNamespace(construct_default_graph_passes=default))
-    for package in ("torchtitan", "torchtitan.experiments", home):
-        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    registry = registries(monkeypatch, default)
     register("ours", {"strict": True})
     trainer = types.SimpleNamespace(model_parts=[Model()])
     registry.POST_INIT_HOOKS["ours"](trainer)
