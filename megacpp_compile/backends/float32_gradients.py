@@ -46,17 +46,8 @@ def keep_float32(graph: fx.Graph) -> None:
 class KeepFloat32(GraphPass):
     """The same in a joint graph, so that a plan of what a step keeps has gradients in the size they will have."""
 
-    def __init__(self, before: Any = None) -> None:
-        self.before = before
-
     def run(self, graph: fx.Graph) -> None:
         keep_float32(graph)
-
-    def key(self) -> tuple[Any, ...]:
-        return ()
-
-    def __reduce__(self) -> Any:
-        return KeepFloat32, (self.before,)
 
 
 def _exact(graph: fx.Graph, node: Node, known: Mapping[Node, Node]) -> Node | None:

@@ -25,16 +25,21 @@ def source_hash() -> str:
 class GraphPass(CustomGraphPass):
     """before: a pass, or several, that the user has given for the same place in Inductor's pipeline; they run first.
 
-    A subclass defines `run`, `key` (its part of the cache key) and `__reduce__`, as keys are pickled.
+    A subclass defines `run`, and where it takes more than `before` also `key`, its part of the cache key, and
+    `__reduce__`, as keys are pickled.
     """
 
-    before: Any = None
+    def __init__(self, before: Any = None) -> None:
+        self.before = before
 
     def run(self, graph: fx.Graph) -> None:
         raise NotImplementedError
 
     def key(self) -> tuple[Any, ...]:
-        raise NotImplementedError
+        return ()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.before,)
 
     def __call__(self, graph: fx.Graph) -> None:
         for earlier in self._earlier():

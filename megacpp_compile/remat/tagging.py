@@ -86,17 +86,8 @@ class KeepChoices(GraphPass):
     """Without a policy: tags a router's choice in a user's checkpoint region, and the scores it is made from, so that
     backward does not choose a second time. The rest of a region is the user's."""
 
-    def __init__(self, before: Any = None) -> None:
-        self.before = before
-
     def run(self, graph: fx.Graph) -> None:
         keep_choices(graph)
-
-    def key(self) -> tuple[Any, ...]:
-        return ()
-
-    def __reduce__(self) -> Any:
-        return KeepChoices, (self.before,)
 
 
 def tag(graph: fx.Graph, plan: Plan, kept: Sequence[Node]) -> None:

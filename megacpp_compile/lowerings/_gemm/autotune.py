@@ -10,8 +10,6 @@ Results are bit for bit those of `torch.mm`: see `cublaslt`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
@@ -53,9 +51,6 @@ declare({"megacpp::tuned_mm": OpTraits(gemm=True, flops=_flops)})
 class _OverGemms(GraphPass):
     """A pass that does nothing under Inductor's `max_autotune`, which measures by itself."""
 
-    def __init__(self, before: Any = None) -> None:
-        self.before = before
-
     def run(self, graph: fx.Graph) -> None:
         if not _has_its_own():
             for node in graph.find_nodes(op="call_function", target=aten.mm.default):
@@ -63,12 +58,6 @@ class _OverGemms(GraphPass):
 
     def see(self, node: Node) -> None:
         raise NotImplementedError
-
-    def key(self) -> tuple[Any, ...]:
-        return ()
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.before,)
 
 
 class BeginSearch(_OverGemms):

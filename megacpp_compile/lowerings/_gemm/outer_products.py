@@ -11,8 +11,6 @@ where TF32 is allowed for float32 they are closer to exact than cuBLAS'.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 from torch.fx import Node
@@ -26,17 +24,8 @@ aten = torch.ops.aten
 class MultiplyOuterProducts(GraphPass):
     """`multiply`, on a graph that is not divided into forward and backward yet."""
 
-    def __init__(self, before: Any = None) -> None:
-        self.before = before
-
     def run(self, graph: fx.Graph) -> None:
         multiply(graph)
-
-    def key(self) -> tuple[Any, ...]:
-        return ()
-
-    def __reduce__(self) -> Any:
-        return MultiplyOuterProducts, (self.before,)
 
 
 def multiply(graph: fx.Graph) -> int:
