@@ -43,14 +43,15 @@ def cut_as_it_is(monkeypatch):
 
 
 class Layer(nn.Module):
-    """One `down_norm_up`."""
+    """One `down_norm_up`, whose last call has the name of a variable in Dynamo's graph."""
 
     def __init__(self):
         super().__init__()
         self.down, self.norm, self.up = nn.Linear(DIM, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, DIM, bias=False)
 
     def forward(self, x):
-        return x + self.up(self.norm(self.down(x)))
+        branch = self.up(self.norm(self.down(x)))
+        return x + branch
 
 
 class LongLayer(Layer):

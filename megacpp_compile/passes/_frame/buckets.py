@@ -111,11 +111,13 @@ def _place(one: Site) -> tuple[str, str, str]:
 
 
 def _look(split: Split, config: Config) -> _Found:
-    calls = {node.name for nodes in split.buckets for node in nodes}
+    # Dynamo renames a node behind the variable that its value is assigned to, and leaves its source as it was.
+    calls = {_source(node): node.name for nodes in split.buckets for node in nodes}
     sites: _Found = []
 
     def review(p: Pass, match: Match, new: list[Node], site: Site) -> None:
-        if names := calls.intersection(map(_dynamo_name, inside(match.inputs, match.outputs))):
+        sources = map(_source, inside(match.inputs, match.outputs))
+        if names := {calls[source] for source in sources if source in calls}:
             sites.append((site, match.node.name, names))
 
     try:
@@ -142,7 +144,8 @@ def _reason(among: set[int], params: list[list[str]]) -> str:
     return f"DDP cuts the graph inside of it, between {', between '.join(ends)}: {REMEDY}"
 
 
-def _dynamo_name(node: Node) -> str:
-    """The name of the node of Dynamo's graph that a captured one comes from; "" inside of a graph that is called."""
+def _source(node: Node) -> str:
+    """What Dynamo called the call that a node of its graph, or a captured one, comes from; its name where it says
+    nothing of it, "" inside of a graph that is called."""
     stack: Any = node.meta.get("source_fn_stack") or ()
-    return str(stack[0][0]) if len(stack) == 1 else ""
+    return str(stack[0][0]) if len(stack) == 1 else "" if stack else node.name
