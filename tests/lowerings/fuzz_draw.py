@@ -91,12 +91,14 @@ def _drawn_elsewhere(op: str) -> Any:
         mixer_draw,
         selective_cases,
         softmax_attention_draw,
+        stream_cases,
     )
 
     homes = {"mixer": mixer_draw, "experts": experts_draw, "attention": attention_draw, "fp8_linear": fp8_draw,
              "float8": fp8_draw, "delta rule": delta_draw, "loss": loss_draw, "indexer": index_cases}  # fmt: skip
     by_op = {"mla_decode": decode_draw, **dict.fromkeys(("attention", "attention_backward"), softmax_attention_draw),
-             **dict.fromkeys(("selective_scan", "selective_scan_backward"), selective_cases)}
+             **dict.fromkeys(("selective_scan", "selective_scan_backward"), selective_cases),
+             **{op + half: stream_cases for op in ("hyper_connection", "stream_update") for half in ("", "_backward")}}
     return by_op.get(op) or homes.get(KIND[op])
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import torch
 
 from megacpp_compile.lowerings.hyper_connection.reference import sizes
 
 from .agreement import reference_of
 from .cases import each_case
+from .fuzz_draw import FLOATS, Kind, Maker, _class, outer_sizes, pattern
 
 PRE, POST, EPS = [1.0, 1e-2], [2.0, 0.0], [1e-2, 1e-2]
 SINKHORN = [-2, *(-1, -2) * 3]
@@ -76,3 +80,37 @@ def updated(rand, dtype, **options):
 def updated_backward(rand, dtype, **options):
     args = update(rand, dtype, **options)
     return rand(*args[0].shape, dtype=dtype), *args
+
+
+def kind(draw: random.Random, op: str) -> Kind:
+    main, dims = draw.choice(FLOATS), draw.choice((1, 2, 2))
+    init, post = draw.choice(("", "softmax", "softmax_columns", "exp", "sigmoid", "log")), draw.random() < 0.8
+    eps = [0.0, 0.0] if init == "log" else draw.choice((EPS, NO_EPS)) if init != "linear" else EPS
+    return Kind(op=op, sizes=tuple(_class(draw) for _ in range(dims)),
+                widths={"n": draw.choice((1, 2, 3, 4, 4, 8)), "d": draw.choice((1, 11, 16, 40, 130))},
+                dtypes={"main": main, "out": draw.choice(FLOATS) if draw.random() < 0.2 else main,
+                        "wide": torch.promote_types(main, torch.float32) if draw.random() < 0.7 else main},
+                flags={"init": init, "post": POST if post else [], "eps": eps, "turned": draw.random() < 0.5,
+                       "axes": [(-2, -1)[i % 2] for i in range(draw.choice((0, 1, 3, 7)))] if init else []},
+                patterns={"streams": pattern(draw, dims + 1), "grad": pattern(draw, dims + 1),
+                          **{name: pattern(draw, dims) for name in ("block", "post")}})  # fmt: skip
+
+
+def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:
+    outer, (n, d), f = outer_sizes(kind, draw, room), kind.widths.values(), kind.flags
+    normal = {name: make.normal(dtype) for name, dtype in kind.dtypes.items()}
+    lay = lambda name, shape, dtype: kind.patterns[name].lay(normal[dtype], (*outer, *shape))  # noqa: E731
+    streams = lay("streams", (n, d), "main")
+    if kind.op.startswith("stream_update"):
+        mix = normal["wide"](*outer, n, n)
+        given = streams, lay("block", (d,), "main"), lay("post", (n,), "wide"), mix.mT if f["turned"] else mix
+        return (*given, kind.dtypes["out"]) if kind.op == "stream_update" else (lay("grad", (n, d), "out"), *given)
+    rows = sum(sizes(n, f["post"], f["init"]))
+    parameters = normal["wide"](rows, n * d) / (n * d) ** 0.5, 1 + normal["wide"](rows) / 4, normal["wide"](rows) / 2
+    rest = PRE, f["post"], f["init"], f["eps"], f["axes"]
+    args = streams, *parameters, 1e-3, *rest, kind.dtypes["out"]
+    if kind.op == "hyper_connection":
+        return args
+    block, post, mix, logits, rrms = reference_of("hyper_connection")(*args)
+    grads = lay("block", (d,), "out"), *(make.normal(t.dtype)(*t.shape) for t in (post, mix))
+    return *grads, streams, *parameters, logits, rrms, *rest
