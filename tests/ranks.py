@@ -1,9 +1,16 @@
 """Ranks of tests: forks of a server that has imported what they need and compiled a first frame, as either takes seconds of
-each rank. The server is a process of its own: nothing that tests have done in this one comes along."""
+each rank. The server is a process of its own: nothing that tests have done in this one comes along.
+
+`TEST_RANKS=cuda` gives each rank a GPU, and NCCL in place of gloo. The server's forks could not use one: each rank is
+then a process that begins anew."""
 
 from __future__ import annotations
 
+import faulthandler
+import functools
 import multiprocessing
+import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
@@ -14,14 +21,18 @@ from typing import Any
 import pytest
 import torch
 
+DEVICE = os.environ.get("TEST_RANKS", "cpu")
+GROUPS = {"cpu": "gloo", "cuda": "nccl"}
 # For tests of ranks: one worker starts them all, and so there is one server.
 ON_ONE_WORKER = pytest.mark.xdist_group("ranks")
 
 
 def start(function: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:
     """`function(rank, *args)` in as many processes, until all have ended; the error of one is raised here."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.ranks_loaded"])
-    torch.multiprocessing.start_processes(function, args, ranks, start_method="forkserver")
+    how = "spawn" if DEVICE == "cuda" else "forkserver"
+    if how == "forkserver":
+        multiprocessing.get_context(how).set_forkserver_preload(["tests.ranks_loaded"])
+    torch.multiprocessing.start_processes(function, args, ranks, start_method=how)
 
 
 def see_cases(
@@ -36,12 +47,16 @@ def see_cases(
     from tests.fixtures import quick_compilers
 
     warnings.simplefilter("ignore")
+    if DEVICE == "cuda":
+        _on_a_gpu(rank)
     store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=timedelta(seconds=seconds))
+    dist.init_process_group(GROUPS[DEVICE], rank=rank, world_size=ranks, store=store, timeout=timedelta(seconds=seconds))
     seen: dict[str, Any] = {}
     try:
-        mesh = init_device_mesh("cpu", (ranks,))
+        mesh = init_device_mesh(DEVICE, (ranks,))
         for name in names:
+            if DEVICE == "cuda":
+                print(f"rank {rank}: {name}", file=sys.stderr, flush=True)
             with quick_compilers(), around():
                 try:
                     seen[name] = run(name, mesh)
@@ -50,3 +65,12 @@ def see_cases(
     finally:
         dist.destroy_process_group()
     return seen
+
+
+def _on_a_gpu(rank: int) -> None:
+    """What is made without a device is made on the rank's, generators included. A rank that waits says where."""
+    faulthandler.dump_traceback_later(100)
+    place = torch.device("cuda", rank)
+    torch.cuda.set_device(place)
+    torch.set_default_device(place)
+    torch.Generator = functools.partial(torch.Generator, place)  # type: ignore[misc, assignment]

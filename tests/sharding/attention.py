@@ -70,7 +70,7 @@ def scored(q, k):
 
 
 def later(q, window=TOKENS):
-    n = torch.arange(TOKENS)
+    n = torch.arange(TOKENS, device=q.device)
     return like(q, (n > n[:, None]) | (n[:, None] - n >= window))
 
 

@@ -26,6 +26,7 @@ from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.passes import linear
 from tests.lowerings import relative_error
 from tests.precision.models import equal
+from tests.ranks import DEVICE
 from tests.sharding.seen import RANKS
 
 DIM, HIDDEN, STEPS = 32, 64, 4
@@ -67,7 +68,7 @@ def by_blocks(model: nn.Module, mesh: DeviceMesh, **how: Any) -> nn.Module:
 
 
 def both(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    axes = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "model"))
+    axes = init_device_mesh(DEVICE, (1, RANKS), mesh_dim_names=("data", "model"))
     return fully_shard(tensor_parallel(model, axes["model"]), mesh=axes["data"])
 
 
@@ -124,7 +125,7 @@ def around() -> Iterator[None]:
 
 
 def batches(rank: int, same: bool) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(1 if same else 1 + rank)
+    draw = torch.Generator(DEVICE).manual_seed(1 if same else 1 + rank)
     return [torch.randn(2, 16, DIM, generator=draw).bfloat16() * 2**i for i in range(2 * STEPS)]
 
 

@@ -26,6 +26,7 @@ from megacpp_compile.backends import automatic
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.passes import sparse_mla
 from megacpp_compile.targets.rates import Rates
+from tests.ranks import DEVICE
 from tests.sharding.expert_parallel import expert_parallel
 from tests.sharding.seen import RANKS
 
@@ -295,7 +296,7 @@ def written(model, x):
 
 def sharded_tensor_parallel(mesh):
     """Parameters cut over one axis of a mesh by FSDP2, and over the other by layers."""
-    axes = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "model"))
+    axes = init_device_mesh(DEVICE, (1, RANKS), mesh_dim_names=("data", "model"))
     model = tensor_parallel(axes["model"], Around(), {f"mla.{name}": style for name, style in PLAN.items()})
     fully_shard(model.mla, mesh=axes["data"])
     return fully_shard(model, mesh=axes["data"])
@@ -303,7 +304,7 @@ def sharded_tensor_parallel(mesh):
 
 def sharded_experts(mesh):
     """What is no expert's is cut over all ranks by FSDP2, and experts over the ranks that have the same ones."""
-    axes = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "experts"))
+    axes = init_device_mesh(DEVICE, (1, RANKS), mesh_dim_names=("data", "experts"))
     model = expert_parallel(axes["experts"], mla=MLA())
     fully_shard(model.moe.experts, mesh=axes["data"])
     return fully_shard(model, mesh=mesh)
@@ -336,7 +337,7 @@ CASES: dict[str, Case] = {
     "tensor_parallel": Case(tensor_parallel, count_graphs=True),
     "tensor_parallel_inference": Case(tensor_parallel, torch.inference_mode),
     "tensor_parallel_autocast": Case(
-        tensor_parallel, around=lambda: torch.autocast("cpu", torch.bfloat16), tolerance=2e-2
+        tensor_parallel, around=lambda: torch.autocast(DEVICE, torch.bfloat16), tolerance=2e-2
     ),
     "tensor_parallel_policy": Case(tensor_parallel, options={"policy": "selective", "verify": "each", "strict": True}),
     "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad),

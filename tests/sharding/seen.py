@@ -39,7 +39,7 @@ def outcomes(of: ModuleType, names: Iterable[str]) -> dict[str, list[dict[str, A
     """Case -> what each rank saw. A rank that fails says so in place of what it saw."""
     with tempfile.TemporaryDirectory() as folder:
         start(_rank, (folder, of.__name__, tuple(names)), RANKS)
-        found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+        found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(RANKS)]
     return {name: [of_rank[name] for of_rank in found] for name in names}
 
 

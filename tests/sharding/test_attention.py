@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.sharding import attention
 from tests.sharding.seen import ON_RANKS
@@ -13,6 +14,12 @@ pytestmark = [*ON_RANKS, pytest.mark.rare(*(case for case in attention.CASES if 
 CASES_OF = attention
 # Cases that a test reads by name.
 READ = EVERY[-2:]
+
+
+@pytest.fixture(autouse=True)
+def _flattens_heads(request):
+    if request.getfixturevalue("case").startswith("whole") and torch.torch_version.TorchVersion(torch.__version__) < (2, 12):
+        pytest.skip("DTensors of this torch flatten no heads that are sharded, in eager neither")
 
 
 @pytest.mark.parametrize("case", sorted(attention.CASES))
