@@ -40,7 +40,11 @@ TOY_EXPERTS = dataclasses.replace(TOY, hidden=32, experts=8, choices=2, shared=1
 HOW = {
     "tensor": "tensor parallel",
     "sequence": "tensor and sequence parallel",
+    "ddp": "DDP",
     "fsdp": "FSDP2",
+    "fsdp_full": "FSDP2, layers recomputed",
+    "fsdp_selective": "FSDP2, layers recomputed but for products and attention",
+    "pipeline": "pipeline parallel (1F1B, two microbatches a rank)",
     "experts": "expert parallel, the rest replicated",
     "experts_fsdp": "expert parallel, the rest under FSDP2",
 }
@@ -65,18 +69,26 @@ class Composition:
         group = mesh.get_group()
         a = sizes.attention
         self.model = parallel_models.build(sizes, device, group)
+        self.tables = models.rotary_tables(a.tokens, a.rope, device, torch.bfloat16)
+        self.whole: torch.nn.Module = self.model
         if how in ("tensor", "sequence"):
             plan = parallel_models.TENSOR if how == "tensor" else parallel_models.sequence()
             parallel_models.tensor_parallel(self.model, mesh, plan)
-        self.parts = [self.model] if whole else list(self.model.layers)
+        if how.startswith("fsdp_"):
+            parallel_models.checkpoint(self.model, how == "fsdp_selective")
+        if how == "ddp":
+            self.whole = torch.nn.parallel.DistributedDataParallel(self.model)
+        if how == "pipeline":
+            self.whole = self.model = parallel_models.Stage(self.model.layers, self.tables, mesh)
+            self.pipeline = parallel_models.Pipeline(self.model, 2 * self.ranks, device, group)
+        self.parts = [self.whole] if whole else list(self.model.layers)
         self.compiled: dict[str, list[Any]] = {}
         for name in rows:
             self.compiled[name] = [_compiled(part, name) for part in self.parts]
-        if how.endswith("fsdp"):
+        if "fsdp" in how:
             parallel_models.shard(self.model, mesh)
         self.after = parallel_models.repairs(self.model, how, self.ranks, group)
-        self.tables = models.rotary_tables(a.tokens, a.rope, device, torch.bfloat16)
-        self.shape = (a.batch, a.tokens, a.dim)
+        self.shape = (a.batch * (2 * self.ranks if how == "pipeline" else 1), a.tokens, a.dim)
         self.first = [_local(p).detach().clone().cpu() for p in self.model.parameters()]
         self.inputs = self.batch(0)
 
@@ -92,7 +104,7 @@ class Composition:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and what the model shall make of them. Under tensor parallelism all ranks have the same ones."""
-        alike = self.how in ("tensor", "sequence")
+        alike = self.how in ("tensor", "sequence", "pipeline")
         draw = torch.Generator(self.device).manual_seed(step * 100 + (0 if alike else self.rank))
         x = torch.randn(self.shape, device=self.device, dtype=torch.bfloat16, generator=draw)
         target = x.roll(1, 1).tanh()
@@ -102,7 +114,9 @@ class Composition:
 
     def step(self, x: Tensor, target: Tensor) -> Tensor:
         """Forward and backward. Gradients of each rank's mean: those of a part of the tokens are summed over ranks."""
-        loss = (self.model(x, *self.tables) - target).float().pow(2).mean()
+        if self.how == "pipeline":
+            return self.pipeline.step(x, target)
+        loss = (self.whole(x, *self.tables) - target).float().pow(2).mean()
         (loss / self.ranks if self.how == "sequence" else loss).backward()
         self.after()
         return loss.detach()
@@ -188,6 +202,7 @@ def measure(how: str, sizes: Sizes, device: torch.device, a: Any) -> dict[str, A
     import megacpp_compile
 
     say(f"{how}: the sites of one device")
+    torch._dynamo.reset()  # it compiles the code of layers that were compiled before
     alone = of_one_device(sizes, device)
     torch._dynamo.reset()
     composition = Composition(how, sizes, device, a.rows, a.whole)

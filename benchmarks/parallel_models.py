@@ -1,11 +1,13 @@
 """Layers that are cut over ranks by PyTorch's own means: tensor, sequence and expert parallelism, FSDP2.
 
-What is cut is plain: `models.Layer` and experts that rows reach by an all-to-all.
+What is cut is plain: `models.Layer` and experts that rows reach by an all-to-all. A pipeline has a part of the layers on
+each rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks import models
 from benchmarks.subjects.block import Size
@@ -145,6 +150,49 @@ def shard(model: models.Stack, mesh: DeviceMesh) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=own & set(layer.parameters()))
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=own)
+
+
+def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op in (torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_cudnn_attention.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint(model: models.Stack, selective: bool) -> None:
+    """Each layer recomputes what it has computed in backward; products and attention are kept where `selective`."""
+    how = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_products)} if selective else {}
+    model.layers = nn.ModuleList(checkpoint_wrapper(layer, **how) for layer in model.layers)
+
+
+class Stage(nn.Module):
+    """The layers of a pipeline that this rank has. The tables are its own: what goes from stage to stage is x alone."""
+
+    def __init__(self, layers: nn.ModuleList, tables: tuple[Tensor, Tensor], mesh: DeviceMesh) -> None:
+        super().__init__()
+        own = slice(*(len(layers) * rank // mesh.size() for rank in (mesh.get_local_rank(), mesh.get_local_rank() + 1)))
+        self.layers, self.tables = layers[own], tables
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, *self.tables)
+        return x
+
+
+class Pipeline:
+    """1F1B over as many stages as ranks."""
+
+    def __init__(self, stage: Stage, microbatches: int, device: torch.device, group: Any) -> None:
+        self.last = dist.get_rank(group) == dist.get_world_size(group) - 1
+        place = PipelineStage(stage, dist.get_rank(group), dist.get_world_size(group), device, group=group)
+        self.schedule = Schedule1F1B(place, microbatches, loss_fn=lambda out, y: (out - y).float().pow(2).mean())
+
+    def step(self, x: Tensor, target: Tensor) -> Tensor:
+        """Forward and backward of a batch that all ranks have; the mean loss, on all ranks."""
+        losses: list[Tensor] = []
+        first = (x,) if not dist.get_rank() else ()
+        self.schedule.step(*first, **({"target": target, "losses": losses} if self.last else {}))
+        loss = torch.stack(losses).mean() if self.last else x.new_zeros((), dtype=torch.float32)
+        dist.all_reduce(loss)
+        return loss.detach()
 
 
 def repairs(model: models.Stack, how: str, ranks: int, group: Any) -> Callable[[], None]:
