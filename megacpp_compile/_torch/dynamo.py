@@ -47,6 +47,16 @@ def set_frame_compiler(compiler: Callable[..., Any]) -> None:
     find("torch._dynamo.convert_frame")._compile = compiler
 
 
+def left_to_python() -> Any:
+    """What Dynamo is told of a frame that runs in Python, with all that it calls, in this call of it and not in others;
+    None where it cannot be told."""
+    answer = find("torch._dynamo.types.ConvertFrameReturn")
+    if answer is None or "apply_to_code" not in inspect.signature(answer).parameters:
+        return None
+    skip = answer().frame_exec_strategy  # of the frame, not of what it calls
+    return answer(frame_exec_strategy=type(skip)(skip.cur_action, skip.cur_action), apply_to_code=False)
+
+
 class _Reopened(dict[str, Any]):
     """Dynamo's table of backends, where `open_to` does not count as taken."""
 

@@ -168,6 +168,8 @@ _ROWS = (
            seen="2.13-2.15"),
     Symbol("", "torch._dynamo.convert_frame._compile", "settings for the frames of this backend alone",
            "frames break at sizes known at run time only"),
+    Symbol("", "torch._dynamo.types.ConvertFrameReturn", "leaving one call of a frame to eager",
+           "masks that are a frame of their own are data"),
     Symbol("", "torch._dynamo.config.capture_dynamic_output_shape_ops", "sizes known at run time only",
            "frames break at them"),
     Symbol("", "torch._dynamo.symbolic_convert.InstructionTranslatorBase", "watching a frame's translation", _BREAKS),

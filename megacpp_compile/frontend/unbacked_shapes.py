@@ -31,7 +31,7 @@ from megacpp_compile._torch.dynamo import (
     set_frame_compiler,
 )
 from megacpp_compile._torch.dynamo import config as dynamo_config
-from megacpp_compile.frontend import graph_breaks
+from megacpp_compile.frontend import graph_breaks, mask_frames
 from megacpp_compile.frontend.expert_loops import ExpertLoopTracer
 from megacpp_compile.frontend.garbage import no_full_collections
 from megacpp_compile.frontend.loop_advice import advice
@@ -88,6 +88,8 @@ def install(at_first: Callable[[], None] = lambda: None) -> None:
         if not getattr(_innermost(compiler), _OURS, False):
             watched = watches and getattr(_innermost(ddp.cuts_for(compiler)), _OURS, False)
             return (_in_pieces if watched else original)(*args, **kwargs)
+        if (eager := mask_frames.in_eager(given)) is not None:
+            return eager
         at_first()
         seen, token = len(graph_break_reasons), _retraced.set(False)
         traced = functools.partial(_traced_whole, original, args, kwargs)
