@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import benchmarks.parallel as parallel
+import benchmarks.rates as rates
+import benchmarks.rates_models as rates_models
 import benchmarks.xla_zoo as xla_zoo
 from benchmarks import __main__ as suite
 from benchmarks import (
@@ -266,7 +268,7 @@ def test_without_a_gpu_it_says_so(capsys):
     ("__main__", "--subject"), ("__main__", "benchmarks.compile_time"),
     *((module, "python -m benchmarks") for module in [
         "performance_page", "compile_time", "saved_for_backward", "recall_table", "coverage", "rounding_loss", "xla_programs",
-        "xla_sparse_mla", "xla_zoo", "compression_loss", "parallel", "titan",
+        "xla_sparse_mla", "xla_zoo", "compression_loss", "parallel", "rates", "titan",
     ]),
 ])  # fmt: skip
 def test_measurements_have_help(module, says, monkeypatch, capsys):
@@ -470,11 +472,15 @@ def test_what_is_wrong_on_ranks(change, says):
     assert says in wrong and f"WRONG: {wrong}" in parallel.shown(found)
 
 
-@pytest.mark.end_to_end
-def test_whole_path_of_parallel_on_one_rank(no_kernels, tmp_path, monkeypatch, capsys):
+def on_one_rank(monkeypatch):
     of_one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     for name, value in of_one.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.end_to_end
+def test_whole_path_of_parallel_on_one_rank(no_kernels, tmp_path, monkeypatch, capsys):
+    on_one_rank(monkeypatch)
     settings = ("recompile_limit", "capture_scalar_outputs")
     out = tmp_path / "parallel.json"
     asked = ["--device", "cpu", "--quick", "--layers", "1", "--steps", "2", "--turns", "1", "--calls", "1"]
@@ -486,6 +492,58 @@ def test_whole_path_of_parallel_on_one_rank(no_kernels, tmp_path, monkeypatch, c
     assert found["sites_of_one_device"] == ours["of_ranks"][0]["sites"]
     assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-2)  # bfloat16, two steps
     assert "down_norm_up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "billions", "gflop"), [
+    ("qwen3_moe", 30.5, 23.1), ("nemotron_h", 31.6, 20.0), ("gpt_oss", 20.9, 22.9)
+])  # fmt: skip
+def test_released_models_have_their_parameters(name, billions, gflop):
+    """Those of all layers; published rates and tokens a second of Qwen3-30B-A3B are 23.0 GFLOP a token."""
+    from transformers import AutoModelForCausalLM
+
+    released = rates.MODELS[name]
+    config = rates_models.configuration(released, len(released.pattern), quick=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    kinds = [rates_models.KINDS[letter] for letter in released.pattern]
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.05)
+    flops = rates_models.flops_a_token(model, kinds, 4096)
+    assert flops["all"] == flops["layers"] + flops["head"] + flops["attention"]
+    assert flops["all"] / 1e9 == pytest.approx(gflop, abs=0.05)
+
+
+def test_rates_are_of_model_flops_and_of_the_slowest_row():
+    own = {"sites": {"moe": 1}, "misses": [], "fell": ["a frame"], "peak_mib": 10.0}
+    common = {"of_ranks": [own, own | {"peak_mib": 20.0}], "graphs": 5, "first_s": 1.0}
+    rows = [{"name": "inductor", "ms": {"median": 20.0}, "losses": [2.0, 1.0], **common},
+            {"name": "megacpp", "ms": {"median": 10.0}, "losses": [2.0, 1.01], **common}]  # fmt: skip
+    flops = {"layers": 1e9, "head": 5e8, "attention": 5e8, "all": 2e9}
+    found = {"name": "A", "published": 277, "of_layers": 48, "layers": 8, "ranks": 2, "parameters": 5e9, "accumulate": 2,
+             "tokens": [2, 1000], "flops_a_token": flops, "load": [1.1, 1.3], "rows": rows, "failed": {"blocks": "Oh"},
+             "attention_implementation": "sdpa", "experts_implementation": "grouped_mm"}  # fmt: skip
+    theirs, ours = rates.judged(found)["rows"]
+    assert (theirs["tflops_per_gpu"], ours["tflops_per_gpu"]) == (400.0, 800.0)
+    assert (ours["tokens_per_s_and_gpu"], ours["per_first"], ours["peak_mib"]) == (4e5, 0.5, 20.0)
+    assert not theirs["wrong"] and "losses are 1.0e-02 from inductor's" in ours["wrong"][0]
+    said = rates.shown(found)
+    assert "8 of 48 layers" in said and "in eager: a frame" in said and "blocks FAILED: Oh" in said
+
+
+@pytest.mark.end_to_end
+def test_whole_path_of_rates_on_one_rank(no_kernels, tmp_path, monkeypatch, capsys):
+    on_one_rank(monkeypatch)
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    out = tmp_path / "rates.json"
+    asked = ["--device", "cpu", "--quick", "--layers", "2", "--steps", "2", "--turns", "1", "--calls", "1"]
+    rows = ["eager", "megacpp"]
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
+        code = rates.main(["qwen3_moe", *asked, "--rows", *rows, "--out", str(out)])
+    (found,) = json.loads(out.read_text())["measured"]
+    assert code == 0 and not found["failed"] and [row["name"] for row in found["rows"]] == rows
+    ours = found["rows"][1]
+    assert ours["of_ranks"][0]["sites"] == {"moe": 1, "rope_qk": 1}  # both layers are one graph
+    assert "is_causal" in ours["of_ranks"][0]["fell"][0]
+    assert "Qwen3-30B-A3B, 2 of 48 layers" in capsys.readouterr().out
 
 
 class TestDynamoTable:
