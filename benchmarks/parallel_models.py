@@ -1,7 +1,7 @@
 """Layers that are cut over ranks by PyTorch's own means: tensor, sequence and expert parallelism, FSDP2.
 
-What is cut is plain: `models.Layer` and experts that rows reach by an all-to-all. A pipeline has a part of the layers on
-each rank.
+What is cut is plain: `models.Layer` and experts that rows reach by an all-to-all. Of a pipeline each rank has a part of the
+layers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
