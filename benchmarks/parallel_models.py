@@ -1,7 +1,6 @@
-"""Layers that are cut over ranks by PyTorch's own means: tensor, sequence and expert parallelism, FSDP2.
+"""Layers that are cut over ranks by PyTorch's own means: tensor, sequence and expert parallelism, FSDP2, DDP, pipelines.
 
-What is cut is plain: `models.Layer` and experts that rows reach by an all-to-all. Of a pipeline each rank has a part of the
-layers.
+What is cut is plain: `models.Layer` and experts that rows reach by an all-to-all.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ then a process that begins anew."""
 from __future__ import annotations
 
 import faulthandler
-import functools
 import multiprocessing
 import os
 import sys
@@ -68,9 +67,8 @@ def see_cases(
 
 
 def _on_a_gpu(rank: int) -> None:
-    """What is made without a device is made on the rank's, generators included. A rank that waits says where."""
+    """What is made without a device is made on the rank's. A rank that waits says where."""
     faulthandler.dump_traceback_later(100)
     place = torch.device("cuda", rank)
     torch.cuda.set_device(place)
     torch.set_default_device(place)
-    torch.Generator = functools.partial(torch.Generator, place)  # type: ignore[misc, assignment]

@@ -119,7 +119,7 @@ class PlainRetention(nn.Module):
         return (o, state) if self.state else o
 
     def example_inputs(self, length=12, dtype=torch.float32):
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(1)
         x = torch.randn(2, length, self.proj.in_features, generator=generator).to(dtype).requires_grad_()
         state = torch.randn(2, self.heads, *(n // self.heads for n in self.sizes[1:]), generator=generator)
         return (x, state.requires_grad_()) if self.given else (x,)

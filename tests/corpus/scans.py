@@ -204,7 +204,7 @@ class PlainMamba2(nn.Module):
         return (y, final) if self.state else y
 
     def example_inputs(self, length=12, batch=2, dtype=torch.float32):
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(1)
         u = torch.randn(batch, length, self.in_proj.in_features, generator=generator).to(dtype).requires_grad_()
         heads, p, _, n = self.shape
         state = torch.randn(batch, heads, p, n, generator=generator).requires_grad_()

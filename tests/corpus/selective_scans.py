@@ -273,7 +273,7 @@ class PlainMamba1(nn.Module):
         return (y, final) if self.state else y
 
     def example_inputs(self, length=5, batch=2, dtype=torch.float32):
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(1)
         x = torch.randn(batch, length, self.in_proj.in_features, generator=generator).to(dtype).requires_grad_()
         state = torch.randn(batch, *self.A_log.shape, generator=generator).requires_grad_()
         return (x, state) if self.given else (x,)

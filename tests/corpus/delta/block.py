@@ -134,7 +134,7 @@ class PlainDelta(nn.Module):
         return (o, final) if self.state else o
 
     def example_inputs(self, length=12, batch=2, dtype=torch.float32):
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(1)
         u = torch.randn(batch, length, self.in_proj.in_features, generator=generator).to(dtype).requires_grad_()
         _, heads, width, values = self.shape
         state = torch.randn(batch, heads, width, values, generator=generator)
