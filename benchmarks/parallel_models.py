@@ -1,4 +1,4 @@
-"""Layers that are cut over ranks by PyTorch's own means: tensor, sequence and expert parallelism, FSDP2, DDP, pipelines.
+"""Layers that are cut over ranks by PyTorch's own means: TP, SP, EP, FSDP2, DDP, pipelines.
 
 What is cut is plain: `models.Layer` and experts that rows reach by an all-to-all.
 """
