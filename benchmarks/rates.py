@@ -49,6 +49,7 @@ ROWS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "eager": ("nothing", None),
     "inductor": ("model", None),
     "megacpp": ("model", {}),
+    "megacpp_no_logits": ("model", {"drop_outputs": ("logits",)}),
     "inductor_layers": ("layers", None),
     "megacpp_layers": ("layers", {}),
     "blocks": ("blocks", {}),

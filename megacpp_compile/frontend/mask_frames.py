@@ -13,14 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megacpp_compile._torch.dynamo import left_to_python
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.records import Frame
 
 REASON = "a mask alone, which other frames would be handed as data: transformers says `is_causal` in eager instead"
 _FILE, _FUNCTION = ("transformers", "masking_utils.py"), "create_causal_mask"
-# What makes the mask more than causal, or has eager make it as well, where it is given.
-_MORE = ("attention_mask", "past_key_values", "or_mask_function", "and_mask_function", "block_sequence_ids")
+# What makes the mask more than causal where it is given.
+_MORE = ("past_key_values", "or_mask_function", "and_mask_function", "block_sequence_ids")
 # Backends whose report has the frame.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -33,10 +35,16 @@ def in_eager(given: Mapping[str, Any]) -> Any:
         return None
     by_torch = getattr(values.get("config"), "_attn_implementation", None) == "sdpa"
     plain = by_torch and values.get("allow_is_causal_skip", True) and all(values.get(name) is None for name in _MORE)
-    answer = left_to_python() if plain and not given.get("one_graph") else None
+    whole = given.get("one_graph")
+    answer = left_to_python() if plain and not whole and _hides_none(values.get("attention_mask")) else None
     if answer is not None and (backend := given["compiler_fn"]) not in _told:
         _told.add(backend)
         log.logger.info("frame %s is left to eager: %s", code.co_name, REASON)
         name = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
         collector.emit_frame(Frame(captured=False, name=name, reason=REASON, left_to="eager"))
     return answer
+
+
+def _hides_none(padding: torch.Tensor | None) -> bool:
+    """Whether no token is one of padding; eager looks as well, and waits for the device."""
+    return padding is None or padding.dim() == 2 and bool(padding.all())

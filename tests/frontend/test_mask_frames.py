@@ -48,8 +48,9 @@ def compared(model, **given):
     return seen, [f for f in report.frames if f.name.startswith("create_causal_mask") and f.left_to == "eager"]
 
 
-def test_layers_are_handed_no_mask():
-    seen, (frame,) = compared(model())
+@pytest.mark.parametrize("given", [{}, {"attention_mask": torch.ones(2, 12, dtype=torch.long)}], ids=["none", "ones"])
+def test_layers_are_handed_no_mask(given):
+    seen, (frame,) = compared(model(), **given)
     assert seen == [None] * 4 and "is_causal" in frame.reason and not frame.captured
 
 
