@@ -239,6 +239,17 @@ def test_what_it_holds_while_it_runs(dtype, grads, tokens, words, rows, wide):
     assert backward.workspace(None, None, x, w, *[None] * 9, grads) == want
 
 
+@pytest.mark.parametrize(("hidden", "words", "rows"), [(2048, 32768, 2048), (768, 50265, 2048)])
+def test_words_that_pad_a_weight_are_held(hidden, words, rows):
+    """On a GPU, where the op has a copy of a weight whose words are odd in number."""
+    on_gpu = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    x, w = (SimpleNamespace(shape=(n, hidden), **on_gpu) for n in (8192, words))
+    width = -(-words // 8) * 8
+    of_w = 2 * width * hidden if words % 8 else 0  # with the words that pad it
+    trait = traits_of(torch.ops.megacpp.linear_cross_entropy.default)
+    assert trait.workspace(x, w, *[None] * 9, "xw") == 2 * rows * width + of_w
+
+
 def check_rows_left_out(rand, module, bad, device="cpu"):
     """Rows that count for nothing are zeros, whatever their logits and what multiplies them."""
     args = [a.detach().to(device) if isinstance(a, torch.Tensor) else a for a in arguments(rand, bias=True, dtype=torch.float32)]

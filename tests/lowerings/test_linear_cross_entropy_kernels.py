@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp_compile.lowerings.linear_cross_entropy import chunks, linear_cross_entropy, reference
 
@@ -67,11 +68,11 @@ def test_sums_in_float16_stay_in_range(rand):
 
 @runs_kernels
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("most", [0, 8], ids=["wide", "in_place"])
+@pytest.mark.parametrize(("most", "words"), [(0, 40), (8, 37)], ids=["wide", "in_place"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *SELDOM], ids=str)
-def test_several_chunks(rand, monkeypatch, dtype, most):
+def test_several_chunks(rand, monkeypatch, dtype, most, words):
     monkeypatch.setattr(chunks, "MOST_IN_PLACE", most)
-    for name, args in calls(rand, dtype):
+    for name, args in calls(rand, dtype, v=words):
         with poisoned_memory(), torch.no_grad():
             got = getattr(kernels(), name)(*args)
         assert not disagreements(got, name, args)
@@ -145,9 +146,39 @@ def test_a_target_that_is_no_word(rand):
 def test_makes_the_logits_of_one_chunk(rand):
     for name, args in calls(rand, torch.bfloat16, v=300):
         x, w = args[:2] if name == "linear_cross_entropy" else args[2:4]
-        with torch.no_grad(), Largest(tuple(x.shape), tuple(w.shape)) as seen:
+        with torch.no_grad(), Largest(tuple(x.shape), tuple(w.shape), (304, w.shape[1])) as seen:
             getattr(kernels(), name)(*args)
-        assert seen.found == 4 * 304  # rows begin at multiples of 16 bytes
+        assert seen.found == 4 * 304  # rows are multiples of 16 bytes, for which w has words of zeros
+
+
+class Products(TorchDispatchMode):
+    """Operands and result of every GEMM."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.found.append((func.overloadpacket, [a for a in args if isinstance(a, torch.Tensor)], out))
+        return out
+
+
+@runs_kernels
+@pytest.mark.skipif(CUDA, reason="of a sum that is wider than its factors it is another GEMM")
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("words", [37, 40])
+def test_gemms_are_of_whole_vectors(rand, words):
+    """Of an odd number of words cuBLAS takes half as long again; a bias is free where it is [v] and logits contiguous."""
+    for name, args in calls(rand, torch.bfloat16, v=words):
+        with torch.no_grad(), Products() as seen:
+            getattr(kernels(), name)(*args)
+        sizes = {n for _, operands, out in seen.found for t in (*operands, out) for n in t.shape}
+        assert sizes == {24, 40, 4, 3}  # channels, words, rows of a chunk and of the last
+        with_bias = [(operands[0], out) for kind, operands, out in seen.found if kind is torch.ops.aten.addmm]
+        assert [tuple(b.shape) for b, _ in with_bias] == [(40,)] * 3
+        assert all(b.is_contiguous() and out.is_contiguous() for b, out in with_bias)
 
 
 @pytest.mark.cuda

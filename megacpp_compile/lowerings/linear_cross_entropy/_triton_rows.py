@@ -81,9 +81,9 @@ def cross_entropy_rows(logits, target, count, dlse, lse, picked, total, WORDS: t
                        SMOOTHING: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr,
                        STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, DLSE: tl.constexpr, WIDE: tl.constexpr,
                        BLOCK: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """logits: rows of WORDS in memory for ROOM, where anything may stand and be written behind them, so that every load
-    and store is of whole vectors. lse, picked (the target's logit) and total (the sum of logits): a number a row,
-    written with STATISTICS; without it lse is read. count and dlse: as `reference.gradient` has them."""
+    """logits: rows of WORDS in memory for ROOM, so that every load and store is of whole vectors; anything may stand
+    behind them, where the gradient is 0. lse, picked (the target's logit) and total (the sum of logits): a number a
+    row, written with STATISTICS; without it lse is read. count and dlse: as `reference.gradient` has them."""
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
     SPAN: tl.constexpr = GROUP * BLOCK
     WHOLE: tl.constexpr = WORDS // SPAN * SPAN
@@ -127,6 +127,7 @@ def cross_entropy_rows(logits, target, count, dlse, lse, picked, total, WORDS: t
         if WHOLE < WORDS:
             z = _words(logits, WHOLE, words, dtype, WORDS, ROOM, False, SCALE, SOFTCAP)
             d = _gradient(z, of_row, of_lse, counted, kept, WORDS, SMOOTHING, SCALE, SOFTCAP, False)
+            d = tl.where(WHOLE + words < WORDS, d, 0)
             tl.store(logits + WHOLE + words, as_stored(d, logits), mask=WHOLE + words < ROOM)
         for done in range(0, WHOLE, SPAN):
             first = WHOLE - SPAN - done

@@ -26,6 +26,14 @@ AT_ONCE = 4.25
 MOST_IN_PLACE = 8
 # Rows that a chunk is cut to where there are so many, a tile of a GEMM; and those that fill a GPU.
 TILE, FULL = 128, 2048
+# Bytes that a row of logits is a multiple of on CUDA: cuBLAS is slow on others.
+ALIGNED = 16
+
+
+def padded(words: int, dtype: torch.dtype) -> int:
+    """Words of a row of logits in `dtype`, with those that align it."""
+    each = max(1, ALIGNED // dtype.itemsize)
+    return -(-words // each) * each
 
 
 def chunk_rows(tokens: int, words: int, itemsize: int, device: torch.device, wide: int = 0) -> int:
@@ -86,10 +94,13 @@ def workspace(x: torch.Tensor, w: torch.Tensor, grads: str, dtype: torch.dtype) 
     tokens, words, hidden = hint(x.shape[0]), hint(w.shape[0]), hint(w.shape[1])
     cuda = family({x.device.type}) is CUDA
     itemsize = x.dtype.itemsize if cuda else compute_dtype(x).itemsize
-    rows = chunk_rows(tokens, words, itemsize, x.device, wide_bytes(w, grads) if cuda else 0)
-    logits = rows * words * itemsize
+    width = padded(words, x.dtype) if cuda else words
+    rows = chunk_rows(tokens, width, itemsize, x.device, wide_bytes(w, grads) if cuda else 0)
+    logits = rows * width * itemsize
     if not cuda:
         logits = int(AT_ONCE * logits)
+    elif width > words:
+        logits += width * hidden * itemsize  # w, with the words that pad it
     if "w" not in grads:
         return logits
     own = words * hidden * dtype.itemsize

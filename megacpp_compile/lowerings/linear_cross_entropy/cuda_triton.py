@@ -29,8 +29,6 @@ __all__ = ["TRACED", "linear_cross_entropy", "linear_cross_entropy_backward", "s
 TRACED = False
 # Bytes of float32 products that torch 2.9, which adds none of them inside a GEMM, makes beside that sum.
 SCRATCH_BYTES = 64 << 20
-# Bytes that a row of logits begins at a multiple of; GEMMs are slow on others.
-ALIGNED = 16
 
 aten = torch.ops.aten
 
@@ -42,22 +40,23 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 
 class HeadChunks:
-    """The chunks of a call."""
+    """The chunks of a call. w and b have `width` words, of which those behind `words` are zeros: cuBLAS has no fast
+    kernel for an odd number of them, also where rows are aligned, and adds a bias inside a GEMM whose result is
+    contiguous."""
 
     def __init__(self, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, grads: str) -> None:
-        self.x, self.w, self.b, self.target = _dense(x), _dense(w), b, target.contiguous()
-        self.tokens, self.words = x.shape[0], w.shape[0]
-        each = max(1, ALIGNED // x.dtype.itemsize)
-        self.width = -(-self.words // each) * each
+        self.tokens, self.words, self.width = x.shape[0], w.shape[0], chunks.padded(w.shape[0], x.dtype)
+        self.x, self.target = _dense(x), target.contiguous()
+        self.w, self.b = _padded(_dense(w), self.width), b if b is None else _padded(b.contiguous(), self.width)
         wide = chunks.wide_bytes(w, grads)
         self.slices = list(chunks.chunks(self.tokens, self.width, x.dtype.itemsize, x.device, wide))
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
-        """(tokens, their logits), each time in the same memory."""
+        """(tokens, their logits [.., width]), each time in the same memory."""
         longest = max((s.stop - s.start for s in self.slices), default=0)
         buffer = self.x.new_empty((longest, self.width))
         for rows in self.slices:
-            logits = buffer[: rows.stop - rows.start, : self.words]
+            logits = buffer[: rows.stop - rows.start]
             if self.b is None:
                 torch.mm(self.x[rows], self.w.t(), out=logits)
             else:
@@ -75,10 +74,10 @@ class HeadGradients:
         new = of.w.new_empty if of.tokens else of.w.new_zeros
         self.dx = of.x.new_empty(of.x.shape if x else 0)
         self.dw = new(of.w.shape if w else 0, dtype=sums)
-        self.db = of.w.new_zeros(of.words if b else 0, dtype=compute_dtype(of.w))
+        self.db = of.w.new_zeros(of.width if b else 0, dtype=compute_dtype(of.w))
 
     def add(self, rows: slice, d: Tensor) -> None:
-        """d: the gradient of the logits of `rows`."""
+        """d: the gradient of the logits of `rows`, zeros behind the words."""
         if "x" in self.wanted:
             torch.mm(d, self.of.w, out=self.dx[rows])
         if "w" in self.wanted:
@@ -87,7 +86,8 @@ class HeadGradients:
             self.db += d.sum(0, dtype=self.db.dtype)
 
     def made(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.dx, self.dw.to(self.dtype), self.db.to(self.dtype)
+        dw, db = (t[: self.of.words].to(self.dtype) for t in (self.dw, self.db))
+        return self.dx, dw, db
 
 
 def _walk(of: HeadChunks, made: HeadGradients, vectors: dict[str, Tensor], constants: dict[str, Any]) -> None:
@@ -161,6 +161,15 @@ def _constants(x: Tensor, label_smoothing: float, scale: float, softcap: float |
 def _assert_words(target: Tensor, ignore_index: int, words: int) -> None:
     inside = (target >= 0) & (target < words)
     assert_async((inside | (target == ignore_index)).all(), "linear_cross_entropy: a target is out of bounds")
+
+
+def _padded(t: Tensor, words: int) -> Tensor:
+    """`t` with zeros behind what it has, so many words in all."""
+    if len(t) == words:
+        return t
+    padded = t.new_empty((words, *t.shape[1:]))
+    padded[: len(t)], padded[len(t) :] = t, 0
+    return padded
 
 
 def _dense(t: Tensor) -> Tensor:
