@@ -181,6 +181,19 @@ def test_gemms_are_of_whole_vectors(rand, words):
         assert all(b.is_contiguous() and out.is_contiguous() for b, out in with_bias)
 
 
+@runs_kernels
+@pytest.mark.parametrize("rows", [0, 1, 512, 1100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *SELDOM], ids=str)
+def test_column_sums(rand, dtype, rows):
+    d = rand(rows, 136, dtype=dtype, device=DEVICE)
+    with poisoned_memory():
+        got = kernels().column_sums(d)
+    assert got.dtype == torch.promote_types(dtype, torch.float32)
+    eps = torch.finfo(got.dtype).eps
+    bound = 32 * eps * (1 + rows) ** 0.5  # beside the root of rows, which a sum of them is about
+    torch.testing.assert_close(got.double(), d.double().sum(0), rtol=0, atol=bound)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA, reason="a GPU's allocator says how much there was at once")
 @pytest.mark.parametrize("grads", ["", "xw"])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile._torch.ops import assert_async
+from megacpp_compile.lowerings._kernels import triton_grouped
 from megacpp_compile.lowerings._kernels.triton_launch import is_wide
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.linear_cross_entropy import chunks
@@ -29,6 +30,8 @@ __all__ = ["TRACED", "linear_cross_entropy", "linear_cross_entropy_backward", "s
 TRACED = False
 # Bytes of float32 products that torch 2.9, which adds none of them inside a GEMM, makes beside that sum.
 SCRATCH_BYTES = 64 << 20
+# Rows of the logits' gradient that a program adds up.
+SUMMED = 512
 
 aten = torch.ops.aten
 
@@ -83,7 +86,7 @@ class HeadGradients:
         if "w" in self.wanted:
             add_product(self.dw, d.t(), self.of.x[rows], first=rows.start == 0)
         if "b" in self.wanted:
-            self.db += d.sum(0, dtype=self.db.dtype)
+            self.db += column_sums(d)
 
     def made(self) -> tuple[Tensor, Tensor, Tensor]:
         dw, db = (t[: self.of.words].to(self.dtype) for t in (self.dw, self.db))
@@ -170,6 +173,12 @@ def _padded(t: Tensor, words: int) -> Tensor:
     padded = t.new_empty((words, *t.shape[1:]))
     padded[: len(t)], padded[len(t) :] = t, 0
     return padded
+
+
+def column_sums(d: Tensor) -> Tensor:
+    """The sum of d's rows in the compute dtype, of `SUMMED` rows at a time first, which fill a GPU."""
+    ends = torch.arange(SUMMED, len(d) + SUMMED, SUMMED, device=d.device).clamp_(max=len(d))
+    return triton_grouped.sums(d, ends, None, None).sum(0)
 
 
 def _dense(t: Tensor) -> Tensor:
