@@ -239,11 +239,13 @@ def test_what_it_holds_while_it_runs(dtype, grads, tokens, words, rows, wide):
     assert backward.workspace(None, None, x, w, *[None] * 9, grads) == want
 
 
-@pytest.mark.parametrize(("hidden", "words", "rows"), [(2048, 32768, 2048), (768, 50265, 2048)])
-def test_words_that_pad_a_weight_are_held(hidden, words, rows):
-    """On a GPU, where the op has a copy of a weight whose words are odd in number."""
+@pytest.mark.parametrize(("hidden", "words", "rows"), [
+    (2048, 32768, 2048), (1024, 32768, 4096), (768, 50265, 4096), (256, 30522, 8192), (8, 30522, 8192), (8, 8000, 32768),
+])  # fmt: skip
+def test_chunks_of_few_channels_are_longer(hidden, words, rows):
+    """On a GPU, where a GEMM of a chunk has too few tiles else; as far as they fit."""
     on_gpu = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
-    x, w = (SimpleNamespace(shape=(n, hidden), **on_gpu) for n in (8192, words))
+    x, w = (SimpleNamespace(shape=(n, hidden), **on_gpu) for n in (8192 if rows <= 8192 else rows, words))
     width = -(-words // 8) * 8
     of_w = 2 * width * hidden if words % 8 else 0  # with the words that pad it
     trait = traits_of(torch.ops.megacpp.linear_cross_entropy.default)

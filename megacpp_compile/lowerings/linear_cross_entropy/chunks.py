@@ -24,8 +24,9 @@ AT_ONCE = 4.25
 # 131072 that is no further off than eager's, which rounds the logits and their gradient. Of more in float32, which
 # holds them twice as wide until the last.
 MOST_IN_PLACE = 8
-# Rows that a chunk is cut to where there are so many, a tile of a GEMM; and those that fill a GPU.
-TILE, FULL = 128, 2048
+# Rows that a chunk is cut to where there are so many, a tile of a GEMM; and those that fill a GPU with tiles of their
+# gradient, where they have so many channels.
+TILE, FULL, CHANNELS = 128, 2048, 2048
 # Bytes that a row of logits is a multiple of on CUDA: cuBLAS is slow on others.
 ALIGNED = 16
 
@@ -36,12 +37,14 @@ def padded(words: int, dtype: torch.dtype) -> int:
     return -(-words // each) * each
 
 
-def chunk_rows(tokens: int, words: int, itemsize: int, device: torch.device, wide: int = 0) -> int:
+def chunk_rows(
+    tokens: int, words: int, itemsize: int, device: torch.device, wide: int = 0, hidden: int = CHANNELS
+) -> int:
     """Rows of the longest chunk. wide: bytes that sums of w's gradient take in float32 beside the result, where such a
-    sum may be in place."""
+    sum may be in place. hidden: channels of x."""
     each = max(1, words * itemsize)
     if family({device.type}) is CUDA:
-        return min(max(1, tokens), _cuda_rows(tokens, each, wide))
+        return min(max(1, tokens), _cuda_rows(tokens, each, wide, hidden))
     most = max(1, {TPU: XLA_BYTES}.get(family({device.type}), CPU_BYTES) // each)
     if tokens <= most:
         return max(1, tokens)
@@ -49,11 +52,12 @@ def chunk_rows(tokens: int, words: int, itemsize: int, device: torch.device, wid
     return min(most, -(-even // TILE) * TILE)
 
 
-def _cuda_rows(tokens: int, each: int, wide: int) -> int:
-    """A quarter of the tokens or `FULL` of them, as many as fit, and a power of 2, which cuBLAS likes best (1280 and
-    1536 rows take longer than 1024 and 2048); more, where that costs less memory than sums in float32. each: bytes of
-    a row of logits."""
-    fits = _power_below(min(max(1, CUDA_BYTES // each), max(tokens // 4, FULL)))
+def _cuda_rows(tokens: int, each: int, wide: int, hidden: int) -> int:
+    """A quarter of the tokens, or as many as make `FULL` rows of `CHANNELS`, as many as fit, and a power of 2, which
+    cuBLAS likes best (1280 and 1536 rows take longer than 1024 and 2048); more, where that costs less memory than sums
+    in float32. each: bytes of a row of logits."""
+    full = FULL * max(1, CHANNELS // max(1, hidden))
+    fits = _power_below(min(max(1, CUDA_BYTES // each), max(tokens // 4, full)))
     few = 1 << max(0, -(-tokens // max(1, MOST_IN_PLACE)) - 1).bit_length()
     return few if fits < few and few * each <= fits * each + wide else fits
 
@@ -63,9 +67,11 @@ def _power_below(n: int) -> int:
     return 1 << n.bit_length() - 1
 
 
-def chunks(tokens: int, words: int, itemsize: int, device: torch.device, wide: int = 0) -> Iterator[slice]:
+def chunks(
+    tokens: int, words: int, itemsize: int, device: torch.device, wide: int = 0, hidden: int = CHANNELS
+) -> Iterator[slice]:
     """Slices of tokens, in order."""
-    rows = chunk_rows(tokens, words, itemsize, device, wide)
+    rows = chunk_rows(tokens, words, itemsize, device, wide, hidden)
     for start in range(0, tokens, rows):
         yield slice(start, min(start + rows, tokens))
 
@@ -95,7 +101,7 @@ def workspace(x: torch.Tensor, w: torch.Tensor, grads: str, dtype: torch.dtype) 
     cuda = family({x.device.type}) is CUDA
     itemsize = x.dtype.itemsize if cuda else compute_dtype(x).itemsize
     width = padded(words, x.dtype) if cuda else words
-    rows = chunk_rows(tokens, width, itemsize, x.device, wide_bytes(w, grads) if cuda else 0)
+    rows = chunk_rows(tokens, width, itemsize, x.device, wide_bytes(w, grads) if cuda else 0, hidden)
     logits = rows * width * itemsize
     if not cuda:
         logits = int(AT_ONCE * logits)

@@ -52,7 +52,7 @@ class HeadChunks:
         self.x, self.target = _dense(x), target.contiguous()
         self.w, self.b = _padded(_dense(w), self.width), b if b is None else _padded(b.contiguous(), self.width)
         wide = chunks.wide_bytes(w, grads)
-        self.slices = list(chunks.chunks(self.tokens, self.width, x.dtype.itemsize, x.device, wide))
+        self.slices = list(chunks.chunks(self.tokens, self.width, x.dtype.itemsize, x.device, wide, w.shape[1]))
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
         """(tokens, their logits [.., width]), each time in the same memory."""
