@@ -46,6 +46,7 @@ SIZES = (
     Size(7168, 131072, 4096),
     Size(2048, 32768, 16384),
     Size(4096, 262144, 4096),
+    Size(768, 30522, 16384),
 )
 QUICK = (Size(16, 200, 64),)
 # Of our kernels: MiB of logits in a chunk, and what the weight's gradient is added up in (None: its own dtype).
@@ -126,8 +127,8 @@ def gemms_by_chunks(x: Tensor, w: Tensor) -> Runner:
     target = torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
     def step() -> tuple[Tensor, ...]:
-        of = op.Chunks(x, w, None, target, "xw")
-        made = op.Gradients(of, "xw")
+        of = op.HeadChunks(x, w, None, target, "xw")
+        made = op.HeadGradients(of, "xw", w.dtype)
         for rows, logits in of.logits():
             made.add(rows, logits)
         return made.made()  # type: ignore[no-any-return]
