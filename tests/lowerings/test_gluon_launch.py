@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ class Kernel(triton.JITFunction):
     """Compiles and launches nothing, and tells what it was asked for."""
 
     arg_names = ("rows", "flags", "count", "scale", "WIDTH")
+    params = tuple(types.SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in arg_names)
 
     def __init__(self):
         self.compiled, self.launched, self.warmed, self.ready = [], [], [], threading.Event()
@@ -64,8 +66,9 @@ def arguments(**change):
 
 
 def test_a_launch_like_one_before(launched):
-    """Tensors and floats may be others. The compiled kernel takes its arguments in order, and a grid of three."""
-    first, second = arguments(), arguments(scale=0.25)
+    """Tensors and floats may be others, and numbers that Triton does not tell apart. The compiled kernel takes its
+    arguments in order, and a grid of three."""
+    first, second = arguments(), arguments(scale=0.25, count=5)
     gluon_launch.launch(launched, (5,), **first)
     gluon_launch.launch(launched, (7, 2), **second)
     ((grid, given),) = launched.compiled
@@ -76,7 +79,7 @@ def test_a_launch_like_one_before(launched):
 
 
 @pytest.mark.parametrize("change",
-                         [{"count": 4}, {"WIDTH": 64}, {"num_warps": 8}, {"flags": torch.zeros(64, dtype=torch.int32)},
+                         [{"count": 1}, {"count": 32}, {"count": 1 << 31}, {"WIDTH": 64}, {"num_warps": 8}, {"flags": torch.zeros(64, dtype=torch.int32)},
                           {"flags": torch.zeros(65)[1:]}, {"scale": None}], ids=lambda change: next(iter(change)))
 def test_what_a_kernel_is_compiled_for(launched, change):
     for given in (arguments(), arguments(**change)):
@@ -93,9 +96,18 @@ def test_releases_that_nobody_has_looked_at(launched, monkeypatch):
 
 def test_what_is_remembered_is_bounded(launched, monkeypatch):
     monkeypatch.setattr(gluon_launch, "MOST", 2)
-    for count in (1, 2, 3, 3):
-        gluon_launch.launch(launched, (1,), **arguments(count=count))
+    for width in (1, 2, 3, 3):
+        gluon_launch.launch(launched, (1,), **arguments(WIDTH=width))
     assert len(launched.compiled) == 3 and len(launched.launched) == 1 and len(gluon_launch._compiled) == 1
+
+
+@pytest.mark.skipif(bool(hopper_grouped.kernels.missing), reason="a Triton without these kernels of Gluon")
+def test_weights_that_lie_alike_elsewhere():
+    """As FSDP gathers them in each step: how they lie to each other is on the device already."""
+    buffer = torch.zeros(4, 2, 64, 64, dtype=torch.bfloat16)
+    first, second = (hopper_grouped._lying([buffer[i], buffer[i + 2]]) for i in (0, 1))
+    assert second.places is first.places and first.places.tolist() == [0, 1, 4, 5] and first.shape == [6, 64, 64]
+    assert second.base.data_ptr() == buffer[1].data_ptr()
 
 
 class TestAhead:

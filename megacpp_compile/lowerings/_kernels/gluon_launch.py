@@ -23,7 +23,7 @@ from megacpp_compile.lowerings._kernels.trace_options import ahead
 
 # What a launch of a compiled kernel takes was looked up in these releases. Others launch every time as the first.
 KNOWN = "3.6."
-# Calls that are remembered. Each length of a sequence is one for each kernel.
+# Calls that are remembered.
 MOST = 4096
 
 
@@ -72,6 +72,8 @@ def _offset(t: Tensor) -> int:
 
 
 _compiled: dict[Any, Any] = {}
+# The parameters of a kernel whose values a launch passes; others, and options, are constants of what is compiled.
+_passed: dict[int, frozenset[str]] = {}
 # Calls whose kernels were begun ahead.
 _begun: dict[Any, Future[None]] = {}
 
@@ -137,15 +139,21 @@ def _nowhere(arg: Any) -> Any:
 
 
 def _key(kernel: Any, args: dict[str, Any]) -> Any:
-    return (id(kernel), torch.cuda.current_device(), *args, *map(_kind, args.values()))
+    if (passed := _passed.get(id(kernel))) is None:
+        passed = _passed[id(kernel)] = frozenset(p.name for p in kernel.params if not p.is_constexpr)
+    kinds = (_kind(arg) if name in passed else arg for name, arg in args.items())
+    return (id(kernel), torch.cuda.current_device(), *args, *kinds)
 
 
 def _kind(arg: Any) -> Any:
-    """What of an argument a kernel is compiled for, or more: of a number all of it."""
+    """What of an argument a kernel is compiled for, or more. How many rows there are changes with each step of expert
+    parallelism."""
     if isinstance(arg, Tile):
         return arg.base.dtype, address(arg.base) % 16, *arg.block_shape
     if isinstance(arg, Tensor):
         return arg.dtype, address(arg) % 16
+    if isinstance(arg, int) and not isinstance(arg, bool):
+        return int, arg == 1, arg % 16 == 0, arg.bit_length() > 31
     return float if isinstance(arg, float) else arg
 
 

@@ -247,26 +247,28 @@ def _lying(weights: list[Tensor], transposed: bool = False, halves: bool = False
         return None
     if by_columns != transposed and first.dtype == FLOAT8:
         return None
-    places = begins = addresses(weights)
+    begins = addresses(weights)
+    begin = min(begins)
+    places = [a - begin for a in begins]
     if first.dim() == 3:
         between = first.stride(0) * size
         places = [a + e * between for a in places for e in range(first.shape[0])]
     if halves:
         rows //= 2
         places = places + [a + rows * step * size for a in places]
-    begin, unit, units, behind = _places(tuple(places), first.device)
+    unit, units, behind = _places(tuple(places), first.device)
     aligned = not any(byte % ALIGNED for byte in (begin, unit, step * size, lanes * size))
     if not aligned or units > MOST_UNITS or unit > LARGEST_UNIT:
         return None
-    base = weights[begins.index(min(begins))]
+    base = weights[begins.index(begin)]
     return _Lying(base, [units, rows, lanes], [unit // size, step, 1], behind, by_columns != transposed)
 
 
 @remembered
-def _places(addresses: tuple[int, ...], device: torch.device) -> tuple[int, int, int, Tensor]:
-    """(the first address, bytes of a unit, how many units all span, how many units each lies behind the first)"""
-    first = min(addresses)
-    unit = math.gcd(*(a - first for a in addresses)) or ANY_UNIT
-    places = [(a - first) // unit for a in addresses]
-    units = max(places) + 1
-    return first, unit, units, kept_numbers(places if units <= MOST_UNITS else [], torch.int32, device)
+def _places(places: tuple[int, ...], device: torch.device) -> tuple[int, int, Tensor]:
+    """(bytes of a unit, how many units all span, how many units each lies behind the first), of how many bytes it does.
+    FSDP gathers weights elsewhere in each step: addresses would be others, with a wait for the device each time."""
+    unit = math.gcd(*places) or ANY_UNIT
+    behind = [place // unit for place in places]
+    units = max(behind) + 1
+    return unit, units, kept_numbers(behind if units <= MOST_UNITS else [], torch.int32, device)
