@@ -161,12 +161,15 @@ class Trainer:
         self.model.zero_grad(set_to_none=True)
         return loss
 
-    def losses(self, steps: int) -> list[float]:
-        """Of the first steps, the mean of all ranks."""
+    def losses(self, steps: int) -> tuple[float, list[float]]:
+        """(seconds of the first step, losses of the first steps, the mean of all ranks)"""
         self.begin_anew()
-        found = torch.stack([self.step([self.batch(number)]) for number in range(steps)])
-        dist.all_reduce(found)
-        return (found / dist.get_world_size()).tolist()
+        found: list[Tensor] = []
+        first = self.timed(lambda: found.append(self.step([self.batch(0)])), 1)
+        found += [self.step([self.batch(number)]) for number in range(1, steps)]
+        mean = torch.stack(found) / dist.get_world_size()
+        dist.all_reduce(mean)
+        return first / 1e3, mean.tolist()
 
     def timed(self, what: Callable[[], Any], calls: int) -> float:
         """Milliseconds of a call, of the slowest rank."""
@@ -261,16 +264,15 @@ def one_row(trainer: Trainer, name: str, a: Any) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name}
     trainer.compile(name)
     trainer.use(name)
-    trainer.begin_anew()
+    say(f"{name}: its first step begins")
     with counted(row):
-        row["first_s"] = trainer.timed(trainer.step, 1) / 1e3
-        say(f"{name}: first step {row['first_s']:.1f} s")
-        row["losses"] = trainer.losses(a.steps)
+        row["first_s"], row["losses"] = trainer.losses(a.steps)
     own = row.pop("own") | {"peak_mib": trainer.peak()}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     row["of_ranks"] = every
-    say(f"{name}: losses {' '.join(f'{loss:.4f}' for loss in row['losses'])}, sites {own['sites']}")
+    losses = " ".join(f"{loss:.4f}" for loss in row["losses"])
+    say(f"{name}: first step {row['first_s']:.1f} s, losses {losses}, sites {own['sites']}")
     return row
 
 
