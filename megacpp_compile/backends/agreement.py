@@ -51,13 +51,15 @@ class Outcome:
     """What a rank makes of a frame.
 
     form: what fuses in it, in the order of the graph. left: why this rank leaves it to the backend, "" where it does
-    not. again: why it has Dynamo trace the frame again, in pieces. error: how compiling it failed.
+    not. again: why it has Dynamo trace the frame again, in pieces. error: how compiling it failed. gone: whether it runs
+    what was agreed on before, and waits for no other rank.
     """
 
     form: str = ""
     left: str = ""
     again: str = ""
     error: str = ""
+    gone: bool = False
 
 
 class Meeting:
@@ -92,18 +94,21 @@ class Meeting:
 
     def settle(self, own: Outcome, strict: bool) -> Outcome:
         """`own`, or what this rank is to follow: the `again` of another, or `left` with that rank and its reason. Waits
-        for ranks that have not come so far yet. Raises RanksDifferError where one of them failed or does not come, and
-        under `strict` where ranks differ."""
+        for ranks that have not come so far yet. Raises RanksDifferError where one of them failed, does not come or runs
+        what this rank cannot, and under `strict` where ranks differ."""
         if self.left:
             return own
         if self.agreed and shared_store().compare_set(f"{self._round()}/way", "", "alone") == b"alone":
             if not own.left and own.form in self.agreed:
-                self.asked[self.calls] += 1
+                self.report(dataclasses.replace(own, gone=True))
                 return own
         found = self._ask(own)
         for rank, other in found.items():
             if other.error:
                 raise RanksDifferError(self.place, (rank,), f"failed to compile it: {other.error}")
+            if other.gone:
+                mine = f"leaves it to the backend: {own.left}" if own.left else f"fuses {own.form or 'nothing'}"
+                raise RanksDifferError(self.place, (rank,), f"runs {other.form} as agreed on before. This rank {mine}")
         for rank, other in found.items():
             if other.again:
                 return dataclasses.replace(own, again=f"rank {rank} has it traced again: {other.again}")

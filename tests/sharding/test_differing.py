@@ -67,6 +67,14 @@ def test_all_fall_back_where_one_is_refused_when_all_compile_again(case, sites, 
         assert fired(one) == sites and fired(two) == {} and "this rank's own" in two["frames"][0][1]
 
 
+@pytest.mark.parametrize("case", ["one_is_refused_when_the_other_went_on"])
+def test_a_rank_waits_for_none_that_went_on(case, seen):
+    first, second = (rank["error"] for rank in seen(case))
+    assert first == "" and second.startswith("RanksDifferError: forward (differing.py:")
+    assert "rank 0, which runs down_norm_up 1 [" in second and "as agreed on before. This rank leaves it to the " in second
+    assert "this rank's own" in second
+
+
 @pytest.mark.parametrize("case", ["one_compiles_again"])
 def test_a_rank_that_compiles_again_waits_for_nobody(case, seen):
     first, second = (rank["steps"] for rank in seen(case))
