@@ -89,6 +89,21 @@ def trainer(a: Any, checkpoint: str, compiled: bool) -> Any:
     return Trainer(job)
 
 
+@contextlib.contextmanager
+def profiled(row: str) -> Iterator[None]:
+    """Prints what the first rank's GPU and host do meanwhile: kernels by their time, and calls by the host's own."""
+    with torch.profiler.profile() as profile:
+        yield
+    if dist.get_rank():
+        return
+    rows = profile.key_averages()
+    kernels = sum(r.self_device_time_total for r in rows if "nccl" not in r.key) / 1e3
+    launches = sum(r.count for r in rows if r.key.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
+    print(f"{row}: kernels other than NCCL's {kernels:.1f} ms, {launches} launches")
+    for order in ("self_device_time_total", "self_cpu_time_total"):
+        print(rows.table(sort_by=order, row_limit=25, max_name_column_width=70), flush=True)
+
+
 def run(a: Any) -> dict[str, Any]:
     import megacpp_compile
 
@@ -108,9 +123,10 @@ def run(a: Any) -> dict[str, Any]:
             if made.step == 4 and cuda:
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
-            made.train_step(batches)
-            if cuda:
-                torch.cuda.synchronize()
+            with profiled(a.row) if a.profile and made.step == a.steps else contextlib.nullcontext():
+                made.train_step(batches)
+                if cuda:
+                    torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
             if dist.get_rank() == 0:
                 said = f"{a.row}: step {made.step}, loss {losses[-1]:.4f}, {seconds[-1]:.2f} s"
@@ -136,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=15, help="the first three compile and warm up")
     parser.add_argument("--tp", type=int, default=1, help="ranks that heads are cut over")
     parser.add_argument("--ep", type=int, default=1, help="ranks that experts are cut over")
+    parser.add_argument("--profile", action="store_true", help="print where the time of the last step goes")
     parser.add_argument("--quick", action="store_true", help="the shapes of torchtitan's debug model")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "titan.json", help="added to")
     a = parser.parse_args(argv)
@@ -147,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"needs torchtitan 0.2.2 and what it imports: pip install torchtitan==0.2.2 ({error})")
     row = run(a)
     if dist.get_rank() == 0:
-        sizes = {k: v for k, v in vars(a).items() if k not in ("row", "out")}
+        sizes = {k: v for k, v in vars(a).items() if k not in ("row", "out", "profile")}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         rows = [*(json.loads(a.out.read_text())["rows"] if a.out.exists() else []), row]
         document = {"format": 1, "conditions": conditions(device, 0), "sizes": sizes, "ranks": dist.get_world_size(),

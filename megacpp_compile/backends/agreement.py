@@ -51,8 +51,8 @@ class Outcome:
     """What a rank makes of a frame.
 
     form: what fuses in it, in the order of the graph. left: why this rank leaves it to the backend, "" where it does
-    not. again: why it has Dynamo trace the frame again, in pieces. error: how compiling it failed. gone: whether it runs
-    what was agreed on before, and waits for no other rank.
+    not. again: why it has Dynamo trace the frame again, in pieces. error: how compiling it failed. gone: whether it
+    runs what was agreed on before, and waits for no other rank.
     """
 
     form: str = ""
