@@ -68,7 +68,7 @@ class Composition:
         mesh = init_device_mesh(device.type, (self.ranks,))
         group = mesh.get_group()
         a = sizes.attention
-        self.model = parallel_models.build(sizes, device, group)
+        self.model: Any = parallel_models.build(sizes, device, group)
         self.tables = models.rotary_tables(a.tokens, a.rope, device, torch.bfloat16)
         self.whole: torch.nn.Module = self.model
         if how in ("tensor", "sequence"):
@@ -79,8 +79,8 @@ class Composition:
         if how == "ddp":
             self.whole = torch.nn.parallel.DistributedDataParallel(self.model)
         if how == "pipeline":
-            self.whole = self.model = parallel_models.Stage(self.model.layers, self.tables, mesh)
-            self.pipeline = parallel_models.Pipeline(self.model, 2 * self.ranks, device, group)
+            self.whole = self.model = stage = parallel_models.Stage(self.model.layers, self.tables, mesh)
+            self.pipeline = parallel_models.Pipeline(stage, 2 * self.ranks, device, group)
         self.parts = [self.whole] if whole else list(self.model.layers)
         self.compiled: dict[str, list[Any]] = {}
         for name in rows:

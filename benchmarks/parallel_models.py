@@ -158,7 +158,7 @@ def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 def checkpoint(model: models.Stack, selective: bool) -> None:
     """Each layer recomputes what it has computed in backward; products and attention are kept where `selective`."""
-    how = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_products)} if selective else {}
+    how: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_products)} if selective else {}
     model.layers = nn.ModuleList(checkpoint_wrapper(layer, **how) for layer in model.layers)
 
 
@@ -188,7 +188,8 @@ class Pipeline:
         """Forward and backward of a batch that all ranks have; the mean loss, on all ranks."""
         losses: list[Tensor] = []
         first = (x,) if not dist.get_rank() else ()
-        self.schedule.step(*first, **({"target": target, "losses": losses} if self.last else {}))
+        given: dict[str, Any] = {"target": target, "losses": losses} if self.last else {}
+        self.schedule.step(*first, **given)
         loss = torch.stack(losses).mean() if self.last else x.new_zeros((), dtype=torch.float32)
         dist.all_reduce(loss)
         return loss.detach()
