@@ -158,7 +158,8 @@ def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 def checkpoint(model: models.Stack, selective: bool) -> None:
     """Each layer recomputes what it has computed in backward; products and attention are kept where `selective`."""
-    how: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_products)} if selective else {}
+    kept = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+    how: dict[str, Any] = {"context_fn": kept} if selective else {}
     model.layers = nn.ModuleList(checkpoint_wrapper(layer, **how) for layer in model.layers)
 
 
