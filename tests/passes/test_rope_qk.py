@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import expecttest
 import pytest
 import torch
@@ -473,6 +475,27 @@ def test_tables_that_each_layer_makes_anew():
     lines = render(frames.graph).splitlines()
     first, _ = (i for i, line in enumerate(lines) if "megacpp.rope_qk" in line)
     assert sum(" = linear(" in line for line in lines[:first]) == 2, "the queries and keys of the first layer"
+
+
+def test_tables_that_are_rounded_for_the_rotation_are_read_in_float32():
+    """As Inductor reads them, which makes and casts them inside the kernel that rotates. No further from float64
+    than eager."""
+
+    def made(m, x):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        angles = torch.outer(torch.arange(x.shape[1], dtype=wide), 0.3 ** torch.arange(m.width // 2))
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    module, (x, *_) = build(FORMS["in_regions_of_their_own"], torch.bfloat16, with_tables(made))
+    exact, x64 = copy.deepcopy(module).double(), x.detach().double().requires_grad_()
+    frames, eager, want = run(module, (x,)), train(module, module, (x,)), train(exact, exact, (x64,))
+    (node,) = frames.graph.graph.find_nodes(op="call_function", target=torch.ops.megacpp.rope_qk.default)
+    assert [t.meta["val"].dtype for t in node.args[:4]] == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+    def error(results):
+        return sum(float((results[name].double() - t).norm() / t.norm()) ** 2 for name, t in want.items()) ** 0.5
+
+    assert error(frames.results) <= 1.1 * error(eager)  # a few hundred numbers, whose other roundings differ by chance
 
 
 class Scores(Heads):

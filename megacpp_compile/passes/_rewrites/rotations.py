@@ -113,7 +113,7 @@ def sources(rotation: Rotation, tables: Sequence[Node] | None = None) -> list[No
     """The nodes an op built from `rotation` reads; `tables` in the place of its own."""
     parts = [rotation.nope, rotation.rope]
     nodes = [p.source.node for p in parts if p is not None]
-    own = [rotation.cos.source.node, rotation.sin.source.node]
+    own = [_unrounded(t.source).node for t in (rotation.cos, rotation.sin)]
     return list(dict.fromkeys([*nodes, *(own if tables is None else tables)]))
 
 
@@ -137,11 +137,21 @@ def arrange(build: Builder, source: Source, start: int, width: int, step: int = 
 
 def table(build: Builder, entries: Table) -> Node:
     """The node that holds `entries` of a cos or sin table, in float32 at least where that takes a product."""
-    node = arrange(build, entries.source, entries.start, entries.width, entries.step)
+    node = arrange(build, _unrounded(entries.source), entries.start, entries.width, entries.step)
     if abs(entries.factor) == 1:
         return node if entries.factor > 0 else build(aten.neg.default, node)
     wide = build.cast(node, torch.promote_types(value(node).dtype, torch.float32))
     return build(aten.mul.Tensor, wide, entries.factor)
+
+
+def _unrounded(table: Source) -> Source:
+    """`table` in float32, where a cast from it is what the model reads: Inductor, which computes tables and casts
+    inside of the kernel that rotates, rounds none of them."""
+    node = table.node
+    wide = node.args[0] if node.target in CASTS and value(node).dtype.itemsize == 2 else None
+    if isinstance(wide, Node) and value(wide).dtype == torch.float32:
+        return dataclasses.replace(table, node=wide)
+    return table
 
 
 def part(build: Builder, channels: Part) -> Node:
