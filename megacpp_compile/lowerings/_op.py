@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 import types
 import typing
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp_compile._torch.ops import OpOverload
+from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.errors import OperandError
 from megacpp_compile.targets import CPU, by_xla, family
 
@@ -111,13 +113,18 @@ def define_op(
     return defined
 
 
-def differentiate(op: Any, backward: Any, *, of: str, results: str, zeros: str = "") -> None:
+def differentiate(
+    op: Any, backward: Any, *, of: str, results: str, zeros: str = "",
+    keep: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    split: Callable[..., Sequence[Any]] = lambda _, *found: found,
+) -> None:  # fmt: skip
     """Registers `backward`, an op whose results are the gradients of the operands `of`, as that of `op`.
 
     What backward takes is told by the names of its parameters: in front are the gradients of the first of `op`'s
     `results`, the others of which have none; then operands and results of the op, which are saved; and `NAME_grad` says
     whether operand NAME needs a gradient. zeros: the operand, or result, with the shape of the first result, whose
-    gradient is zeros where only a later one has any; without it all results have theirs.
+    gradient is zeros where only a later one has any; without it all results have theirs. keep: of operands and results,
+    what backward takes under their names. split: of what it takes and its results, the gradients of the operands `of`.
     """
     operands, made = _PARAMETERS[op._name], results.split()
     taken = _PARAMETERS[backward._name]
@@ -128,23 +135,27 @@ def differentiate(op: Any, backward: Any, *, of: str, results: str, zeros: str =
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         output = output if isinstance(output, tuple) else (output,)
         ctx.set_materialize_grads(not zeros)
-        ctx.mark_non_differentiable(*output[first:])
-        values = dict(zip([*operands, *made], [*inputs, *output], strict=True))
-        ctx.tensors = [name for name in kept if isinstance(values[name], Tensor)]
+        ctx.mark_non_differentiable(*tree_leaves(output[first:]))
+        values = keep(dict(zip([*operands, *made], [*inputs, *output], strict=True)))
+        ctx.tensors = [name for name in kept if isinstance(values[name], (Tensor, list))]
         ctx.settings = {name: values[name] for name in kept if name not in ctx.tensors}
-        ctx.save_for_backward(*(values[name] for name in ctx.tensors))
+        ctx.lengths = {name: len(values[name]) for name in ctx.tensors if isinstance(values[name], list)}
+        ctx.save_for_backward(*tree_leaves([values[name] for name in ctx.tensors]))
 
     def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         needed = dict(zip(operands, ctx.needs_input_grad, strict=False))  # of those that the caller gave
         if all(grad is None for grad in grads):
             return (None,) * len(needed)
-        values = ctx.settings | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
-        values |= {f"{name}_grad": needed[name] for name in flags}
+        saved, lengths = iter(ctx.saved_tensors), ctx.lengths
+        lists = {
+            name: [*itertools.islice(saved, lengths[name])] if name in lengths else next(saved) for name in ctx.tensors
+        }
+        values = ctx.settings | lists | {f"{name}_grad": needed[name] for name in flags}
         head, *others = grads[:first]
         head = values[zeros].new_zeros(values[zeros].shape) if head is None else head
         found = backward(head, *others, *(values[name] for name in taken[first:]))
-        of_operand = dict(zip(of.split(), found, strict=True))
-        return tuple(of_operand.get(name) if need else None for name, need in needed.items())
+        of_operand = dict(zip(of.split(), split(values, *found), strict=True))
+        return tuple(of_operand.get(name) if need or need == [] else None for name, need in needed.items())
 
     op.register_autograd(gradients, setup_context=setup_context)
 

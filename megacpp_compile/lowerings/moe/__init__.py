@@ -14,9 +14,9 @@
              expert's slots end
 
 precision  "", or "fp8_current": operands of the GEMMs by the weights are rounded to e4m3, with a scale for every row
-             (see `float8`). The weights' scales then follow `hidden`: [E, channels] of those before the
+             (see `_grouped`). The weights' scales then follow `hidden`: [E, channels] of those before the
              activation, the gate's first, and [E, d] of those behind it: float32, or float64 for float64
-into8 ... down_scale  with a precision, casts of the weights that the call is to multiply (`float8.Float8Operands`);
+into8 ... down_scale  with a precision, casts of the weights that the call is to multiply (`_grouped.Float8Operands`);
              then `hidden` has no scales
 
 x and weights share a dtype, in which GEMMs are rounded, the bias added; activation and weighted sum run in float32
@@ -30,15 +30,17 @@ Source: https://arxiv.org/abs/1701.06538; with many small experts, https://arxiv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint
-from megacpp_compile.lowerings._op import compute_dtype, define_op
+from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.moe import reference
-from megacpp_compile.lowerings.moe._grouped import empty_weight_gradients, experts_of
-from megacpp_compile.lowerings.moe.float8 import Float8Operands
+from megacpp_compile.lowerings.moe._grouped import Float8Operands, empty_weight_gradients, experts_of
 
 
 @define_op(reference.moe, check=reference.check_precision)
@@ -65,36 +67,28 @@ def moe_backward(  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape), gates.new_empty(gates.shape), d_into, d_down, biases
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, _, gates, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:8]
-    ctx.precision = inputs[10] if len(inputs) > 10 else ""
-    biases, (scales, transposed) = inputs[11:14], Float8Operands.kept(inputs[14:])
-    _, hidden, order, offsets = output
-    ctx.mark_non_differentiable(*hidden, order, offsets)
-    lists = (w_gate, w_up, w_down, [*hidden, *scales], transposed)
-    ctx.lengths = [len(part) for part in lists]
-    ctx.stacked = bool(w_down) and w_down[0].dim() == 3
-    ctx.save_for_backward(x, gates, order, offsets, *(t for part in lists for t in part), *biases)
+def with_scales(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` of a call of an op of experts, by name, with the scales of casts that it was given behind `hidden`."""
+    scales = [values[name] for name in ("into_scale", "down_scale") if values[name] is not None]
+    return {**values, "hidden": [*values["hidden"], *scales]}
 
 
-def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
-    x, gates, order, offsets, *others = ctx.saved_tensors
-    w_gate, w_up, w_down, hidden, transposed = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
-    said = (ctx.precision, *others, *transposed) if others else (ctx.precision,) if ctx.precision else ()
-    d_x, d_gates, d_into, d_down, d_biases = moe_backward(
-        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, ctx.activation, ctx.layout, *said
-    )
-    # Gradients of separate weights are parts of one tensor, each of which lies together.
-    stacks = [*(d_into.chunk(2, 1) if w_gate else (None, d_into)), d_down]
-    d_weights = [
-        [] if not n else [stack] if ctx.stacked else list(stack.unbind(0))
-        for n, stack in zip(ctx.lengths, stacks, strict=False)
-    ]
-    grads = [None if b is None else d_biases.pop(0) for b in others]
-    return (d_x, None, d_gates, *d_weights, *[None] * 5, *grads, *[None] * 6)[: len(ctx.needs_input_grad)]
+def of_each(values: dict[str, Any], *found: Any) -> Sequence[Any]:
+    """What backward makes of `values`, with a gradient for each operand: of x and gates, w_gate, w_up, w_down, and
+    b_gate, b_up, b_down. Those of separate weights are parts of one tensor, each of which lies together."""
+    *of_rows, d_into, d_down, d_biases = found
+    own = [values[name] for name in ("w_gate", "w_up", "w_down")]
+    stacks = *(d_into.chunk(2, 1) if own[0] else (None, d_into)), d_down
+    weights = [[stack] if ws and ws[0].dim() == 3 else list(stack.unbind(0)) if ws else []
+               for ws, stack in zip(own, stacks, strict=True)]  # fmt: skip
+    biases = iter(d_biases)
+    return *of_rows, *weights, *(None if values[b] is None else next(biases) for b in ("b_gate", "b_up", "b_down"))
 
 
-moe.register_autograd(_backward, setup_context=_setup_context)
+PARAMETERS = "w_gate w_up w_down b_gate b_up b_down"
+differentiate(
+    moe, moe_backward, of=f"x gates {PARAMETERS}", results="y hidden order offsets", keep=with_scales, split=of_each
+)
 
 
 def _flops(

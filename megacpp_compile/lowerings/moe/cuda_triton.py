@@ -10,6 +10,7 @@ weights lie.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._activation import Activation
 from megacpp_compile.lowerings._gemm.float8_support import FP8_GEMM_ALIGNMENT, no_float8
 from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the GEMMs
-from megacpp_compile.lowerings.moe import _grouped, float8, reference
+from megacpp_compile.lowerings.moe import _grouped, reference
 
 __all__ = ["moe", "moe_backward", "supports"]
 
@@ -54,34 +55,8 @@ def _fuses_interleaved(activation: Activation, layout: str) -> bool:
     return layout == "interleaved" and not activation.soft or _fuses(activation, layout)
 
 
-class GroupedGemms(_grouped.GroupedGemms):
-    """The grouped GEMMs; `gated` fuses gate, up and activation, `gradients` what lies between backward's GEMMs."""
-
-    gradients = torch.ops.grouped_gemms.gradients
-    fuses_forward, fuses_backward = staticmethod(_fuses_interleaved), staticmethod(_fuses)
-
-    @staticmethod
-    def gated(
-        x: Tensor,
-        w_gate: list[Tensor],
-        w_up: list[Tensor],
-        offsets: Tensor,
-        token: Tensor | None,
-        activation: str,
-        b_gate: Tensor | None = None,
-        b_up: Tensor | None = None,
-        interleaved: bool = False,
-    ) -> tuple[list[Tensor], Tensor]:
-        biases = (b_gate, b_up) if w_gate else (b_up, None)
-        others = reference.given(*biases, interleaved or None)
-        first, second, a = torch.ops.grouped_gemms.gated(
-            x, w_gate or w_up, w_up if w_gate else [], offsets, token, activation, *others
-        )
-        return [first, second] if w_gate else [first], a
-
-
-class Fp8Gemms(float8.Fp8Gemms):
-    """`float8.Fp8Gemms` by kernels that multiply payloads, fused as in `GroupedGemms`."""
+class Fp8Gemms(_grouped.Fp8Gemms):
+    """`_grouped.Fp8Gemms` by kernels that multiply payloads, fused as in `GroupedGemms`."""
 
     fuses_forward, fuses_backward = staticmethod(_fuses), staticmethod(_fuses)
 
@@ -150,50 +125,32 @@ class Fp8Gemms(float8.Fp8Gemms):
         return torch.ops.grouped_gemms.rows_fp8(x, *operands, offsets, take, *reference.given(bias))  # type: ignore[no-any-return]
 
 
-def moe(
-    x: Tensor,
-    indices: Tensor,
-    gates: Tensor,
-    w_gate: list[Tensor],
-    w_up: list[Tensor],
-    w_down: list[Tensor],
-    activation: str,
-    layout: str,
-    out_dtype: torch.dtype,
-    keep_hidden: bool = True,
-    precision: str = "",
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    *payloads: Tensor | None,
-) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    grouped: Any = float8.forward_of(Fp8Gemms, w_gate, payloads) if precision else GroupedGemms
-    return reference.moe(
-        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, b_gate,
-        b_up, b_down, grouped=grouped,
-    )  # fmt: skip
+class GroupedGemms(_grouped.GroupedGemms):
+    """The grouped GEMMs; `gated` fuses gate, up and activation, `gradients` what lies between backward's GEMMs."""
+
+    gradients = torch.ops.grouped_gemms.gradients
+    float8 = Fp8Gemms
+    fuses_forward, fuses_backward = staticmethod(_fuses_interleaved), staticmethod(_fuses)
+
+    @staticmethod
+    def gated(
+        x: Tensor,
+        w_gate: list[Tensor],
+        w_up: list[Tensor],
+        offsets: Tensor,
+        token: Tensor | None,
+        activation: str,
+        b_gate: Tensor | None = None,
+        b_up: Tensor | None = None,
+        interleaved: bool = False,
+    ) -> tuple[list[Tensor], Tensor]:
+        biases = (b_gate, b_up) if w_gate else (b_up, None)
+        others = reference.given(*biases, interleaved or None)
+        first, second, a = torch.ops.grouped_gemms.gated(
+            x, w_gate or w_up, w_up if w_gate else [], offsets, token, activation, *others
+        )
+        return [first, second] if w_gate else [first], a
 
 
-def moe_backward(
-    grad: Tensor,
-    x: Tensor,
-    gates: Tensor,
-    w_gate: list[Tensor],
-    w_up: list[Tensor],
-    w_down: list[Tensor],
-    hidden: list[Tensor],
-    order: Tensor,
-    offsets: Tensor,
-    activation: str,
-    layout: str,
-    precision: str = "",
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    *transposed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    grouped: Any = Fp8Gemms(hidden[-reference.SCALES :], transposed) if precision else GroupedGemms
-    return reference.moe_backward(
-        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, b_gate,
-        b_up, b_down, grouped=grouped,
-    )  # fmt: skip
+moe = functools.partial(reference.moe, gemms=GroupedGemms)
+moe_backward = functools.partial(reference.moe_backward, gemms=GroupedGemms)

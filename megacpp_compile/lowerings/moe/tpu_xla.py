@@ -10,6 +10,7 @@ of its expert are summed, in float32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,46 +150,5 @@ def _stacked(weights: list[Tensor], parts: int) -> list[Tensor]:
     return [torch.stack(weights[i * experts : (i + 1) * experts]) for i in range(parts)]
 
 
-def moe(
-    x: Tensor,
-    indices: Tensor,
-    gates: Tensor,
-    w_gate: list[Tensor],
-    w_up: list[Tensor],
-    w_down: list[Tensor],
-    activation: str,
-    layout: str,
-    out_dtype: torch.dtype,
-    keep_hidden: bool = True,
-    precision: str = "",
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    return reference.moe(
-        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, b_gate,
-        b_up, b_down, grouped=GroupedGemms(),
-    )  # fmt: skip
-
-
-def moe_backward(
-    grad: Tensor,
-    x: Tensor,
-    gates: Tensor,
-    w_gate: list[Tensor],
-    w_up: list[Tensor],
-    w_down: list[Tensor],
-    hidden: list[Tensor],
-    order: Tensor,
-    offsets: Tensor,
-    activation: str,
-    layout: str,
-    precision: str = "",
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    return reference.moe_backward(
-        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, b_gate,
-        b_up, b_down, grouped=GroupedGemms(),
-    )  # fmt: skip
+moe = functools.partial(reference.moe, gemms=GroupedGemms)
+moe_backward = functools.partial(reference.moe_backward, gemms=GroupedGemms)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._kernels.grouped import dtype_of
-from megacpp_compile.lowerings._op import compute_dtype, define_op
+from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate
 from megacpp_compile.lowerings._traits import OpTraits, declare
-from megacpp_compile.lowerings.moe._grouped import empty_weight_gradients, experts_of
-from megacpp_compile.lowerings.moe.float8 import Float8Operands
+from megacpp_compile.lowerings.moe import PARAMETERS, of_each, with_scales
+from megacpp_compile.lowerings.moe._grouped import Float8Operands, empty_weight_gradients, experts_of
 from megacpp_compile.lowerings.moe.reference import TIME_IN_FP8, check_precision, empty_hidden
 from megacpp_compile.lowerings.moe_sorted import reference
 
@@ -50,36 +50,9 @@ def moe_sorted_backward(  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape), d_into, d_down, biases
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, offsets, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:7]
-    ctx.precision = inputs[8] if len(inputs) > 8 else ""
-    biases, (scales, transposed) = inputs[9:12], Float8Operands.kept(inputs[12:])
-    _, hidden = output
-    ctx.mark_non_differentiable(*hidden)
-    lists = (w_gate, w_up, w_down, [*hidden, *scales], transposed)
-    ctx.lengths = [len(part) for part in lists]
-    ctx.stacked = bool(w_down) and w_down[0].dim() == 3
-    ctx.save_for_backward(x, offsets, *(t for part in lists for t in part), *biases)
-
-
-def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
-    x, offsets, *others = ctx.saved_tensors
-    w_gate, w_up, w_down, hidden, transposed = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
-    said = (ctx.precision, *others, *transposed) if others else (ctx.precision,) if ctx.precision else ()
-    d_x, d_into, d_down, d_biases = moe_sorted_backward(
-        grad, x, w_gate, w_up, w_down, hidden, offsets, ctx.activation, ctx.layout, *said
-    )
-    # Gradients of separate weights are parts of one tensor, each of which lies together.
-    stacks = [*(d_into.chunk(2, 1) if w_gate else (None, d_into)), d_down]
-    d_weights = [
-        [] if not n else [stack] if ctx.stacked else list(stack.unbind(0))
-        for n, stack in zip(ctx.lengths, stacks, strict=False)
-    ]
-    grads = [None if b is None else d_biases.pop(0) for b in others]
-    return (d_x, None, *d_weights, *[None] * 4, *grads, *[None] * 6)[: len(ctx.needs_input_grad)]
-
-
-moe_sorted.register_autograd(_backward, setup_context=_setup_context)
+differentiate(
+    moe_sorted, moe_sorted_backward, of=f"x {PARAMETERS}", results="y hidden", keep=with_scales, split=of_each
+)
 
 
 def _flops(

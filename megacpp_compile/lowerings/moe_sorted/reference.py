@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.lowerings.moe._grouped import Grouped, GroupedGemms
-from megacpp_compile.lowerings.moe.reference import backward_of_rows, forward_gemms, given, into_experts
+from megacpp_compile.lowerings.moe._grouped import GroupedGemms
+from megacpp_compile.lowerings.moe.reference import Call, backward_of_rows, given, into_experts
 
 
 def moe_sorted(
@@ -29,13 +29,14 @@ def moe_sorted(
     down_transposed: Tensor | None = None,
     down_scale: Tensor | None = None,
     *,
-    grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
+    gemms: type[GroupedGemms] = GroupedGemms,
 ) -> tuple[Tensor, list[Tensor]]:
     payloads = into8, into_transposed, into_scale, down8, down_transposed, down_scale
-    grouped = forward_gemms(grouped, precision, w_gate, payloads)
-    hidden, a = into_experts(x, w_gate, w_up, offsets, None, activation, layout, b_gate, b_up, grouped)
+    grouped = gemms.of_forward(precision, w_gate, payloads)
+    call = Call(w_gate, w_up, w_down, b_gate, b_up, b_down, activation, layout, offsets, None, grouped)
+    hidden, a = into_experts(x, call)
     y = grouped.rows([a], w_down, offsets, False, *given(None, b_down))
-    return y, (hidden if keep_hidden else []) + (grouped.scales() if precision else [])  # type: ignore[attr-defined]
+    return y, (hidden if keep_hidden else []) + (grouped.scales() if precision else [])
 
 
 def moe_sorted_backward(
@@ -55,12 +56,11 @@ def moe_sorted_backward(
     into_transposed: Tensor | None = None,
     down_transposed: Tensor | None = None,
     *,
-    grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
+    gemms: type[GroupedGemms] = GroupedGemms,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of x, of w_gate and w_up as one tensor [E, 2n, d], the gate's channels first, w_down, and biases."""
     ones = grad.new_ones(grad.shape[0], dtype=compute_dtype(x.dtype))  # a gate for every row
-    d_x, _, d_into, d_down, d_biases = backward_of_rows(
-        grad, x, ones, w_gate, w_up, w_down, hidden, offsets, None, activation, layout, precision, b_gate, b_up,
-        b_down, grouped, (into_transposed, down_transposed),
-    )  # fmt: skip
+    hidden, grouped = gemms.of_backward(precision, hidden, (into_transposed, down_transposed))
+    call = Call(w_gate, w_up, w_down, b_gate, b_up, b_down, activation, layout, offsets, None, grouped)
+    d_x, _, d_into, d_down, d_biases = backward_of_rows(grad, x, ones, hidden, call)
     return d_x, d_into, d_down, d_biases

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.lowerings.moe.tpu_xla import GroupedGemms, refusal
@@ -18,42 +17,5 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     return refusal(x.shape, precision_of(name, args))
 
 
-def moe_sorted(
-    x: Tensor,
-    offsets: Tensor,
-    w_gate: list[Tensor],
-    w_up: list[Tensor],
-    w_down: list[Tensor],
-    activation: str,
-    layout: str,
-    keep_hidden: bool = True,
-    precision: str = "",
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor]]:
-    return reference.moe_sorted(
-        x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden, precision, b_gate, b_up, b_down,
-        grouped=GroupedGemms(),
-    )  # fmt: skip
-
-
-def moe_sorted_backward(
-    grad: Tensor,
-    x: Tensor,
-    w_gate: list[Tensor],
-    w_up: list[Tensor],
-    w_down: list[Tensor],
-    hidden: list[Tensor],
-    offsets: Tensor,
-    activation: str,
-    layout: str,
-    precision: str = "",
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    return reference.moe_sorted_backward(
-        grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision, b_gate, b_up, b_down,
-        grouped=GroupedGemms(),
-    )  # fmt: skip
+moe_sorted = functools.partial(reference.moe_sorted, gemms=GroupedGemms)
+moe_sorted_backward = functools.partial(reference.moe_sorted_backward, gemms=GroupedGemms)
