@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megacpp_compile.passes import linear
-from megacpp_compile.passes._rewrites import expert_precision
+from megacpp_compile.passes._rewrites import experts
 from tests.seeds import Draws
 from tests.sharding.one_rank import one_rank  # noqa: F401
 
@@ -23,7 +23,7 @@ def float8(monkeypatch):
     """A CPU multiplies no float8; the question is answered for it, and the reference computes."""
     for question in ("no_float8", "no_block_scales"):
         monkeypatch.setattr(linear, question, lambda device: "")
-    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
+    monkeypatch.setattr(experts, "no_grouped_float8", lambda device: "")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from megacpp_compile import PrecisionPlan, analysis, explain, sparse_mla
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.passes import linear
-from megacpp_compile.passes._rewrites import expert_precision
+from megacpp_compile.passes._rewrites import experts as rewrites
 from megacpp_compile.precision.survey import survey
 from megacpp_compile.report.report import Report
 from tests.frames import run
@@ -28,7 +28,7 @@ def float8(monkeypatch):
 
 @pytest.fixture
 def grouped(monkeypatch):
-    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
+    monkeypatch.setattr(rewrites, "no_grouped_float8", lambda device: "")
 
 
 class Attention(nn.Module):

@@ -31,7 +31,7 @@ from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.nn.fp8_wrappers import FP8
 from megacpp_compile.passes._driver import Outcome
 from megacpp_compile.passes._rewrites.delayed_scaling import is_delayed
-from megacpp_compile.passes._rewrites.expert_precision import REASON
+from megacpp_compile.passes._rewrites.experts import REASON
 from megacpp_compile.reader.links import through
 from megacpp_compile.report.records import Precision
 
