@@ -16,12 +16,12 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.moe.group_ends import ascends, sorted_by
-from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
 from megacpp_compile.matchers.moe.rows import order_of
 from megacpp_compile.matchers.moe.slots import choices_of, order_of_tokens, whole_of
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.dims import reduced_dims
+from megacpp_compile.reader.index_reads import added_rows, indexed
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten

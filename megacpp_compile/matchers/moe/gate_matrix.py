@@ -22,10 +22,10 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import DETACH
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, factors, over, seen_as
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask
 from megacpp_compile.matchers.views import is_cast, is_outer_view
 from megacpp_compile.reader.dims import permutation
+from megacpp_compile.reader.factors import Axis, Dims, Factor, factors, over, seen_as
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import column_of, part_of
 

@@ -18,12 +18,12 @@ from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in, first_unlike
-from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, broadcast, factors, longer_dims, over
 from megacpp_compile.matchers.moe.gate_matrix import RouteAxes, match_column
 from megacpp_compile.matchers.moe.gemms import Gemm, StackedGemms, adds_up, is_biased_product, product_of
-from megacpp_compile.matchers.moe.index_reads import READS, indexed
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, around, bounded, gate_after
 from megacpp_compile.matchers.moe.routing import is_nonnegative
+from megacpp_compile.reader.factors import Axis, Dims, Factor, beneath, broadcast, factors, longer_dims, over
+from megacpp_compile.reader.index_reads import READS, indexed
 
 aten = torch.ops.aten
 NEGATIVE = "an expert's number may be negative, which would count from the end"

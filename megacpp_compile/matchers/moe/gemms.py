@@ -17,7 +17,10 @@ from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.low_rank import match_adapted
-from megacpp_compile.matchers.moe.factors import (
+from megacpp_compile.matchers.moe.gate_matrix import RouteAxes
+from megacpp_compile.matchers.views import is_cast, is_outer_view
+from megacpp_compile.reader.dims import permutation
+from megacpp_compile.reader.factors import (
     Axis,
     Dims,
     Factor,
@@ -30,10 +33,7 @@ from megacpp_compile.matchers.moe.factors import (
     seen_as,
     step_into,
 )
-from megacpp_compile.matchers.moe.gate_matrix import RouteAxes
-from megacpp_compile.matchers.moe.index_reads import indexed
-from megacpp_compile.matchers.views import is_cast, is_outer_view
-from megacpp_compile.reader.dims import permutation
+from megacpp_compile.reader.index_reads import indexed
 from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.parts import part_of
 from megacpp_compile.reader.products import contraction

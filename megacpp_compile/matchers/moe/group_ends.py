@@ -13,10 +13,10 @@ from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import DETACH, IDENTITIES
-from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import is_nonnegative, match_mask, scores_of
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.dims import reduced_dims
+from megacpp_compile.reader.index_reads import indexed
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten

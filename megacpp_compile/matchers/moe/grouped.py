@@ -19,14 +19,23 @@ from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import outputs
-from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, factors, longer_dims, over, seen_as
 from megacpp_compile.matchers.moe.gate_matrix import RouteAxes, over_choices
 from megacpp_compile.matchers.moe.gathered_experts import NEGATIVE, GatheredExpert, biased_gemms, expert_behind
 from megacpp_compile.matchers.moe.gemms import copies_of
-from megacpp_compile.matchers.moe.index_reads import SUMS_OF_ROWS
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import is_nonnegative, numbers_of_scores
-from megacpp_compile.matchers.moe.slots import added_to_every
+from megacpp_compile.reader.factors import (
+    Axis,
+    Dims,
+    Factor,
+    added_to_every,
+    beneath,
+    factors,
+    longer_dims,
+    over,
+    seen_as,
+)
+from megacpp_compile.reader.index_reads import SUMS_OF_ROWS
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.mm.default, aten.matmul.default)

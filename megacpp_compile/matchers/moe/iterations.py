@@ -18,7 +18,6 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.combines import weighted_part
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
-from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
 from megacpp_compile.matchers.moe.no_expert import changed_before, one_projection_of_rows
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices
 from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, gates_of_numbers, of_slots
@@ -34,6 +33,7 @@ from megacpp_compile.matchers.moe.rows import (
 )
 from megacpp_compile.matchers.moe.slots import once_a_choice
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.index_reads import added_rows, indexed
 from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten

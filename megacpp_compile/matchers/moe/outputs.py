@@ -15,7 +15,6 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense
 from megacpp_compile.matchers.moe.experts import Expert
-from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, is_one, longer_dims, seen_as
 from megacpp_compile.matchers.moe.gate_matrix import Chosen, RouteAxes
 from megacpp_compile.matchers.moe.gathered_experts import by_choice
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
@@ -23,6 +22,7 @@ from megacpp_compile.matchers.moe.routing import numbers_of_scores, scores_of
 from megacpp_compile.matchers.moe.slots import once_a_choice
 from megacpp_compile.matchers.moe.written_outputs import Written, written_to
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.factors import Axis, Dims, Factor, beneath, is_one, longer_dims, seen_as
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten

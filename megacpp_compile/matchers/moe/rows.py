@@ -18,10 +18,10 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.moe.group_ends import SortedIds, slots, sorted_by
-from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import Above, Mask, distinct_choices, match_mask
 from megacpp_compile.matchers.moe.slots import expert_of_part, numbers_each_slot, order_of_tokens, slot_over, whole_of
 from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.index_reads import indexed
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import column_of
 

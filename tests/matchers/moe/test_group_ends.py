@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megacpp_compile.matchers.moe.group_ends import SortedIds, sorted_by
-from megacpp_compile.matchers.moe.index_reads import repeated_over_channels
+from megacpp_compile.reader.index_reads import repeated_over_channels
 from tests.matchers.graphs import trace
 
 E = 4

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.experts import Expert, match_expert
-from megacpp_compile.matchers.moe.factors import factors, over, seen_as
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, scores_of
+from megacpp_compile.reader.factors import factors, over, seen_as
 from tests.passes import experts
 from tests.passes.experts import DIM
 
