@@ -31,10 +31,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megacpp_compile.matchers import moe
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import active_experts, layers, sorted_rows, unread
-from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts
 from megacpp_compile.passes._rewrites.experts import to_match
 from megacpp_compile.passes._rule import Match
 
@@ -44,9 +43,5 @@ after: tuple[str, ...] = ()
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    whole, in_doubt = layers.find(view)
-    whole += active_experts.find(view)
-    found: list[RoutedExperts | SortedExperts | MatchFailure] = [*whole, *sorted_rows.find(view, whole)]
-    found += unread.find(view, tuple(found), in_doubt)
-    for one in found:
+    for one in moe.find(view):
         yield one if isinstance(one, MatchFailure) else to_match(view, one)

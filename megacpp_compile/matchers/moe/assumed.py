@@ -30,7 +30,7 @@ from megacpp_compile.fx.views import CASTS
 from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import layers, loop
+from megacpp_compile.matchers.moe import find_layers, loop
 from megacpp_compile.matchers.moe.group_ends import sorted_by
 from megacpp_compile.matchers.moe.iterations import RowUpdate, chains, row_updates
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
@@ -150,7 +150,7 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
     """The ends of sums of which nothing but these has to be computed from `regions`, and from all of them alike; or the
     first thing that is in the way."""
     regions, zeros = without_zero_grad_branches(view, regions)
-    found = [one for one in layers.find(view)[0] if isinstance(one, RoutedExperts)]
+    found = [one for one in find_layers(view)[0] if isinstance(one, RoutedExperts)]
     summed, of = dict[Node, RowUpdate](), dict[Node, RoutedExperts]()
     for chain in chains(row_updates(view)):
         layer = next((one for one in found if chain[-1].node in one.inside), None)

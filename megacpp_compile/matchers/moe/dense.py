@@ -19,11 +19,10 @@ from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
+from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert, one_projection_of_all
 from megacpp_compile.matchers.moe.gate_matrix import Chosen, match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.moe.gathered_experts import by_choice
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
-from megacpp_compile.matchers.moe.no_expert import one_projection_of_all
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.reader.factors import is_one
 

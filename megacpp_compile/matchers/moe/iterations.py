@@ -16,9 +16,14 @@ from megacpp_compile.fx.views import CASTS, COPIES
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.combines import weighted_part
-from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
+from megacpp_compile.matchers.moe.experts import (
+    Expert,
+    changed_before,
+    first_unlike,
+    match_expert,
+    one_projection_of_rows,
+)
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
-from megacpp_compile.matchers.moe.no_expert import changed_before, one_projection_of_rows
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices
 from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, gates_of_numbers, of_slots
 from megacpp_compile.matchers.moe.rows import (

@@ -15,6 +15,7 @@ from megacpp_compile.fx.filled import is_blank, is_filled
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.combines import Combine, gates_in_order, layers_after
+from megacpp_compile.matchers.moe.experts import computed_from
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_column
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.group_ends import slots, sorted_by
@@ -28,7 +29,6 @@ from megacpp_compile.matchers.moe.iterations import (
     joined,
     row_updates,
 )
-from megacpp_compile.matchers.moe.no_expert import computed_from
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded, gate_after
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, scores_of
 from megacpp_compile.matchers.moe.row_gates import Gates, of_slots

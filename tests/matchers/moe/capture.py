@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,9 +42,9 @@ def view_of_sorted(body: Callable[..., Tensor]) -> GraphView:
     return view_of(module, torch.randn(TOKENS, DIM, dtype=torch.bfloat16), grad=False)
 
 
-def the_layer(matcher: ModuleType, view: GraphView) -> RoutedExperts:
-    """The one layer that `matcher` finds; it is closed: what nodes inside read is inside or an input."""
-    (layer,) = matcher.find(view)
+def the_layer(find: Callable[..., Any], view: GraphView) -> RoutedExperts:
+    """The one layer that `find` finds; it is closed: what nodes inside read is inside or an input."""
+    (layer,) = find(view)
     assert isinstance(layer, RoutedExperts), layer
     assert layer.output in layer.inside and layer.inside.isdisjoint(layer.inputs)
     known = layer.inside | {*layer.inputs}
@@ -54,8 +53,8 @@ def the_layer(matcher: ModuleType, view: GraphView) -> RoutedExperts:
     return layer
 
 
-def the_failure(matcher: ModuleType, view: GraphView) -> MatchFailure:
-    (failure,) = matcher.find(view)
+def the_failure(find: Callable[..., Any], view: GraphView) -> MatchFailure:
+    (failure,) = find(view)
     assert isinstance(failure, MatchFailure), failure
     return failure
 

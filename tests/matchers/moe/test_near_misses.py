@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.moe import active_experts, dense, grouped, loop, sorted_rows, sorted_tokens, unread
+from megacpp_compile.matchers.moe import dense, find, grouped, loop, sorted_rows, sorted_tokens, unread
 from tests.passes import experts, experts_at_once, experts_sorted
 from tests.passes.experts import CHOICES, DIM
 
@@ -19,21 +19,21 @@ aten = torch.ops.aten
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("matcher, body, tag, target", [
-    (loop, experts.gate_of_the_first_choice, "gates", aten.mul.Tensor),
-    (loop, experts.one_expert_twice, "twice", aten.index_add.default),
-    (loop, experts.an_expert_left_out, "gaps", aten.index_add.default),
-    (loop, experts.output_read_elsewhere, "escapes", aten.linear.default),
-    (dense, experts_at_once.every_expert_works, "dense-gates", aten.softmax.int),
-    (dense, experts_at_once.a_column_left_out, "gaps", aten.add.Tensor),
-    (dense, experts_at_once.marked_gates_of_others, "gates", aten.mul.Tensor),
-    (grouped, experts_at_once.einsum_of_every_expert, "dense-gates", aten.softmax.int),
-    (grouped, experts_at_once.einsum_with_a_bias_of_all, "bias", aten.add.Tensor),
-    (grouped, experts_at_once.scaled_at_both_ends, "gates", aten.sum.dim_IntList),
-    (grouped, experts.batched_with_gates_of_experts, "gates", aten.sum.dim_IntList),
-    (grouped, experts.batched_by_any_numbers, "range", aten.reshape.default),
+    (loop.find, experts.gate_of_the_first_choice, "gates", aten.mul.Tensor),
+    (loop.find, experts.one_expert_twice, "twice", aten.index_add.default),
+    (loop.find, experts.an_expert_left_out, "gaps", aten.index_add.default),
+    (loop.find, experts.output_read_elsewhere, "escapes", aten.linear.default),
+    (dense.find, experts_at_once.every_expert_works, "dense-gates", aten.softmax.int),
+    (dense.find, experts_at_once.a_column_left_out, "gaps", aten.add.Tensor),
+    (dense.find, experts_at_once.marked_gates_of_others, "gates", aten.mul.Tensor),
+    (grouped.find, experts_at_once.einsum_of_every_expert, "dense-gates", aten.softmax.int),
+    (grouped.find, experts_at_once.einsum_with_a_bias_of_all, "bias", aten.add.Tensor),
+    (grouped.find, experts_at_once.scaled_at_both_ends, "gates", aten.sum.dim_IntList),
+    (grouped.find, experts.batched_with_gates_of_experts, "gates", aten.sum.dim_IntList),
+    (grouped.find, experts.batched_by_any_numbers, "range", aten.reshape.default),
 ], ids=ids)  # fmt: skip
 def test_one_matcher(matcher, body, tag, target):
-    failure = the_failure(matcher, view_of_experts(body, stacked=matcher is grouped))
+    failure = the_failure(matcher, view_of_experts(body, stacked=matcher is grouped.find))
     assert (failure.tag, failure.node.target) == (tag, target)
 
 
@@ -43,8 +43,8 @@ def test_rows_that_are_written_are_in_doubt():
     assert not list(loop.find(view))
     (doubt,) = loop.ungated(view, [])
     assert doubt.tag == "twice" and doubt.node.target is aten.index_put.default
-    assert list(unread.find(view, [], [doubt])) == [doubt]
-    assert not list(unread.find(view, [MatchFailure(doubt.node, "rows", "")], [doubt]))
+    assert list(unread(view, [], [doubt])) == [doubt]
+    assert not list(unread(view, [MatchFailure(doubt.node, "rows", "")], [doubt]))
 
 
 def written_over_by_any_numbers(m, x, indices, gates):
@@ -59,7 +59,7 @@ def written_over_by_any_numbers(m, x, indices, gates):
     (experts_at_once.sorted_back_to_others, "rows"), (experts_at_once.sorted_into_other_groups, "offsets"),
 ], ids=ids)  # fmt: skip
 def test_sorted_tokens(body, tag):
-    assert the_failure(sorted_tokens, view_of_sorted(body)).tag == tag
+    assert the_failure(sorted_tokens.find, view_of_sorted(body)).tag == tag
 
 
 def sorted_view(body):
@@ -95,23 +95,23 @@ def large_entries(x):
 
 
 def test_a_list_of_hit_experts():
-    failure = the_failure(active_experts, view_of(hit_list, torch.randn(5, DIM)))
+    failure = the_failure(find, view_of(hit_list, torch.randn(5, DIM)))
     assert failure.tag == "loop-over-data" and failure.node.target is aten.nonzero.default
-    assert not list(active_experts.find(view_of(large_entries, torch.randn(5, DIM))))
+    assert not list(find(view_of(large_entries, torch.randn(5, DIM))))
 
 
 def test_unread_experts():
     view = view_of_experts(experts_at_once.experts_merged_into_one, stacked=True)
-    assert not [found for matcher in (loop, dense, grouped, sorted_tokens) for found in matcher.find(view)]
-    (failure,) = unread.find(view, [], [])
+    assert not [found for matcher in (loop.find, dense.find, grouped.find, sorted_tokens.find) for found in matcher(view)]
+    (failure,) = unread(view, [], [])
     assert failure.tag == "unread" and failure.node.target is aten.einsum.default
-    assert not list(unread.find(view, [MatchFailure(failure.node, "bias", "")], []))
+    assert not list(unread(view, [MatchFailure(failure.node, "bias", "")], []))
 
 
 def test_experts_that_a_matcher_has_read_are_not_unread():
     view = view_of_experts(experts_at_once.einsum_of_all, stacked=True)
-    assert not list(unread.find(view, [*grouped.find(view)], []))
-    assert [failure.tag for failure in unread.find(view, [], [])] == ["unread"]
+    assert not list(unread(view, [*grouped.find(view)], []))
+    assert [failure.tag for failure in unread(view, [], [])] == ["unread"]
 
 
 def test_looking_through_a_graph_takes_time_in_proportion_to_its_nodes():

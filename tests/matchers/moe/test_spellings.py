@@ -34,13 +34,13 @@ AT_ONCE = STACKED | {"experts": 1}
 ], ids=ids)  # fmt: skip
 def test_loops(body, says):
     view = view_of_experts(body)
-    layer = the_layer(loop, view)
+    layer = the_layer(loop.find, view)
     assert described(layer) == PLAIN | says
     assert layer.output is result(view)
 
 
 def test_what_a_loop_reads():
-    layer = the_layer(loop, view_of_experts(experts.where_index_add))
+    layer = the_layer(loop.find, view_of_experts(experts.where_index_add))
     assert layer.x.op == "placeholder" and layer.base is None
     assert (layer.gates.target, layer.gates.args[1]) == (layer.indices.target, layer.indices.args[1] - 1)
     assert layer.indices.target is operator.getitem
@@ -49,7 +49,7 @@ def test_what_a_loop_reads():
 
 
 def test_experts_that_return_what_they_read():
-    layer = the_layer(loop, view_of_experts(experts.first_returns_what_it_reads))
+    layer = the_layer(loop.find, view_of_experts(experts.first_returns_what_it_reads))
     assert (layer.identities, layer.first, len(layer.experts)) == (range(1), 1, EXPERTS - 1)
 
 
@@ -59,7 +59,7 @@ def test_loops_over_stacked_weights(transposed):
     body = experts.stacked_transposed if transposed else experts.stacked_weights
     across = [(EXPERTS, DIM, 2 * HIDDEN), (EXPERTS, HIDDEN, DIM)]
     says = {"activation": "gelu", "weights": across} if transposed else {}
-    layer = the_layer(loop, view_of_experts(body, stacked=True))
+    layer = the_layer(loop.find, view_of_experts(body, stacked=True))
     assert described(layer) == STACKED | says
     assert [e.down.weight.index for e in layer.experts] == [*range(EXPERTS)]
     assert {g.weight.transposed for e in layer.experts for g in (*e.ups, e.down)} == {transposed}
@@ -72,15 +72,15 @@ def test_loops_over_stacked_weights(transposed):
     (experts_of_batches.mask_of_the_only, {"choices": 1}),
 ], ids=ids)  # fmt: skip
 def test_loops_over_batches(body, says):
-    assert described(the_layer(loop, view_of(MoE(body), torch.randn(2, 5, DIM)))) == PLAIN | says
+    assert described(the_layer(loop.find, view_of(MoE(body), torch.randn(2, 5, DIM)))) == PLAIN | says
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("matcher, body, says", [
-    (dense, experts_at_once.dense_loop, {}), (dense, experts_at_once.dense_on_the_residual, {"base": True}),
-    (dense, experts_at_once.dense_marked_gates, {}), (grouped, experts_at_once.dense_stack_einsum, {}),
-    (grouped, experts_at_once.dense_masked_scores, {"by_expert": True}),
-    (grouped, experts_at_once.slots_in_their_places, {"choices": 2}),
+    (dense.find, experts_at_once.dense_loop, {}), (dense.find, experts_at_once.dense_on_the_residual, {"base": True}),
+    (dense.find, experts_at_once.dense_marked_gates, {}), (grouped.find, experts_at_once.dense_stack_einsum, {}),
+    (grouped.find, experts_at_once.dense_masked_scores, {"by_expert": True}),
+    (grouped.find, experts_at_once.slots_in_their_places, {"choices": 2}),
 ], ids=ids)  # fmt: skip
 def test_outputs_of_all_experts(matcher, body, says):
     assert described(the_layer(matcher, view_of_experts(body))) == PLAIN | says
@@ -95,7 +95,7 @@ def test_outputs_of_all_experts(matcher, body, says):
 ], ids=ids)  # fmt: skip
 def test_gemms_over_all_weights(body, says):
     view = view_of_experts(body, stacked=True)
-    layer = the_layer(grouped, view)
+    layer = the_layer(grouped.find, view)
     assert described(layer) == AT_ONCE | says
     assert layer.experts[0].down.weight.every
     assert result(view) in (layer.output, *layer.output.users)  # a view of it, where the sum is a bmm
@@ -108,14 +108,14 @@ def test_gemms_over_all_weights(body, says):
     (experts_at_once.sorted_scaled_rows, {"scaled_input": True}),
 ], ids=ids)  # fmt: skip
 def test_sorted_tokens(body, says):
-    layer = the_layer(sorted_tokens, view_of_sorted(body))
+    layer = the_layer(sorted_tokens.find, view_of_sorted(body))
     assert described(layer) == AT_ONCE | {"choices": 2} | says
     assert layer.indices.target is operator.getitem  # the choices themselves, not a view of them
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("body, own", [(experts.where_index_add, loop), (experts_at_once.dense_loop, dense)], ids=["loop", "dense"])
+@pytest.mark.parametrize("body, own", [(experts.where_index_add, loop.find), (experts_at_once.dense_loop, dense.find)], ids=["loop", "dense"])
 def test_each_spelling_has_one_matcher(body, own):
     view = view_of_experts(body)
-    finders = [matcher for matcher in (loop, dense, grouped, sorted_tokens) if list(matcher.find(view))]
+    finders = [matcher for matcher in (loop.find, dense.find, grouped.find, sorted_tokens.find) if list(matcher(view))]
     assert finders == [own]
