@@ -31,11 +31,10 @@ from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import find_layers, loop
-from megacpp_compile.matchers.moe.group_ends import sorted_by
 from megacpp_compile.matchers.moe.iterations import RowUpdate, chains, row_updates
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
 from megacpp_compile.matchers.moe.routing import Mask
-from megacpp_compile.matchers.moe.slots import before, expert_without
+from megacpp_compile.matchers.moe.sorted_slots import before, expert_without, sorted_by
 from megacpp_compile.matchers.moe.token_counts import (
     match_empty,
     match_hits,

@@ -15,10 +15,9 @@ from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.gemms import strip_row_views
-from megacpp_compile.matchers.moe.group_ends import ascends, sorted_by
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
-from megacpp_compile.matchers.moe.rows import order_of
-from megacpp_compile.matchers.moe.slots import choices_of, order_of_tokens, whole_of
+from megacpp_compile.matchers.moe.rows import choices_numbered, order_of, order_of_tokens
+from megacpp_compile.matchers.moe.sorted_slots import ascends, sorted_by, whole_of
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.index_reads import added_rows, indexed
@@ -75,7 +74,7 @@ def _added(node: Node) -> Combine | None:
     if value(rows).dim() != 2:
         return None
     tokens = value(base).shape[0]
-    choices = choices_of(token, tokens)
+    choices = choices_numbered(token, tokens)
     order = None if choices is None else order_of_tokens(token, tokens, choices)
     if choices is None or order is None or sorted_by(order) is None:
         return None

@@ -31,12 +31,12 @@ from megacpp_compile.matchers.moe.rows import (
     choices_of,
     has_choices,
     match_rows,
+    once_a_choice,
     picked,
     read_at,
     read_over,
     tokens_of,
 )
-from megacpp_compile.matchers.moe.slots import once_a_choice
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.index_reads import added_rows, indexed
 from megacpp_compile.reader.links import chain, through

@@ -18,7 +18,6 @@ from megacpp_compile.matchers.moe.combines import Combine, gates_in_order, layer
 from megacpp_compile.matchers.moe.experts import computed_from
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_column
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
-from megacpp_compile.matchers.moe.group_ends import slots, sorted_by
 from megacpp_compile.matchers.moe.iterations import (
     NO_GATE,
     Iteration,
@@ -33,6 +32,7 @@ from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded, 
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, scores_of
 from megacpp_compile.matchers.moe.row_gates import Gates, of_slots
 from megacpp_compile.matchers.moe.rows import has_choices
+from megacpp_compile.matchers.moe.sorted_slots import slots, sorted_by
 from megacpp_compile.matchers.moe.written_outputs import segments
 from megacpp_compile.reader.index_reads import SCATTERS, adds
 

@@ -24,7 +24,7 @@ from megacpp_compile.matchers.moe.rows import (
     read_over,
     unread,
 )
-from megacpp_compile.matchers.moe.slots import whole_of
+from megacpp_compile.matchers.moe.sorted_slots import whole_of
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.links import through
 

@@ -2,7 +2,8 @@
 
 `nonzero` of a mask, a mask itself, and numbers that are read at such places or computed from them: with `token` the
 number of each slot's token, `token[ids == e]` and `nonzero(ids == e) // k` are the tokens that `where(indices == e)`
-gives.
+gives. Slot s is choice s % k of token s // k. In the order `o` of slots, tokens' rows are `x[o // k]`, `x[token[o]]` or
+`x[token][o]`, or `every_choice(x)[o]`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,17 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_gate, match_column
-from megacpp_compile.matchers.moe.group_ends import SortedIds, slots, sorted_by
 from megacpp_compile.matchers.moe.routing import Above, Mask, distinct_choices, match_mask
-from megacpp_compile.matchers.moe.slots import expert_of_part, numbers_each_slot, order_of_tokens, slot_over, whole_of
+from megacpp_compile.matchers.moe.sorted_slots import (
+    SortedIds,
+    expert_of_part,
+    slots,
+    sorted_by,
+    whole_of,
+)
 from megacpp_compile.matchers.views import RESHAPES, is_cast
-from megacpp_compile.reader.index_reads import indexed
+from megacpp_compile.reader.factors import Axis, Factor, is_one, seen_as, whole_times
+from megacpp_compile.reader.index_reads import counts_up, indexed
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import column_of
 
@@ -220,3 +227,71 @@ def unread(node: Node, mask: Mask) -> Node | None:
 def has_choices(mask: Mask) -> bool:
     """Whether the last dimension of the mask's indices is a token's choices."""
     return mask.choice is not None or mask.any or "s" in mask.dims
+
+
+def tokens_in_order(rows: Node, order: Node, tokens: Any, choices: int) -> Node | None:
+    """The `tokens` [T, d] of which `rows` has one for each of `choices`, in `order`."""
+    read = _taken(rows)
+    if read is None:
+        return None
+    x, token = read
+    if order_of_tokens(token, tokens, choices) is order:
+        return x
+    return once_a_choice(x, tokens, choices) if token is order else None
+
+
+def order_of_tokens(token: Node, tokens: Any, choices: int) -> Node | None:
+    """The order of slots in which `token` has the numbers of their `tokens`."""
+    if (divided := slot_over(token)) is not None:
+        return divided[0] if divided[1] == choices else None
+    read = _taken(token)
+    return read[1] if read is not None and numbers_each_slot(read[0], tokens, choices) else None
+
+
+def choices_numbered(token: Node, tokens: Any) -> int | None:
+    """How many choices each of `tokens` has, by the numbers `token` of slots' tokens."""
+    if (divided := slot_over(token)) is not None:
+        return divided[1]
+    if _taken(token) is None or is_one(tokens) and is_one(value(token).shape[0]):
+        return None
+    return whole_times(value(token).shape[0], tokens)
+
+
+def slot_over(node: Node) -> tuple[Node, int] | None:
+    """(numbers, number) where `node` is the whole part of the ones over the other."""
+    whole = node.target is aten.floor_divide.default or (
+        node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") in ("floor", "trunc")
+    )
+    numbers, over = node.args if whole else (None, None)
+    return (numbers, over) if isinstance(numbers, Node) and isinstance(over, int) else None
+
+
+def numbers_each_slot(numbers: Node, tokens: Any, choices: int) -> bool:
+    """Whether `numbers` has the number of each slot's token, in the slots' own order."""
+    if (divided := slot_over(numbers)) is not None:
+        return divided[1] == choices and counts_up(divided[0])
+    each = _repeated(numbers, tokens, choices)
+    return each is not None and counts_up(each)
+
+
+def once_a_choice(rows: Node, tokens: Any, choices: int) -> Node | None:
+    """The `tokens` [T, d] of which `rows` has each one `choices` times, one behind the other."""
+    read = _taken(rows)
+    if read is not None and numbers_each_slot(read[1], tokens, choices):
+        return read[0]
+    return _repeated(rows, tokens, choices)
+
+
+def _repeated(rows: Node, tokens: Any, choices: int) -> Node | None:
+    """What has one row for each of `tokens`, of which `rows` is a repetition of each `choices` times by views."""
+    t, k, *rest = (() if is_one(n) else (Axis(n),) for n in (tokens, choices, *value(rows).shape[1:]))
+    seen = seen_as(Factor(rows, ((*t, *k), *rest), rows), (t, *rest))
+    return None if seen is None else seen[0]
+
+
+def _taken(node: Node) -> tuple[Node, Node] | None:
+    """(rows, numbers) where `node` is `rows[numbers]`."""
+    read = indexed(node)
+    if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
+        return None
+    return read[0], read[1][0]

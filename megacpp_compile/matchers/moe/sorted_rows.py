@@ -17,8 +17,8 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import expert_ending_in
 from megacpp_compile.matchers.moe.gemms import Gemm, Weight, strip_row_views, with_bias
-from megacpp_compile.matchers.moe.group_ends import number
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, around, bounded
+from megacpp_compile.matchers.moe.sorted_slots import number
 
 aten = torch.ops.aten
 _GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")

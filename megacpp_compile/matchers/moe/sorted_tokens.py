@@ -15,10 +15,10 @@ from megacpp_compile.matchers.moe.activation import bound_of
 from megacpp_compile.matchers.moe.combines import Combine, gates_in_order, layers_after
 from megacpp_compile.matchers.moe.experts import Expert, match_expert
 from megacpp_compile.matchers.moe.gemms import Gemm, Weight, strip_row_views, with_bias
-from megacpp_compile.matchers.moe.group_ends import slots, sorted_by
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.moe.slots import tokens_in_order
+from megacpp_compile.matchers.moe.rows import tokens_in_order
 from megacpp_compile.matchers.moe.sorted_rows import grouped_gemm
+from megacpp_compile.matchers.moe.sorted_slots import slots, sorted_by
 from megacpp_compile.reader.index_reads import indexed
 from megacpp_compile.reader.links import through
 

@@ -13,9 +13,9 @@ from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.size_checks import FINDS
 from megacpp_compile.fx.views import COPIES, DETACH
-from megacpp_compile.matchers.moe.group_ends import unordered
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice, scores_of
 from megacpp_compile.matchers.moe.rows import ExpertRows, mask_of, match_rows
+from megacpp_compile.matchers.moe.sorted_slots import unordered
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.dims import unreduced
 from megacpp_compile.reader.index_reads import indexed

@@ -14,10 +14,9 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.combines import unsorted
 from megacpp_compile.matchers.moe.experts import Expert
 from megacpp_compile.matchers.moe.gemms import strip_row_views
-from megacpp_compile.matchers.moe.group_ends import SortedIds, sorted_by
 from megacpp_compile.matchers.moe.iterations import RowUpdate, in_expert_order, iterations_of, row_update
 from megacpp_compile.matchers.moe.rows import in_order
-from megacpp_compile.matchers.moe.slots import expert_between
+from megacpp_compile.matchers.moe.sorted_slots import SortedIds, expert_between, sorted_by
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten

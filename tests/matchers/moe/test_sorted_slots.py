@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megacpp_compile.matchers.moe.group_ends import SortedIds, sorted_by
+from megacpp_compile.matchers.moe.sorted_slots import SortedIds, sorted_by
 from megacpp_compile.reader.index_reads import repeated_over_channels
 from tests.matchers.graphs import trace
 
