@@ -13,10 +13,10 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import dense
-from megacpp_compile.matchers.moe.experts import Expert
-from megacpp_compile.matchers.moe.gate_matrix import Chosen, RouteAxes
+from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert, one_projection_of_all
+from megacpp_compile.matchers.moe.gate_matrix import Chosen, RouteAxes, match_chosen
 from megacpp_compile.matchers.moe.gathered_experts import by_choice
+from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import numbers_of_scores, scores_of
 from megacpp_compile.matchers.moe.rows import once_a_choice
@@ -56,7 +56,7 @@ def _of_all(
         longer_dims, axes.rows((out,))
     ):
         return None
-    found = dense.all_experts(stacked[0])
+    found = all_experts(stacked[0])
     if found is None and axes.chosen is None and (gates := seen_as(gate, axes.slots()[0])) is not None:
         return by_choice(view, node, gates[0], dict(enumerate(stacked[0])), axes.base, axes.scales)
     if found is None or isinstance(found, MatchFailure):
@@ -82,7 +82,7 @@ def _once_a_choice(
             place = inner_dims.index(axes.routes) if axes.routes in inner_dims else -1
             rows = longer_dims(inner_dims[:place] + inner_dims[place + 1 :])
             if stacked is not None and place == stacked[1] and rows in map(longer_dims, one.rows((out,))):
-                layer = dense.all_experts(stacked[0])
+                layer = all_experts(stacked[0])
                 if not isinstance(layer, tuple):
                     return layer
                 found.append(layer)
@@ -111,7 +111,7 @@ def otherwise_weighted(view: GraphView, node: Node, outs: list[Factor], axes: Ro
     stacks = [stacked[0] for part in outs for inner, _ in beneath(part) if (stacked := _stacked(inner)) is not None]
     stacks += [stacked[0] for parts in stacks for p in parts if (stacked := _stacked(p)) is not None]
     for parts in (parts for parts in stacks if len(parts) in counts):
-        found = dense.all_experts(parts)
+        found = all_experts(parts)
         if isinstance(found, MatchFailure):
             return found
         if found is not None:
@@ -153,7 +153,7 @@ def _chosen_of_all(
     whole = all(same_size(value(inner).shape[d], value(stack).shape[d]) for d in wholes)
     if ids is None or not whole:
         return None
-    found = dense.all_experts(stacked[0])
+    found = all_experts(stacked[0])
     if found is None or isinstance(found, MatchFailure):
         return found
     gates = seen_as(gate, *axes.slots())
@@ -193,14 +193,14 @@ def by_matrix(
         tokens = x if axes.each is None else _of_tokens(x, axes)
         if tokens is None:
             return MatchFailure(x, "rows", _OTHER_ROWS)
-        return dense.by_choices(view, node, axes.chosen, tokens, experts, axes.base, axes.scales)
+        return weighted_by_choices(view, node, axes.chosen, tokens, experts, axes.base, axes.scales)
     matrix = seen_as(gate, axes.slots()[0])
     of_one = matrix is not None and is_one(value(matrix[0]).shape[-1])
     transposed = matrix is None or of_one and value(matrix[0]).dim() == 2 and bool(axes.routes)
     matrix = matrix or seen_as(gate, (axes.routes, axes.tokens))
     if matrix is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the tokens")
-    return dense.by_matrix(view, node, matrix[0], x, experts, axes.base, scaled_input, transposed, axes.scales)
+    return weighted_by_matrix(view, node, matrix[0], x, experts, axes.base, scaled_input, transposed, axes.scales)
 
 
 def _of_tokens(x: Node, axes: RouteAxes) -> Node | None:
@@ -229,4 +229,72 @@ def _of_written(
     layer = RoutedExperts(
         node, x[0], found.choices, gates[0], experts, found.first, axes.base, axes.choices, scales=axes.scales
     )
+    return bounded(view, layer)
+
+
+def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | MatchFailure | None:
+    """(what all experts read, the experts) where `outs` are their outputs; None where the first is no expert's."""
+    experts: list[Expert] = []
+    for out in outs:
+        expert = match_expert(out, match_linear_gemm)
+        if expert is None:
+            return MatchFailure(out, "no-expert", "what is weighted is no expert's output") if experts else None
+        if isinstance(expert, MatchFailure):
+            return one_projection_of_all(outs) or expert
+        if experts and strip_row_views(expert.x) is not strip_row_views(experts[0].x):
+            return MatchFailure(expert.node, "inputs", "experts read different inputs")
+        experts.append(expert)
+    if (other := first_unlike(experts)) is not None:
+        return MatchFailure(other, "experts-differ", "the experts are not built alike")
+    return strip_row_views(experts[0].x), experts
+
+
+def weighted_by_matrix(
+    view: GraphView,
+    node: Node,
+    matrix: Node,
+    x: Node,
+    experts: list[Expert],
+    base: Node | None = None,
+    scaled_input: bool = False,
+    transposed: bool = False,
+    scales: tuple[tuple[Node, tuple[int, ...]], ...] = (),
+) -> RoutedExperts | MatchFailure:
+    """The layer in which columns of `matrix` weight what `experts`, or the one that holds them all, make of `x`.
+
+    scaled_input: the columns weight what experts read; an expert without a bias makes zeros of zeros. transposed: the
+    matrix lies [E, T].
+    """
+    found = match_chosen(matrix, transposed)
+    if found is None:
+        return MatchFailure(
+            matrix, "dense-gates", "the gates may all differ from zero: every expert works on every token"
+        )
+    if scaled_input and any(expert.biased for expert in experts):
+        return MatchFailure(experts[0].node, "bias", "an expert with a bias makes something of rows of zeros")
+    gates = matrix if found.gates is None else found.gates
+    if value(matrix).dim() == 1:
+        return MatchFailure(matrix, "gates", "the gates of one token have no dimension of tokens")
+    one = value(found.indices).dim() < value(matrix).dim()  # the only choice of a token
+    outer, tokens = [n for n in value(x).shape[:-1] if not is_one(n)], list(value(found.indices).shape)
+    tokens = [n for n in (tokens if one else tokens[:-1]) if not is_one(n)]
+    if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
+        return MatchFailure(x, "rows", "there are not as many rows as choices")
+    routed = RoutedExperts(
+        node, x, found.indices, gates, tuple(experts), 0, base, by_expert=found.gates is None,
+        scaled_input=scaled_input, choices=1 if one else None, matrix=None if found.gates is None else matrix,
+        transposed=transposed, column=found.column, scales=scales,
+    )  # fmt: skip
+    return bounded(view, routed)
+
+
+def weighted_by_choices(
+    view: GraphView, node: Node, chosen: Chosen, x: Node, experts: list[Expert], base: Node | None = None,
+    scales: tuple[tuple[Node, tuple[int, ...]], ...] = (),
+) -> RoutedExperts | MatchFailure:
+    """The layer in which gates of the choices [.., k] weight what `experts` make of `x`."""
+    outer, tokens = ([n for n in value(t).shape[:-1] if not is_one(n)] for t in (x, chosen.indices))
+    if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
+        return MatchFailure(x, "rows", "there are not as many rows as choices")
+    layer = RoutedExperts(node, x, chosen.indices, chosen.gates, tuple(experts), 0, base, scales=scales)
     return bounded(view, layer)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.moe import dense, find, grouped, loop, sorted_rows, sorted_tokens, unread
+from megacpp_compile.matchers.moe import find, grouped, loop, sorted_rows, sorted_tokens, unread
 from tests.passes import experts, experts_at_once, experts_sorted
 from tests.passes.experts import CHOICES, DIM
 
@@ -23,9 +23,9 @@ aten = torch.ops.aten
     (loop.find, experts.one_expert_twice, "twice", aten.index_add.default),
     (loop.find, experts.an_expert_left_out, "gaps", aten.index_add.default),
     (loop.find, experts.output_read_elsewhere, "escapes", aten.linear.default),
-    (dense.find, experts_at_once.every_expert_works, "dense-gates", aten.softmax.int),
-    (dense.find, experts_at_once.a_column_left_out, "gaps", aten.add.Tensor),
-    (dense.find, experts_at_once.marked_gates_of_others, "gates", aten.mul.Tensor),
+    (grouped.find_by_columns, experts_at_once.every_expert_works, "dense-gates", aten.softmax.int),
+    (grouped.find_by_columns, experts_at_once.a_column_left_out, "gaps", aten.add.Tensor),
+    (grouped.find_by_columns, experts_at_once.marked_gates_of_others, "gates", aten.mul.Tensor),
     (grouped.find, experts_at_once.einsum_of_every_expert, "dense-gates", aten.softmax.int),
     (grouped.find, experts_at_once.einsum_with_a_bias_of_all, "bias", aten.add.Tensor),
     (grouped.find, experts_at_once.scaled_at_both_ends, "gates", aten.sum.dim_IntList),
@@ -102,7 +102,7 @@ def test_a_list_of_hit_experts():
 
 def test_unread_experts():
     view = view_of_experts(experts_at_once.experts_merged_into_one, stacked=True)
-    assert not [found for matcher in (loop.find, dense.find, grouped.find, sorted_tokens.find) for found in matcher(view)]
+    assert not [found for matcher in (loop.find, grouped.find_by_columns, grouped.find, sorted_tokens.find) for found in matcher(view)]
     (failure,) = unread(view, [], [])
     assert failure.tag == "unread" and failure.node.target is aten.einsum.default
     assert not list(unread(view, [MatchFailure(failure.node, "bias", "")], []))

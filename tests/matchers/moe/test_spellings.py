@@ -7,7 +7,7 @@ import operator
 import pytest
 import torch
 
-from megacpp_compile.matchers.moe import dense, grouped, loop, sorted_tokens
+from megacpp_compile.matchers.moe import grouped, loop, sorted_tokens
 from tests.passes import experts, experts_at_once, experts_of_batches
 from tests.passes.experts import DIM, EXPERTS, HIDDEN, MoE
 
@@ -77,8 +77,8 @@ def test_loops_over_batches(body, says):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("matcher, body, says", [
-    (dense.find, experts_at_once.dense_loop, {}), (dense.find, experts_at_once.dense_on_the_residual, {"base": True}),
-    (dense.find, experts_at_once.dense_marked_gates, {}), (grouped.find, experts_at_once.dense_stack_einsum, {}),
+    (grouped.find_by_columns, experts_at_once.dense_loop, {}), (grouped.find_by_columns, experts_at_once.dense_on_the_residual, {"base": True}),
+    (grouped.find_by_columns, experts_at_once.dense_marked_gates, {}), (grouped.find, experts_at_once.dense_stack_einsum, {}),
     (grouped.find, experts_at_once.dense_masked_scores, {"by_expert": True}),
     (grouped.find, experts_at_once.slots_in_their_places, {"choices": 2}),
 ], ids=ids)  # fmt: skip
@@ -114,8 +114,8 @@ def test_sorted_tokens(body, says):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("body, own", [(experts.where_index_add, loop.find), (experts_at_once.dense_loop, dense.find)], ids=["loop", "dense"])
+@pytest.mark.parametrize("body, own", [(experts.where_index_add, loop.find), (experts_at_once.dense_loop, grouped.find_by_columns)], ids=["loop", "dense"])
 def test_each_spelling_has_one_matcher(body, own):
     view = view_of_experts(body)
-    finders = [matcher for matcher in (loop.find, dense.find, grouped.find, sorted_tokens.find) if list(matcher(view))]
+    finders = [matcher for matcher in (loop.find, grouped.find_by_columns, grouped.find, sorted_tokens.find) if list(matcher(view))]
     assert finders == [own]
