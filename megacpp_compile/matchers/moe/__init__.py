@@ -20,7 +20,7 @@ from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, COPIES, PERMUTATION
 from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import gathered_experts, grouped, loop, sorted_rows, sorted_tokens
+from megacpp_compile.matchers.moe import gathered_experts, grouped, loop, sorted_rows
 from megacpp_compile.matchers.moe.activation import match_product
 from megacpp_compile.matchers.moe.experts import ONE_PROJECTION
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, around
@@ -29,7 +29,7 @@ from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.links import chain, through
 
 aten = torch.ops.aten
-_SPELLINGS = (loop.find, grouped.find_by_columns, grouped.find, sorted_tokens.find, loop.find_sorted)
+_SPELLINGS = (loop.find, grouped.find_by_columns, grouped.find, sorted_rows.find_layers, loop.find_sorted)
 _COUNTS = (aten.sum.dim_IntList, aten.sum.default, aten.any.dim, aten.any.dims, aten.bincount.default,
            aten.histc.default)  # fmt: skip
 _ADVICE = "a loop over the experts that were hit breaks the graph; write `for e in range(num_experts):` instead"

@@ -15,7 +15,6 @@ from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import CASTS, COPIES
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.combines import weighted_part
 from megacpp_compile.matchers.moe.experts import (
     Expert,
     changed_before,
@@ -25,7 +24,7 @@ from megacpp_compile.matchers.moe.experts import (
 )
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices
-from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, gates_of_numbers, of_slots
+from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, gates_of_numbers, of_slots, weighted_part
 from megacpp_compile.matchers.moe.rows import (
     by_slot,
     choices_of,

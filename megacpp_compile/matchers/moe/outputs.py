@@ -17,10 +17,10 @@ from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_exp
 from megacpp_compile.matchers.moe.gate_matrix import Chosen, RouteAxes, match_chosen
 from megacpp_compile.matchers.moe.gathered_experts import by_choice
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.loop import Written, written_to
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import numbers_of_scores, scores_of
 from megacpp_compile.matchers.moe.rows import once_a_choice
-from megacpp_compile.matchers.moe.written_outputs import Written, written_to
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.factors import Axis, Dims, Factor, beneath, is_one, longer_dims, seen_as
 from megacpp_compile.reader.links import through

@@ -1,7 +1,8 @@
 """What an expert's rows are weighted by: the gate of each row's choice, however it is read.
 
 `gates[token, choice]`, `gates[mask]` of a mask over choices, `gates.flatten()[slots]`, a column of a matrix of gates,
-the sum of a token's gates that are the expert's own, read before the sum or after it.
+the sum of a token's gates that are the expert's own, read before the sum or after it; and the gates of all rows in the
+order of experts, which may multiply these before an expert's part is cut.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_shape, same_size, value
+from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen_gate
+from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, one_choice, scores_of
 from megacpp_compile.matchers.moe.rows import (
     by_slot,
     has_choices,
     match_rows,
+    order_of,
     picked,
     read_at,
     read_by,
@@ -25,7 +29,8 @@ from megacpp_compile.matchers.moe.rows import (
     unread,
 )
 from megacpp_compile.matchers.moe.sorted_slots import whole_of
-from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.reader.index_reads import indexed
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -171,3 +176,34 @@ def of_slots(gates: Node, mask: Mask) -> list[Gates]:
     """What `gates` in one dimension, for tokens and their choices, are before reshapes."""
     gates = through(gates, lambda n: n.target in RESHAPES and not same_shape(n, mask.indices))
     return [(gates, False)] if same_shape(gates, mask.indices) else []
+
+
+def gates_in_order(gate: Node, order: Node) -> Node | MatchFailure:
+    """The gates, one for every slot, of which `gate` [S, 1] has those of rows in `order`."""
+    if value(gate).dim() != 2 or value(gate).shape[-1] != 1:
+        return MatchFailure(gate, "gates", "an expert's rows are not multiplied by one gate per choice")
+    gates = through(
+        gate, is_cast, aten.unsqueeze.default,
+        lambda n: n.target in RESHAPES and value(n).dim() == 2 and value(n.args[0]).dim() == 1,
+    )  # fmt: skip
+    read = indexed(gates)
+    if read is None or read[1] != [order]:
+        return MatchFailure(gates, "gates", "the gates are not in the order of the rows")
+    if value(read[0]).dim() != 1:
+        return MatchFailure(read[0], "gates", "there is not one gate per choice")
+    return read[0]
+
+
+def weighted_part(rows: Node) -> tuple[Node, Node] | None:
+    """(all rows, gates in the order of slots) where `rows` is a part of their product, in the order of experts."""
+    whole = whole_of(rows)
+    product = None if whole is None else strip_row_views(whole)
+    if product is None or product.target is not aten.mul.Tensor or not of_tensors(product):
+        return None
+    for a, b in (product.args, product.args[::-1]):
+        read = indexed(strip_row_views(a))  # type: ignore[arg-type]
+        order = None if read is None or len(read[1]) != 1 else order_of(read[1][0])
+        gates = None if order is None else gates_in_order(b, order)  # type: ignore[arg-type]
+        if isinstance(gates, Node):
+            return strip_row_views(a), gates  # type: ignore[arg-type]
+    return None

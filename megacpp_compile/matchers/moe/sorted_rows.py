@@ -1,28 +1,240 @@
-"""Matches experts between grouped GEMMs whose rows come sorted by expert and leave so, as behind the dispatch of expert
-parallelism: where each expert's rows end is given, and neither choices nor gates need be.
-
-A layer whose sort and gated sum are in the graph too is whole, and `sorted_tokens` matches it.
+"""Matches rows in the order of experts: the sum over each token's choices of such rows, grouped GEMMs of all slots
+between their sort and that sum, which are a whole layer, and experts between grouped GEMMs whose rows come sorted and
+leave so, as behind the dispatch of expert parallelism. There it is given where each expert's rows end, and neither
+choices nor gates need be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.filled import padded_with
+from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.filled import is_filled, padded_with
+from megacpp_compile.fx.views import COPIES, uncast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.experts import expert_ending_in
+from megacpp_compile.matchers.moe.activation import bound_of
+from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in, match_expert
 from megacpp_compile.matchers.moe.gemms import Gemm, Weight, strip_row_views, with_bias
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, around, bounded
-from megacpp_compile.matchers.moe.sorted_slots import number
+from megacpp_compile.matchers.moe.row_gates import gates_in_order
+from megacpp_compile.matchers.moe.rows import choices_numbered, order_of_tokens, tokens_in_order
+from megacpp_compile.matchers.moe.sorted_slots import ascends, number, slots, sorted_by
+from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.reader.dims import reduced_dims
+from megacpp_compile.reader.index_reads import added_rows, indexed
+from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
 _GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 _NEAR = 24  # nodes to look at before a GEMM
+_LIKE = (aten.empty_like.default, aten.zeros_like.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Combine:
+    """The sum of each token's `choices` among the `weighted` rows, which lie in `order` of slots, added to `base`."""
+
+    weighted: Node
+    order: Node
+    choices: int
+    base: Node | None = None
+
+
+Check = Callable[[GraphView, Node, Combine], RoutedExperts | MatchFailure | None]
+
+
+def layers_after(view: GraphView, check: Check) -> Iterator[RoutedExperts | MatchFailure]:
+    """What `check` makes of every combine of the graph, where that is a layer or nearly one."""
+    for node in view.graph.nodes:
+        combine = match_combine(node)
+        if combine is not None and (found := check(view, node, combine)) is not None:
+            yield found
+
+
+def match_combine(node: Node) -> Combine | None:
+    """The combine that `node` is."""
+    return _slots_summed(node) if node.target is aten.sum.dim_IntList else _rows_added(node)
+
+
+def _slots_summed(node: Node) -> Combine | None:
+    """The combine that puts rows back into the order of slots, and sums over the choices."""
+    slots = uncast(node.args[0])  # type: ignore[arg-type]
+    if value(slots).dim() != 3 or reduced_dims(node) != ([1], False) or slots.target not in RESHAPES:
+        return None
+    choices = value(slots).shape[1]
+    read = unsorted(uncast(slots.args[0]))  # type: ignore[arg-type]
+    if read is None or value(read[0]).dim() != 2 or not isinstance(choices, int):
+        return None
+    return Combine(uncast(read[0]), read[1], choices)
+
+
+def _rows_added(node: Node) -> Combine | None:
+    """The combine that adds rows to those of their tokens."""
+    found = added_rows(node, to_zeros=True)
+    if found is None:
+        return None
+    base, token, rows = found
+    if value(rows).dim() != 2:
+        return None
+    tokens = value(base).shape[0]
+    choices = choices_numbered(token, tokens)
+    order = None if choices is None else order_of_tokens(token, tokens, choices)
+    if choices is None or order is None or sorted_by(order) is None:
+        return None
+    return Combine(uncast(rows), order, choices, None if is_filled(base, 0.0) else base)
+
+
+def unsorted(node: Node) -> tuple[Node, Node] | None:
+    """(rows in some order, that order) where `node` puts them back into the order of slots."""
+    if node.target is aten.index_put.default and len(node.args) == 3 and len(node.args[1]) == 1:  # type: ignore[arg-type]
+        buffer, (order,), rows = node.args  # type: ignore[misc]
+        whole = buffer.target in _LIKE and buffer.args[0] is rows  # type: ignore[union-attr]
+        whole = whole or same_size(value(buffer).shape[0], value(order).shape[0])
+        put = whole and value(rows).dim() == value(buffer).dim()  # type: ignore[arg-type]
+        return (rows, order) if put and sorted_by(order) is not None else None  # type: ignore[return-value, arg-type]
+    read = indexed(node)
+    if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
+        return None
+    order = _inverted(read[1][0])
+    return (read[0], order) if order is not None and sorted_by(order) is not None else None
+
+
+def _inverted(back: Node) -> Node | None:
+    """The order that `back` puts back: an argsort of it, or every place put where the order has it."""
+    if ascends(back):
+        return back.args[0]  # type: ignore[return-value]
+    if back.target is not aten.index_put.default or len(back.args) != 3 or len(back.args[1]) != 1:  # type: ignore[arg-type]
+        return None
+    empty, (order,), numbers = back.args  # type: ignore[misc]
+    numbers = through(numbers, RESHAPES)
+    counts_up = numbers.target is aten.arange.default and len(numbers.args) == 1  # type: ignore[union-attr]
+    return order if counts_up and value(numbers).shape == value(empty).shape else None
+
+
+def grouped_gemm(node: Node) -> tuple[Gemm, Node] | None:
+    """(the GEMM, where each expert's rows end) where `node` multiplies rows by a weight of every expert [E, ., .]."""
+    if str(node.target) not in _GROUPED or len(node.args) != 3 or node.kwargs:
+        return None
+    x, w, ends = node.args
+    if value(x).dim() != 2 or value(w).dim() != 3:
+        return None
+    assert isinstance(x, Node) and isinstance(w, Node) and isinstance(ends, Node)
+    if w.target is aten.transpose.int and {d % 3 for d in w.args[1:3]} == {1, 2}:  # type: ignore[operator]
+        return Gemm(node, x, Weight(w.args[0], False, every=True)), ends  # type: ignore[arg-type]
+    return Gemm(node, x, Weight(w, True, every=True)), ends
+
+
+def find_layers(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
+    """Every sum over rows that are sorted by expert."""
+    return layers_after(view, _layer_after)
+
+
+def _layer_after(view: GraphView, node: Node, combine: Combine) -> RoutedExperts | MatchFailure | None:
+    """The layer of experts that ends in `combine`; None where what it adds up is no expert's output."""
+    weighted = combine.weighted
+    if weighted.target is aten.mul.Tensor and of_tensors(weighted):
+        for out, gate in (weighted.args, weighted.args[::-1]):
+            match_gemm = _OfSlots(combine.order)
+            expert = match_expert(match_gemm.unmasked(strip_row_views(out)), match_gemm)  # type: ignore[arg-type]
+            if expert is not None:
+                return _routed(view, node, combine, expert, gate, match_gemm)  # type: ignore[arg-type]
+        return None
+    match_gemm = _OfSlots(combine.order)
+    expert = match_expert(match_gemm.unmasked(weighted), match_gemm)
+    return None if expert is None else _routed(view, node, combine, expert, None, match_gemm)
+
+
+def _routed(
+    view: GraphView,
+    node: Node,
+    combine: Combine,
+    expert: Expert | MatchFailure,
+    gate: Node | None,
+    match_gemm: _OfSlots,
+) -> RoutedExperts | MatchFailure | None:
+    """The layer of `expert`, whose output `gate` multiplies; where that is None, a gate has to multiply its input."""
+    if isinstance(expert, MatchFailure):
+        return expert
+    if match_gemm.failure is not None:
+        return match_gemm.failure
+    ids, order, scaled_input = match_gemm.ids, combine.order, gate is None
+    rows = match_gemm.unmasked(strip_row_views(expert.x))
+    if gate is None:
+        if rows.target is not aten.mul.Tensor or not of_tensors(rows):
+            return MatchFailure(
+                expert.x, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate"
+            )
+        a, b = rows.args
+        rows, gate = (a, b) if value(b).shape[-1:] == (1,) else (b, a)  # type: ignore[assignment]
+        rows = strip_row_views(rows)
+    gates = gates_in_order(gate, order)  # type: ignore[arg-type]
+    if isinstance(gates, MatchFailure):
+        return gates
+    x = tokens_in_order(rows, order, value(node).shape[0], combine.choices)
+    if x is None or not same_size(value(x).shape[0] * combine.choices, value(ids).shape[0]):
+        return MatchFailure(expert.x, "rows", "what experts read are not the tokens, one row for each choice")
+    if match_gemm.limits - {value(expert.down.weight.tensor).shape[0]}:
+        return MatchFailure(node, "masked", "rows of some experts are set to zero")
+    layer = RoutedExperts(
+        node, x, slots(ids), gates, (expert,), base=combine.base, choices=combine.choices, scaled_input=scaled_input
+    )
+    return bounded(view, layer)
+
+
+class _OfSlots:
+    """Matches grouped GEMMs whose groups end where each expert's rows do.
+
+    Attributes:
+        ids: the slots' experts, by which `order` sorts; sorted: the same, and where each expert's end.
+        failure: the last GEMM whose groups end elsewhere.
+        limits: the expert numbers from which on rows are set to zero.
+    """
+
+    def __init__(self, order: Node) -> None:
+        found = sorted_by(order)
+        assert found is not None
+        self.sorted, self.ids, self.order = found, found.ids, order
+        self.failure: MatchFailure | None = None
+        self.limits = set[object]()
+
+    def __call__(self, node: Node) -> Gemm | MatchFailure | None:
+        return with_bias(self.unmasked(node), self._grouped, self._bias)
+
+    def _bias(self, node: Node, rows: Node) -> Weight | None:
+        """The experts' biases of which `node`, added to `rows`, has one for each row."""
+        read = indexed(strip_row_views(node))
+        if read is None or len(read[1]) != 1 or value(read[0]).dim() != 2:
+            return None
+        if not same_size(value(read[0]).shape[1], value(rows).shape[-1]):
+            return None
+        experts = value(read[0]).shape[0]
+        # A clamp moves numbers of no expert alone.
+        ids = through(read[1][0], COPIES, lambda n: (limit := bound_of(n)) is not None and limit[1].high >= experts - 1)
+        return Weight(read[0], every=True) if self.sorted.has(ids, in_order=True) else None
+
+    def unmasked(self, node: Node) -> Node:
+        """`node` before rows of no expert are set to zero."""
+        while node.target is aten.masked_fill.Scalar and node.args[2] == 0:
+            mask = through(node.args[1], aten.unsqueeze.default, aten.view.default, aten.reshape.default)
+            if mask.target is not aten.ge.Scalar or mask.args[0] is not self.sorted.ordered:  # type: ignore[union-attr]
+                break
+            self.limits.add(mask.args[1])  # type: ignore[union-attr]
+            node = strip_row_views(node.args[0])  # type: ignore[arg-type]
+        return node
+
+    def _grouped(self, node: Node) -> Gemm | None:
+        found = grouped_gemm(node)
+        if found is None:
+            return None
+        gemm, ends = found
+        if not self.sorted.end_at(ends, value(gemm.weight.tensor).shape[0]):
+            self.failure = MatchFailure(node, "offsets", "the groups do not end where each expert's rows do")
+        return gemm
 
 
 def find(view: GraphView, found: Sequence[RoutedExperts | MatchFailure]) -> Iterator[SortedExperts | MatchFailure]:
@@ -64,19 +276,6 @@ def _ends_of(node: Node) -> Node | None:
         return None
     sides = (grouped_gemm(strip_row_views(side)) for side in node.args if isinstance(side, Node))
     return next((found[1] for found in sides if found is not None), None)
-
-
-def grouped_gemm(node: Node) -> tuple[Gemm, Node] | None:
-    """(the GEMM, where each expert's rows end) where `node` multiplies rows by a weight of every expert [E, ., .]."""
-    if str(node.target) not in _GROUPED or len(node.args) != 3 or node.kwargs:
-        return None
-    x, w, ends = node.args
-    if value(x).dim() != 2 or value(w).dim() != 3:
-        return None
-    assert isinstance(x, Node) and isinstance(w, Node) and isinstance(ends, Node)
-    if w.target is aten.transpose.int and {d % 3 for d in w.args[1:3]} == {1, 2}:  # type: ignore[operator]
-        return Gemm(node, x, Weight(w.args[0], False, every=True)), ends  # type: ignore[arg-type]
-    return Gemm(node, x, Weight(w, True, every=True)), ends
 
 
 class _SameGroups:

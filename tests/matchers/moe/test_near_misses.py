@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.moe import find, grouped, loop, sorted_rows, sorted_tokens, unread
+from megacpp_compile.matchers.moe import find, grouped, loop, sorted_rows, unread
 from tests.passes import experts, experts_at_once, experts_sorted
 from tests.passes.experts import CHOICES, DIM
 
@@ -59,7 +59,7 @@ def written_over_by_any_numbers(m, x, indices, gates):
     (experts_at_once.sorted_back_to_others, "rows"), (experts_at_once.sorted_into_other_groups, "offsets"),
 ], ids=ids)  # fmt: skip
 def test_sorted_tokens(body, tag):
-    assert the_failure(sorted_tokens.find, view_of_sorted(body)).tag == tag
+    assert the_failure(sorted_rows.find_layers, view_of_sorted(body)).tag == tag
 
 
 def sorted_view(body):
@@ -81,7 +81,7 @@ def test_grouped_gemms_that_are_no_experts(body):
 def test_experts_of_a_layer_that_is_whole_are_its_own():
     view = view_of_sorted(experts.sorted_grouped_gemms)
     assert len(list(sorted_rows.find(view, []))) == 1
-    assert not list(sorted_rows.find(view, [*sorted_tokens.find(view)]))
+    assert not list(sorted_rows.find(view, [*sorted_rows.find_layers(view)]))
 
 
 def hit_list(x):
@@ -102,7 +102,7 @@ def test_a_list_of_hit_experts():
 
 def test_unread_experts():
     view = view_of_experts(experts_at_once.experts_merged_into_one, stacked=True)
-    assert not [found for matcher in (loop.find, grouped.find_by_columns, grouped.find, sorted_tokens.find) for found in matcher(view)]
+    assert not [found for matcher in (loop.find, grouped.find_by_columns, grouped.find, sorted_rows.find_layers) for found in matcher(view)]
     (failure,) = unread(view, [], [])
     assert failure.tag == "unread" and failure.node.target is aten.einsum.default
     assert not list(unread(view, [MatchFailure(failure.node, "bias", "")], []))

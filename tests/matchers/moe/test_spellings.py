@@ -7,7 +7,7 @@ import operator
 import pytest
 import torch
 
-from megacpp_compile.matchers.moe import grouped, loop, sorted_tokens
+from megacpp_compile.matchers.moe import grouped, loop, sorted_rows
 from tests.passes import experts, experts_at_once, experts_of_batches
 from tests.passes.experts import DIM, EXPERTS, HIDDEN, MoE
 
@@ -108,7 +108,7 @@ def test_gemms_over_all_weights(body, says):
     (experts_at_once.sorted_scaled_rows, {"scaled_input": True}),
 ], ids=ids)  # fmt: skip
 def test_sorted_tokens(body, says):
-    layer = the_layer(sorted_tokens.find, view_of_sorted(body))
+    layer = the_layer(sorted_rows.find_layers, view_of_sorted(body))
     assert described(layer) == AT_ONCE | {"choices": 2} | says
     assert layer.indices.target is operator.getitem  # the choices themselves, not a view of them
 
@@ -117,5 +117,5 @@ def test_sorted_tokens(body, says):
 @pytest.mark.parametrize("body, own", [(experts.where_index_add, loop.find), (experts_at_once.dense_loop, grouped.find_by_columns)], ids=["loop", "dense"])
 def test_each_spelling_has_one_matcher(body, own):
     view = view_of_experts(body)
-    finders = [matcher for matcher in (loop.find, grouped.find_by_columns, grouped.find, sorted_tokens.find) if list(matcher(view))]
+    finders = [matcher for matcher in (loop.find, grouped.find_by_columns, grouped.find, sorted_rows.find_layers) if list(matcher(view))]
     assert finders == [own]
