@@ -13,9 +13,9 @@ from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.triton_activations import product
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_grouped import (
-    add_gemm,
     arguments_of,
     block_sizes,
+    gemm_of_group,
     programs,
     tile_of,
 )
@@ -99,20 +99,10 @@ def grouped_interleaved(x, weights, table, ends, take, bias, hidden, out, rows, 
     if group > E:
         return
     m = first + tl.arange(0, BM)
-    acc = tl.zeros([BM, BN], ACC)
-    if group < E:
-        at_row = tl.minimum(m, rows - 1)
-        row = (at_row if take is None else tl.load(take + at_row)).to(tl.int64)[:, None]
-        k = tl.arange(0, BK)
-        if TABLE:
-            w = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(TYPE)), 16)
-        else:
-            w = weights + group.to(tl.int64) * ws_e
-        a = x + row * xs + k[None, :]
-        b = w + n[None, :] * wn + k[:, None] * wk
-        acc = add_gemm(acc, a, b, n, wk, K, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
-        if bias is not None:
-            acc += tl.load(bias + group * N + n, mask=n < N, other=0).to(ACC)[None, :]
+    acc = gemm_of_group(x, weights, table, take, None, m, n, group, rows, xs, ws_e, wn, wk, N, K, E, TABLE, TYPE,
+                        ACC, PRECISION, INTERPRETED, BM, BN, BK)  # fmt: skip
+    if group < E and bias is not None:
+        acc += tl.load(bias + group * N + n, mask=n < N, other=0).to(ACC)[None, :]
     inside = (m < stop)[:, None]
     wide = m.to(tl.int64)[:, None]
     both = as_stored(acc, hidden)

@@ -13,9 +13,9 @@ from megacpp_compile.lowerings._kernels.gluon_launch import launch
 from megacpp_compile.lowerings._kernels.triton_activations import factors, passed_on
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_grouped import (
-    add_gemm,
     arguments_of,
     block_sizes,
+    gemm_of_group,
     programs,
     tile_of,
 )
@@ -66,20 +66,8 @@ def gated_gradients(x, weights, table, ends, take, x_scale, h_gate, h_up, gates,
     if group > E:
         return
     m = first + tl.arange(0, BM)
-    acc = tl.zeros([BM, BN], ACC)
-    if group < E:
-        at_row = tl.minimum(m, rows - 1)
-        row = (at_row if take is None else tl.load(take + at_row)).to(tl.int64)[:, None]
-        k = tl.arange(0, BK)
-        if TABLE:
-            w = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(TYPE)), 16)
-        else:
-            w = weights + group.to(tl.int64) * ws_e
-        a = x + row * xs + k[None, :]
-        b = w + n[None, :] * wn + k[:, None] * wk
-        acc = add_gemm(acc, a, b, n, wk, K, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
-        if x_scale is not None:
-            acc *= tl.load(x_scale + (at_row if take is None else tl.load(take + at_row)))[:, None]
+    acc = gemm_of_group(x, weights, table, take, x_scale, m, n, group, rows, xs, ws_e, wn, wk, N, K, E, TABLE, TYPE,
+                        ACC, PRECISION, INTERPRETED, BM, BN, BK)  # fmt: skip
     until = tl.where(group < E, stop, 0)
     scale = tl.load(gates + m, mask=m < until, other=0).to(ACC)[:, None]
     dot = tl.zeros([BM], ACC)

@@ -71,6 +71,30 @@ def add_gemm(acc, a, b, n, wk, depth, N: tl.constexpr, K: tl.constexpr, ACC: tl.
 
 
 @triton.jit
+def gemm_of_group(x, weights, table, take, x_scale, m, n, group, rows, xs, ws_e, wn, wk, N: tl.constexpr,
+                  K: tl.constexpr, E: tl.constexpr, TABLE: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr,
+                  PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  BK: tl.constexpr):  # fmt: skip
+    """[BM, BN]: the GEMM of rows `m` of a group, or rows take[m], with channels `n` of its weight; zeros for group E.
+    x_scale [rows of x] or None: a factor of each row."""
+    acc = tl.zeros([BM, BN], ACC)
+    if group < E:
+        at_row = tl.minimum(m, rows - 1)
+        row = (at_row if take is None else tl.load(take + at_row)).to(tl.int64)[:, None]
+        k = tl.arange(0, BK)
+        if TABLE:
+            w = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(TYPE)), 16)
+        else:
+            w = weights + group.to(tl.int64) * ws_e
+        a = x + row * xs + k[None, :]
+        b = w + n[None, :] * wn + k[:, None] * wk
+        acc = add_gemm(acc, a, b, n, wk, K, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
+        if x_scale is not None:
+            acc *= tl.load(x_scale + (at_row if take is None else tl.load(take + at_row)))[:, None]
+    return acc
+
+
+@triton.jit
 def grouped_rows(x, x2, weights, weights2, table, ends, take, x_scale, w_scale, bias, out, rows, xs, xs2, ws_e, wn, wk,
                  depth, N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr,
                  SECOND: tl.constexpr, TAKE: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr,
