@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch.fx import Node
 
 T = TypeVar("T")
+_inputs = operator.attrgetter("all_input_nodes")
 
 
 def reached(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[T]:
@@ -20,6 +22,15 @@ def reached(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[T
         new = [one for one in dict.fromkeys(step(at)) if one not in seen]
         seen.update(new)
         pending += new
+
+
+def near(node: Node, most: int, step: Callable[[Node], Iterable[Node]] = _inputs) -> list[Node]:
+    """`node` and what `step`, by default its inputs, leads to from it, each once, the nearest first, until there are
+    `most`."""
+    order = [node]
+    for at in order:
+        order += [one for one in dict.fromkeys(step(at)) if one not in order] if len(order) < most else []
+    return order
 
 
 def ancestors(nodes: Iterable[Node], within: Callable[[Node], Any] = bool) -> Iterator[Node]:

@@ -47,6 +47,14 @@ def indexed(node: Node) -> tuple[Node, list[Any]] | None:
     return tensor, positions  # type: ignore[return-value]
 
 
+def row_read(node: Node) -> tuple[Node, Node] | None:
+    """(tensor, numbers) where `node` is `tensor[numbers]`."""
+    read = indexed(node)
+    if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
+        return None
+    return read[0], read[1][0]
+
+
 def read_of_every(node: Node) -> tuple[Node, Node] | None:
     """(tensor, numbers) where `node` reads rows of the tensor by numbers that count up to as many as it has, in
     whatever shape these are seen; `gather` has a number for every channel."""
@@ -56,8 +64,8 @@ def read_of_every(node: Node) -> tuple[Node, Node] | None:
         tensor, _, numbers = node.args  # type: ignore[assignment]
         if not all(map(same_size, value(numbers).shape[1:], value(tensor).shape[1:])):
             return None
-    elif (read := indexed(node)) is not None and len(read[1]) == 1 and isinstance(read[1][0], Node):
-        tensor, numbers = read[0], read[1][0]
+    elif (read := row_read(node)) is not None:
+        tensor, numbers = read
     else:
         return None
     last = through(numbers, _SEEN)

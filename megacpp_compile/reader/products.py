@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import of_tensors, value
 
 aten = torch.ops.aten
 CONTRACTED, BROADCAST = -1, -2  # in the place of a dimension of the result; further contracted ones are -3, -4, ...
@@ -71,6 +71,14 @@ def contraction(node: Node) -> Product | None:
     if node.target in (aten.addmm.default, aten.baddbmm.default) and not node.kwargs:
         return _product(node, _matmul(node, *args[1:3]), args[0])
     return None
+
+
+def multiplied(node: Node | None) -> list[tuple[Node, Node]]:
+    """(a, b) and (b, a) where `node` multiplies tensors a and b, element by element; none where it does not."""
+    if node is None or node.target is not aten.mul.Tensor or not of_tensors(node):
+        return []
+    a, b = node.args
+    return [(a, b), (b, a)]  # type: ignore[list-item]
 
 
 def equation_of(node: Node) -> Equation | None:

@@ -21,6 +21,7 @@ from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.silu import match_scaled_sigmoid, match_swish, scaled
 from megacpp_compile.matchers.views import RESHAPES, lane_slice
 from megacpp_compile.reader.parts import Part, part_of
+from megacpp_compile.reader.products import multiplied
 
 aten = torch.ops.aten
 # target -> which arguments are the lower and the upper end
@@ -78,8 +79,7 @@ def _plus_its_product(node: Node) -> tuple[Node, Node] | None:
         sums = [(args[0], *args[1:3]), (args[0], *args[2:0:-1])]
     elif node.target is aten.add.Tensor:
         products = [(a, strip_row_views(b)) for a, b in (args, args[::-1])]  # type: ignore[arg-type]
-        found = [(a, b) for a, b in products if b.target is aten.mul.Tensor and of_tensors(b)]
-        sums = [(a, *factors) for a, b in found for factors in (b.args, b.args[::-1])]
+        sums = [(a, *factors) for a, b in products for factors in multiplied(b)]
     else:
         return None
     return next(((x, y) for x, again, y in sums if _alike(x, again)), None)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import called, same_size, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, PERMUTATIONS, RESHAPES, is_cast
+from megacpp_compile.fx.walks import near
 from megacpp_compile.lowerings._activation import Activation, Bound
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.activation import CLAMPS, bound_of, lane_cut, match_product, merged, shifted
@@ -255,8 +256,5 @@ def changed_before(out: Node) -> str:
 
 def computed_from(node: Any) -> list[Node]:
     """`node` and what it is computed from in a few steps, tensors alone."""
-    found = [node] if isinstance(node, Node) else []
-    for n in found:
-        if len(found) < _NEAR and n.op == "call_function":
-            found += [m for m in n.all_input_nodes if m not in found]
+    found = near(node, _NEAR) if isinstance(node, Node) else []
     return [n for n in found if n.op == "call_function" and isinstance(value(n), torch.Tensor)]

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
+from megacpp_compile.fx.walks import near
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in, first_unlike
@@ -182,15 +183,7 @@ def without_theirs(
 ) -> list[RoutedExperts | MatchFailure]:
     """`found` without failures of sums of what `layers` make of each row."""
     ends = {one.output for one in layers if isinstance(one, RoutedExperts)}
-    return [one for one in found if isinstance(one, RoutedExperts) or ends.isdisjoint(_made_of(one.node))]
-
-
-def _made_of(node: Node) -> list[Node]:
-    """`node` and what it is made of in a few steps."""
-    order = [node]
-    for n in order:
-        order += [a for a in n.all_input_nodes if a not in order] if len(order) < _NEAR else []
-    return order
+    return [one for one in found if isinstance(one, RoutedExperts) or ends.isdisjoint(near(one.node, _NEAR))]
 
 
 def _layer(view: GraphView, node: Node, found: GatheredExpert) -> RoutedExperts | MatchFailure | None:

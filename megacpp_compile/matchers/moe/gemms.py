@@ -33,7 +33,7 @@ from megacpp_compile.reader.factors import (
     seen_as,
     step_into,
 )
-from megacpp_compile.reader.index_reads import indexed
+from megacpp_compile.reader.index_reads import row_read
 from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.parts import part_of
 from megacpp_compile.reader.products import contraction
@@ -187,9 +187,9 @@ def _rows_kept(view: Node) -> bool:
 def copies_of(factor: Factor) -> tuple[Node, Node, Dims] | None:
     """(all weights, which one each row takes, dimensions) where `factor` holds one weight for every row."""
     for node, dims in beneath(factor):
-        read = indexed(node)
-        if read is not None and len(read[1]) == 1 and isinstance(read[1][0], Node) and value(read[0]).dim() == 3:
-            return read[0], read[1][0], dims
+        read = row_read(node)
+        if read is not None and value(read[0]).dim() == 3:
+            return *read, dims
     return None
 
 
@@ -243,10 +243,10 @@ class StackedGemms:
     def bias(self, factor: Factor, channels: Axis) -> Weight | None:
         """The biases [E, channels] of all experts that `factor`, or of which every slot's own it is."""
         for node, dims in beneath(factor):
-            read = indexed(node)
-            if read is not None and len(read[1]) == 1 and value(read[0]).dim() == 2:
+            read = row_read(node)
+            if read is not None and value(read[0]).dim() == 2:
                 if longer_dims(dims) in map(longer_dims, self.axes.slots((channels,))):
-                    self._goes_by(node, read[1][0])
+                    self._goes_by(node, read[1])
                     return Weight(read[0], every=True)
         if not self.axes.routes or factor.axes != {*self.axes.routes, channels} or self.ids is not None:
             return None

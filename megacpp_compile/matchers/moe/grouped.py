@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.fx.walks import ancestors
@@ -51,6 +51,7 @@ from megacpp_compile.reader.factors import (
     seen_as,
 )
 from megacpp_compile.reader.index_reads import SUMS_OF_ROWS
+from megacpp_compile.reader.products import multiplied
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.mm.default, aten.matmul.default)
@@ -247,9 +248,7 @@ def find_by_columns(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
 
 def _weighted_output(node: Node) -> WeightedOutput | None:
     """The column and the rest where `node` multiplies a tensor by a column of gates."""
-    if node.target is not aten.mul.Tensor or not of_tensors(node):
-        return None
-    for gate, out in (node.args, node.args[::-1]):
+    for gate, out in multiplied(node):
         if not value(gate).dim() == value(out).dim() > 0 or not same_size(value(gate).shape[-1], 1):
             continue
         column: tuple[Node | tuple[Node, Node], int] | None = match_column(gate)  # type: ignore[arg-type]

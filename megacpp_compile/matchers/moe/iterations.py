@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
+from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import CASTS, COPIES
 from megacpp_compile.matchers._match import MatchFailure
@@ -26,10 +26,9 @@ from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_view
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices
 from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, gates_of_numbers, of_slots, weighted_part
 from megacpp_compile.matchers.moe.rows import (
-    by_slot,
+    at_slots,
     choices_of,
     has_choices,
-    match_rows,
     once_a_choice,
     picked,
     read_at,
@@ -39,6 +38,7 @@ from megacpp_compile.matchers.moe.rows import (
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.index_reads import added_rows, indexed
 from megacpp_compile.reader.links import chain, through
+from megacpp_compile.reader.products import multiplied
 
 aten = torch.ops.aten
 
@@ -131,12 +131,11 @@ def joined(node: Node) -> list[RowUpdate]:
         return []
     rows, gates = _uncast(found[2]), list[Node | None]([None] * len(tokens))
     outs = _parts(rows)
-    if outs is None and rows.target is aten.mul.Tensor and of_tensors(rows):
-        for out, gate in (rows.args, rows.args[::-1]):
-            cut, own = _parts(_uncast(out)), _parts(_column(gate))  # type: ignore[arg-type]
-            if cut is not None and own is not None and len(own) == len(tokens):
-                outs, gates = cut, list(own)
-                break
+    for out, gate in multiplied(rows) if outs is None else []:
+        cut, own = _parts(_uncast(out)), _parts(_column(gate))
+        if cut is not None and own is not None and len(own) == len(tokens):
+            outs, gates = cut, list(own)
+            break
     if outs is None or len(outs) != len(tokens):
         return []
     updates = list[RowUpdate]()
@@ -263,12 +262,11 @@ def _weighted(node: Node, update: RowUpdate) -> tuple[Node, list[Gates]] | None:
     if update.gate is not None and node is strip_row_views(update.added):
         gates = gates_of_numbers(update.gate, update.token)
         return (node, gates) if gates else None
-    if node.target is not aten.mul.Tensor or not of_tensors(node):
-        return node, []
-    for a, b in (node.args, node.args[::-1]):
-        if found := gates_of(a, update.token):  # type: ignore[arg-type]
-            return b, found  # type: ignore[return-value]
-    return None
+    pairs = multiplied(node)
+    for a, b in pairs:
+        if found := gates_of(a, update.token):
+            return b, found
+    return None if pairs else (node, [])
 
 
 def _read(update: RowUpdate, out: Node, gates: list[Gates], gated: bool = True) -> Iteration | MatchFailure:
@@ -315,7 +313,4 @@ def _of_rows(
 
 def _once_a_choice(repeated: Node, positions: list[Any], mask: Mask) -> Node | None:
     """The tokens of which `repeated`, read at the slots of `mask`, has one row for each choice."""
-    rows = by_slot(match_rows(positions[0])) if len(positions) == 1 else None
-    if rows is None or rows.mask != mask:
-        return None
-    return once_a_choice(repeated, tokens_of(mask), choices_of(mask))
+    return once_a_choice(repeated, tokens_of(mask), choices_of(mask)) if at_slots(positions, mask) else None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_blank, is_filled
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
@@ -37,6 +37,7 @@ from megacpp_compile.matchers.moe.sorted_rows import Combine, layers_after, unso
 from megacpp_compile.matchers.moe.sorted_slots import SortedIds, expert_between, slots, sorted_by
 from megacpp_compile.reader.index_reads import SCATTERS, adds
 from megacpp_compile.reader.links import through
+from megacpp_compile.reader.products import multiplied
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, *SCATTERS)
@@ -229,11 +230,10 @@ def _check(view: GraphView, node: Node, combine: Combine) -> RoutedExperts | Mat
     """The layer that ends in `combine`; None where what it adds up are no outputs of experts."""
     outputs, gate = combine.weighted, None
     chain = segments(outputs, combine.order)
-    if not chain and outputs.target is aten.mul.Tensor and of_tensors(outputs):
-        for a, b in (outputs.args, outputs.args[::-1]):
-            if chain := segments(a, combine.order):  # type: ignore[arg-type]
-                gate = b
-                break
+    for a, b in [] if chain else multiplied(outputs):
+        if chain := segments(a, combine.order):
+            gate = b
+            break
     if not chain:
         return None
     gates = None if gate is None else gates_in_order(gate, combine.order)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from megacpp_compile._torch.ops import torch_check
 from megacpp_compile.fx.edit import of_tensors, place, same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
-from megacpp_compile.fx.walks import reached
+from megacpp_compile.fx.walks import near, reached
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert
@@ -195,15 +195,13 @@ def only_checks_sizes(node: Node) -> bool:
 
 def around(node: Node) -> set[Node]:
     """The nodes from which `node` is computed in a few steps, and those computed from it in a few more."""
-    found = set[Node]()
-    for back in (True, False):
-        order = [node]
-        for n in order:
-            for other in n.all_input_nodes if back else n.users:
-                if other not in order and other.op == "call_function" and len(order) < _NEAR:
-                    order.append(other)
-        found.update(order)
-    return found
+    def before(n: Node) -> list[Node]:
+        return [a for a in n.all_input_nodes if a.op == "call_function"]
+
+    def after(n: Node) -> list[Node]:
+        return [u for u in n.users if u.op == "call_function"]
+
+    return {*near(node, _NEAR, before)[:_NEAR], *near(node, _NEAR, after)[:_NEAR]}
 
 
 def gate_after(layer: RoutedExperts) -> RoutedExperts:

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
+from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen_gate
 from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, one_choice, scores_of
 from megacpp_compile.matchers.moe.rows import (
-    by_slot,
+    at_slots,
     has_choices,
-    match_rows,
     order_of,
     picked,
     read_at,
@@ -30,8 +29,9 @@ from megacpp_compile.matchers.moe.rows import (
 )
 from megacpp_compile.matchers.moe.sorted_slots import whole_of
 from megacpp_compile.matchers.views import RESHAPES, is_cast
-from megacpp_compile.reader.index_reads import indexed
+from megacpp_compile.reader.index_reads import row_read
 from megacpp_compile.reader.links import through
+from megacpp_compile.reader.products import multiplied
 
 aten = torch.ops.aten
 _COLUMNS = (
@@ -166,10 +166,7 @@ def _comes_by_token(mask: Mask) -> bool:
 
 def _by_slots(gates: Node, positions: list[Node], mask: Mask) -> list[Gates]:
     """Of gates in one dimension, for tokens and their choices, at the rows' slots."""
-    rows = by_slot(match_rows(positions[0])) if len(positions) == 1 else None
-    if rows is None or rows.mask != mask:
-        return []
-    return of_slots(gates, mask)
+    return of_slots(gates, mask) if at_slots(positions, mask) else []
 
 
 def of_slots(gates: Node, mask: Mask) -> list[Gates]:
@@ -186,8 +183,8 @@ def gates_in_order(gate: Node, order: Node) -> Node | MatchFailure:
         gate, is_cast, aten.unsqueeze.default,
         lambda n: n.target in RESHAPES and value(n).dim() == 2 and value(n.args[0]).dim() == 1,
     )  # fmt: skip
-    read = indexed(gates)
-    if read is None or read[1] != [order]:
+    read = row_read(gates)
+    if read is None or read[1] is not order:
         return MatchFailure(gates, "gates", "the gates are not in the order of the rows")
     if value(read[0]).dim() != 1:
         return MatchFailure(read[0], "gates", "there is not one gate per choice")
@@ -198,12 +195,10 @@ def weighted_part(rows: Node) -> tuple[Node, Node] | None:
     """(all rows, gates in the order of slots) where `rows` is a part of their product, in the order of experts."""
     whole = whole_of(rows)
     product = None if whole is None else strip_row_views(whole)
-    if product is None or product.target is not aten.mul.Tensor or not of_tensors(product):
-        return None
-    for a, b in (product.args, product.args[::-1]):
-        read = indexed(strip_row_views(a))  # type: ignore[arg-type]
-        order = None if read is None or len(read[1]) != 1 else order_of(read[1][0])
-        gates = None if order is None else gates_in_order(b, order)  # type: ignore[arg-type]
+    for a, b in multiplied(product):
+        read = row_read(strip_row_views(a))
+        order = None if read is None else order_of(read[1])
+        gates = None if order is None else gates_in_order(b, order)
         if isinstance(gates, Node):
-            return strip_row_views(a), gates  # type: ignore[arg-type]
+            return strip_row_views(a), gates
     return None

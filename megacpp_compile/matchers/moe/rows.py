@@ -28,7 +28,7 @@ from megacpp_compile.matchers.moe.sorted_slots import (
 )
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.factors import Axis, Factor, is_one, seen_as, whole_times
-from megacpp_compile.reader.index_reads import counts_up, indexed
+from megacpp_compile.reader.index_reads import counts_up, indexed, row_read
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import column_of
 
@@ -115,11 +115,9 @@ def _of_slots(node: Node) -> ExpertRows | None:
         rows = by_slot(match_rows(divided[0]))
         whole = rows is not None and same_size(divided[1], choices_of(rows.mask))
         return ExpertRows(rows.mask, "t") if rows is not None and whole else None
-    read = indexed(node)
-    if read is None or len(read[1]) != 1:
-        return None
-    rows = by_slot(match_rows(read[1][0]))
-    if rows is None or not numbers_each_slot(read[0], tokens_of(rows.mask), choices_of(rows.mask)):
+    read = row_read(node)
+    rows = None if read is None else by_slot(match_rows(read[1]))
+    if read is None or rows is None or not numbers_each_slot(read[0], tokens_of(rows.mask), choices_of(rows.mask)):
         return None
     return ExpertRows(rows.mask, "t")
 
@@ -156,10 +154,10 @@ def read_at(node: Node, whole: Node | None = None) -> tuple[Node, list[Any]] | N
     if read is None and whole is None:
         whole = whole_of(node)
     whole = through(whole, lambda n: n is not None and is_cast(n))
-    inner = indexed(whole) if whole is not None else None
-    if inner is None or len(inner[1]) != 1:
+    inner = row_read(whole) if whole is not None else None
+    if inner is None:
         return read
-    rows = _of_part(node, inner[1][0])
+    rows = _of_part(node, inner[1])
     return None if rows is None else (inner[0], [rows])
 
 
@@ -174,6 +172,12 @@ def by_slot(rows: ExpertRows | None) -> ExpertRows | None:
     if not isinstance(value(indices).shape[-1], int):
         return None
     return ExpertRows(Mask(indices, ("t", "s"), mask.expert), "slot")
+
+
+def at_slots(positions: list[Any], mask: Mask) -> bool:
+    """Whether `positions` is one index tensor, of the slots of `mask`."""
+    rows = by_slot(match_rows(positions[0])) if len(positions) == 1 else None
+    return rows is not None and rows.mask == mask
 
 
 def tokens_of(mask: Mask) -> Any:
@@ -231,7 +235,7 @@ def has_choices(mask: Mask) -> bool:
 
 def tokens_in_order(rows: Node, order: Node, tokens: Any, choices: int) -> Node | None:
     """The `tokens` [T, d] of which `rows` has one for each of `choices`, in `order`."""
-    read = _taken(rows)
+    read = row_read(rows)
     if read is None:
         return None
     x, token = read
@@ -244,7 +248,7 @@ def order_of_tokens(token: Node, tokens: Any, choices: int) -> Node | None:
     """The order of slots in which `token` has the numbers of their `tokens`."""
     if (divided := slot_over(token)) is not None:
         return divided[0] if divided[1] == choices else None
-    read = _taken(token)
+    read = row_read(token)
     return read[1] if read is not None and numbers_each_slot(read[0], tokens, choices) else None
 
 
@@ -252,7 +256,7 @@ def choices_numbered(token: Node, tokens: Any) -> int | None:
     """How many choices each of `tokens` has, by the numbers `token` of slots' tokens."""
     if (divided := slot_over(token)) is not None:
         return divided[1]
-    if _taken(token) is None or is_one(tokens) and is_one(value(token).shape[0]):
+    if row_read(token) is None or is_one(tokens) and is_one(value(token).shape[0]):
         return None
     return whole_times(value(token).shape[0], tokens)
 
@@ -276,7 +280,7 @@ def numbers_each_slot(numbers: Node, tokens: Any, choices: int) -> bool:
 
 def once_a_choice(rows: Node, tokens: Any, choices: int) -> Node | None:
     """The `tokens` [T, d] of which `rows` has each one `choices` times, one behind the other."""
-    read = _taken(rows)
+    read = row_read(rows)
     if read is not None and numbers_each_slot(read[1], tokens, choices):
         return read[0]
     return _repeated(rows, tokens, choices)
@@ -287,11 +291,3 @@ def _repeated(rows: Node, tokens: Any, choices: int) -> Node | None:
     t, k, *rest = (() if is_one(n) else (Axis(n),) for n in (tokens, choices, *value(rows).shape[1:]))
     seen = seen_as(Factor(rows, ((*t, *k), *rest), rows), (t, *rest))
     return None if seen is None else seen[0]
-
-
-def _taken(node: Node) -> tuple[Node, Node] | None:
-    """(rows, numbers) where `node` is `rows[numbers]`."""
-    read = indexed(node)
-    if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
-        return None
-    return read[0], read[1][0]

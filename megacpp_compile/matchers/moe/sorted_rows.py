@@ -15,6 +15,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled, padded_with
 from megacpp_compile.fx.views import COPIES, uncast
+from megacpp_compile.fx.walks import near
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.activation import bound_of
@@ -26,8 +27,9 @@ from megacpp_compile.matchers.moe.rows import choices_numbered, order_of_tokens,
 from megacpp_compile.matchers.moe.sorted_slots import ascends, number, slots, sorted_by
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.dims import reduced_dims
-from megacpp_compile.reader.index_reads import added_rows, indexed
+from megacpp_compile.reader.index_reads import added_rows, row_read
 from megacpp_compile.reader.links import through
+from megacpp_compile.reader.products import multiplied
 
 aten = torch.ops.aten
 _GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
@@ -97,11 +99,9 @@ def unsorted(node: Node) -> tuple[Node, Node] | None:
         whole = whole or same_size(value(buffer).shape[0], value(order).shape[0])
         put = whole and value(rows).dim() == value(buffer).dim()  # type: ignore[arg-type]
         return (rows, order) if put and sorted_by(order) is not None else None  # type: ignore[return-value, arg-type]
-    read = indexed(node)
-    if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
-        return None
-    order = _inverted(read[1][0])
-    return (read[0], order) if order is not None and sorted_by(order) is not None else None
+    read = row_read(node)
+    order = None if read is None else _inverted(read[1])
+    return (read[0], order) if read is not None and order is not None and sorted_by(order) is not None else None
 
 
 def _inverted(back: Node) -> Node | None:
@@ -137,16 +137,12 @@ def find_layers(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
 def _layer_after(view: GraphView, node: Node, combine: Combine) -> RoutedExperts | MatchFailure | None:
     """The layer of experts that ends in `combine`; None where what it adds up is no expert's output."""
     weighted = combine.weighted
-    if weighted.target is aten.mul.Tensor and of_tensors(weighted):
-        for out, gate in (weighted.args, weighted.args[::-1]):
-            match_gemm = _OfSlots(combine.order)
-            expert = match_expert(match_gemm.unmasked(strip_row_views(out)), match_gemm)  # type: ignore[arg-type]
-            if expert is not None:
-                return _routed(view, node, combine, expert, gate, match_gemm)  # type: ignore[arg-type]
-        return None
-    match_gemm = _OfSlots(combine.order)
-    expert = match_expert(match_gemm.unmasked(weighted), match_gemm)
-    return None if expert is None else _routed(view, node, combine, expert, None, match_gemm)
+    for out, gate in multiplied(weighted) or [(weighted, None)]:
+        match_gemm = _OfSlots(combine.order)
+        expert = match_expert(match_gemm.unmasked(strip_row_views(out)), match_gemm)
+        if expert is not None:
+            return _routed(view, node, combine, expert, gate, match_gemm)
+    return None
 
 
 def _routed(
@@ -207,14 +203,14 @@ class _OfSlots:
 
     def _bias(self, node: Node, rows: Node) -> Weight | None:
         """The experts' biases of which `node`, added to `rows`, has one for each row."""
-        read = indexed(strip_row_views(node))
-        if read is None or len(read[1]) != 1 or value(read[0]).dim() != 2:
+        read = row_read(strip_row_views(node))
+        if read is None or value(read[0]).dim() != 2:
             return None
         if not same_size(value(read[0]).shape[1], value(rows).shape[-1]):
             return None
         experts = value(read[0]).shape[0]
         # A clamp moves numbers of no expert alone.
-        ids = through(read[1][0], COPIES, lambda n: (limit := bound_of(n)) is not None and limit[1].high >= experts - 1)
+        ids = through(read[1], COPIES, lambda n: (limit := bound_of(n)) is not None and limit[1].high >= experts - 1)
         return Weight(read[0], every=True) if self.sorted.has(ids, in_order=True) else None
 
     def unmasked(self, node: Node) -> Node:
@@ -290,12 +286,7 @@ class _SameGroups:
 
     def before(self, node: Node) -> bool:
         """Whether such a GEMM lies shortly before `node`."""
-        order = [node]
-        for n in order:
-            if self._grouped(n) is not None:
-                return True
-            order += [m for m in n.all_input_nodes if m not in order] if len(order) < _NEAR else []
-        return False
+        return any(self._grouped(n) is not None for n in near(node, _NEAR))
 
     def _grouped(self, node: Node) -> Gemm | None:
         found = grouped_gemm(node)

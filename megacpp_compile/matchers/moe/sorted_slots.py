@@ -26,7 +26,7 @@ from megacpp_compile.fx.views import DETACH, IDENTITIES
 from megacpp_compile.matchers.moe.routing import is_nonnegative, match_mask, scores_of
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.dims import reduced_dims
-from megacpp_compile.reader.index_reads import indexed
+from megacpp_compile.reader.index_reads import row_read
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import part_of
 
@@ -66,8 +66,8 @@ def unordered(node: Node) -> Node | None:
     if node.target is operator.getitem and node.args[1] == 0 and node.args[0].target in _SORTS:  # type: ignore[union-attr]
         numbers: Any = node.args[0].args[0]  # type: ignore[union-attr]
         return numbers if value(numbers).dim() == 1 else None
-    read = indexed(node)
-    ids = sorted_by(read[1][0]) if read is not None and len(read[1]) == 1 and isinstance(read[1][0], Node) else None
+    read = row_read(node)
+    ids = None if read is None else sorted_by(read[1])
     whole = ids is not None and value(node).dim() == value(ids.ids).dim() == 1
     return read[0] if whole and same_size(value(read[0]).shape[0], value(node).shape[0]) else None  # type: ignore[index, union-attr]
 
@@ -106,7 +106,7 @@ class SortedIds:
         if not isinstance(node, Node):
             return False
         node = number(node)
-        if node is self.ordered or (read := indexed(node)) is not None and read[1] == [self.order] and (
+        if node is self.ordered or (read := row_read(node)) is not None and read[1] is self.order and (
             value(read[0]).dim() == 1 and slots(read[0]) is slots(self.ids)
         ):  # fmt: skip
             return True

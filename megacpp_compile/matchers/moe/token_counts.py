@@ -156,14 +156,10 @@ def match_count(node: Any) -> Count | None:
         return match_count(args[0])
     if target in (*_COPIES, *RESHAPES) or target in _CASTS and value(node).dtype in _WIDE:
         return match_count(args[0]) if _alike(args[0], node) else None
-    if target in (aten._local_scalar_dense.default, aten.item.default):
+    if target in (aten._local_scalar_dense.default, aten.item.default, *assumptions.COUNTS):
         return match_count(args[0])
-    if target is aten.sym_size.int:
+    if target is aten.sym_size.int or target is aten.sym_numel.default and value(args[0]).dim() == 1:
         return _rows_found(args[0])
-    if target is aten.sym_numel.default and value(args[0]).dim() == 1:
-        return _rows_found(args[0])
-    if target in assumptions.COUNTS:
-        return match_count(args[0])
     if target is aten.bincount.default:
         return _binned(node)
     if target is aten.select.int:
