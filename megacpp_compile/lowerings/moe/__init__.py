@@ -37,10 +37,10 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint
-from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiate
+from megacpp_compile.lowerings._op import define_op, differentiate
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.moe import reference
-from megacpp_compile.lowerings.moe._grouped import Float8Operands, empty_weight_gradients, experts_of
+from megacpp_compile.lowerings.moe._grouped import empty_gradients, empty_kept, experts_of
 
 
 @define_op(reference.moe, check=reference.check_precision)
@@ -48,12 +48,9 @@ def moe(  # type: ignore[no-untyped-def]
     x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True, precision="", *others
 ):
     slots = indices.shape[0] * indices.shape[1]
-    hidden = reference.empty_hidden(x, slots, w_gate, w_up, *others[:2]) if keep_hidden else []
-    order, experts = indices.new_empty(slots, dtype=torch.int64), experts_of(w_down)
-    if precision and Float8Operands.of(others[3:]) is None:
-        widths = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]
-        hidden += [x.new_empty((experts, n), dtype=compute_dtype(x)) for n in widths]
-    offsets = indices.new_empty(experts, dtype=torch.int32)
+    hidden = empty_kept(x, slots, w_gate, w_up, w_down, keep_hidden, precision, *others)
+    order = indices.new_empty(slots, dtype=torch.int64)
+    offsets = indices.new_empty(experts_of(w_down), dtype=torch.int32)
     return x.new_empty((x.shape[0], w_down[0].shape[-2]), dtype=out_dtype), hidden, order, offsets
 
 
@@ -62,9 +59,8 @@ def moe_backward(  # type: ignore[no-untyped-def]
     grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision="",
     b_gate=None, b_up=None, b_down=None, *transposed,
 ):  # fmt: skip
-    d_into, d_down = empty_weight_gradients(x, w_gate, w_up, w_down)
-    biases = [b.new_empty(b.shape) for b in (b_gate, b_up, b_down) if b is not None]
-    return x.new_empty(x.shape), gates.new_empty(gates.shape), d_into, d_down, biases
+    others = empty_gradients(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    return x.new_empty(x.shape), gates.new_empty(gates.shape), *others
 
 
 def with_scales(values: dict[str, Any]) -> dict[str, Any]:
@@ -96,10 +92,15 @@ def _flops(
     activation: str, layout: str, out_dtype: torch.dtype, keep_hidden: bool = True, precision: str = "",
     *_: Tensor | None,
 ) -> float:  # fmt: skip
+    return flops_of_rows(elements(indices), w_gate, w_up, w_down, precision)
+
+
+def flops_of_rows(
+    rows: float, w_gate: list[Tensor], w_up: list[Tensor], w_down: list[Tensor], precision: str
+) -> float:
     """As if every expert were chosen equally often; that does not change the sum, as all are of one size."""
-    experts = len(w_down) if w_down[0].dim() == 2 else hint(w_down[0].shape[0])
     share = reference.TIME_IN_FP8 if precision else 1.0
-    return share * 2 * elements(indices) * sum(map(elements, (*w_gate, *w_up, *w_down))) / experts
+    return share * 2 * rows * sum(map(elements, (*w_gate, *w_up, *w_down))) / hint(experts_of(w_down))
 
 
 declare({"megacpp::moe": OpTraits(gemm=True, flops=_flops, routed=1), "megacpp::moe_backward": OpTraits()})

@@ -143,11 +143,25 @@ def experts_of(weights: Sequence[Tensor]) -> int:
     return weights[0].shape[0] if weights[0].dim() == 3 else len(weights)
 
 
-def empty_weight_gradients(
-    x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], w_down: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """What the gradients of w_gate and w_up, side by side, and of w_down will be, as they will lie."""
-    return _empty_gradient(x, [w for w in (w_gate, w_up) if w]), _empty_gradient(x, [w_down])
+def empty_kept(
+    x: Tensor, rows: Any, w_gate: list[Tensor], w_up: list[Tensor], w_down: list[Tensor], keep_hidden: bool,
+    precision: str, b_gate: Tensor | None = None, b_up: Tensor | None = None, b_down: Tensor | None = None,
+    *payloads: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Tensors such as `rows` rows of x have before the activation, and scales of weights that a call casts."""
+    ups = [(w, b) for w, b in ((w_gate, b_gate), (w_up, b_up)) if w]
+    scaled = precision and Float8Operands.of(payloads) is None
+    kept = [x.new_empty((rows, w[0].shape[-2]), dtype=grouped.dtype_of(x, b)) for w, b in ups if keep_hidden]
+    widths = (sum(w[0].shape[-2] for w, _ in ups), w_down[0].shape[-2]) if scaled else ()
+    return kept + [x.new_empty((experts_of(w_down), n), dtype=compute_dtype(x)) for n in widths]
+
+
+def empty_gradients(
+    x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], w_down: list[Tensor], *biases: Tensor | None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What the gradients of w_gate and w_up, side by side, of w_down and of biases will be, as they will lie."""
+    of_biases = [b.new_empty(b.shape) for b in biases if b is not None]
+    return _empty_gradient(x, [w for w in (w_gate, w_up) if w]), _empty_gradient(x, [w_down]), of_biases
 
 
 def _empty_gradient(x: Tensor, parts: list[list[Tensor]]) -> Tensor:

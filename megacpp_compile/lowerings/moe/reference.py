@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._activation import Activation, passed_on
-from megacpp_compile.lowerings._kernels.grouped import dtype_of
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
 from megacpp_compile.lowerings.moe._grouped import GroupedGemms, experts_of, weights_gradient
 
@@ -136,15 +135,6 @@ def into_experts(x: Tensor, call: Call) -> tuple[list[Tensor], Tensor]:
         return call.grouped.gated(x, *weights, call.offsets, call.token, call.activation, *others)  # type: ignore[no-any-return]
     hidden = call.before_activation(x)
     return hidden, activated(hidden, call.activation, call.layout, x.dtype)
-
-
-def empty_hidden(
-    x: Tensor, rows: Any, w_gate: list[Tensor], w_up: list[Tensor], b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Tensors such as `rows` rows of x have before the activation."""
-    pairs = (w_gate, b_gate), (w_up, b_up)
-    return [x.new_empty((rows, w[0].shape[-2]), dtype=dtype_of(x, b)) for w, b in pairs if w]
 
 
 def given(*args: Any) -> tuple[Any, ...]:
