@@ -25,7 +25,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask
 from megacpp_compile.matchers.views import is_cast, is_outer_view
 from megacpp_compile.reader.dims import permutation
-from megacpp_compile.reader.factors import Axis, Dims, Factor, factors, over, seen_as
+from megacpp_compile.reader.factors import Axis, Dims, Factor, factors, longer_dims, over, seen_as
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import column_of, part_of
 
@@ -284,6 +284,12 @@ class RouteAxes:
     def rows(self, *behind: tuple[Axis, ...]) -> list[Dims]:
         """Both layouts of rows: a dimension for each axis of tokens or one for all, then `behind`."""
         return [(*self.outer, *behind), (self.tokens, *behind)]
+
+    def place(self, dims: Dims, out: Axis) -> int | None:
+        """The dimension of routes among `dims`, which but for that and those of size 1 are rows of channels `out`."""
+        place = dims.index(self.routes) if self.routes in dims else None
+        rows = () if place is None else longer_dims(dims[:place] + dims[place + 1 :])
+        return place if rows in map(longer_dims, self.rows((out,))) else None
 
     def slots(self, *behind: tuple[Axis, ...]) -> list[Dims]:
         """Both layouts of slots: a dimension for each axis of tokens and for routes or one for all, then `behind`."""

@@ -51,10 +51,7 @@ def _of_all(
     stacked = _stacked(inner)
     if stacked is not None and axes.each is not None and dims[stacked[1]] == (axes.each,):
         return _once_a_choice(view, node, axes, stacked[0], dims[: stacked[1]] + dims[stacked[1] + 1 :], gate, out)
-    place = dims.index(axes.routes) if axes.routes in dims else -1
-    if stacked is None or place != stacked[1] or longer_dims(dims[:place] + dims[place + 1 :]) not in map(
-        longer_dims, axes.rows((out,))
-    ):
+    if stacked is None or axes.place(dims, out) != stacked[1]:
         return None
     found = all_experts(stacked[0])
     if found is None and axes.chosen is None and (gates := seen_as(gate, axes.slots()[0])) is not None:
@@ -79,9 +76,7 @@ def _once_a_choice(
     for stack in stacks:
         for inner, inner_dims in beneath(Factor(stack, dims, stack)):
             stacked = _stacked(inner)
-            place = inner_dims.index(axes.routes) if axes.routes in inner_dims else -1
-            rows = longer_dims(inner_dims[:place] + inner_dims[place + 1 :])
-            if stacked is not None and place == stacked[1] and rows in map(longer_dims, one.rows((out,))):
+            if stacked is not None and one.place(inner_dims, out) == stacked[1]:
                 layer = all_experts(stacked[0])
                 if not isinstance(layer, tuple):
                     return layer
@@ -140,13 +135,10 @@ def _chosen_of_all(
     """The layer that gathers each token's choices `inner` from a stack of all experts' outputs."""
     stack, dim, index = inner.args
     stack = through(stack, is_cast)
-    place = dims.index(axes.routes) if axes.routes in dims else -1
-    rows, stacked = dims[:place] + dims[place + 1 :], _stacked(stack)  # type: ignore[arg-type]
-    if stacked is None or place < 0 or axes.choices is None:
+    place, stacked = axes.place(dims, out), _stacked(stack)  # type: ignore[arg-type]
+    if stacked is None or place is None or axes.choices is None:
         return None
-    if dim % len(dims) != place or stacked[1] != place or place != len(dims) - 2:  # type: ignore[operator]
-        return None
-    if longer_dims(rows) not in map(longer_dims, axes.rows((out,))):
+    if not dim % len(dims) == stacked[1] == place == len(dims) - 2:  # type: ignore[operator]
         return None
     ids = _over_channels(index)  # type: ignore[arg-type]
     wholes = (d for d in range(len(dims)) if d != place)
