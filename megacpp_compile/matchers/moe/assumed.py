@@ -28,7 +28,7 @@ from megacpp_compile.fx.edit import has_effects, same_shape, same_size, value
 from megacpp_compile.fx.mode_states import ENTER, LEAVE
 from megacpp_compile.fx.views import CASTS
 from megacpp_compile.fx.walks import ancestors
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import find_layers, loop
 from megacpp_compile.matchers.moe.iterations import RowUpdate, chains, row_updates
@@ -145,6 +145,7 @@ _NO_SUM = (
 )
 
 
+@or_failure
 def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchFailure:
     """The ends of sums of which nothing but these has to be computed from `regions`, and from all of them alike; or the
     first thing that is in the way."""
@@ -161,13 +162,11 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
         summed, of = written | summed, dict.fromkeys(written, layer) | of
     needed = set[Node]()
     for region in regions:
-        if (failure := _moves(region, summed)) is not None:
-            return failure
+        _refuse_moves(region, summed)
         places = {after for _, after in region.carried}
         skipped, switches = _skipped_for(region), _passing_switches(view, region)
         for node in sorted(region.nodes - switches):
-            if (failure := _effect(node)) is not None:
-                return failure
+            _refuse_effect(node)
             outside = [u for u in node.users if u not in region.nodes and not only_checks_sizes(u)]
             if not outside or node in places or _same_anyway(node, region):
                 continue
@@ -177,20 +176,20 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
                 continue
             update = _sum_of(node, summed)
             if update is None:
-                return MatchFailure(node, _TAG, f"{_ONLY}, and more than their sum is used later")
+                refuse(node, _TAG, f"{_ONLY}, and more than their sum is used later")
             needed.add(of[update.node].output)
-        if not _listed_whole(region, regions):
-            return MatchFailure(region.condition, _TAG, f"{_ONLY}, and these are not all that tokens choose from")
+        some = not _listed_whole(region, regions)
+        refuse_if(some, region.condition, _TAG, f"{_ONLY}, and these are not all that tokens choose from")
         for node in region.nodes & summed.keys():
             token, base = summed[node].token, summed[node].previous
-            if base in region.nodes and base not in summed:
-                return MatchFailure(base, _TAG, f"{_ONLY}, and more than their sum is used later")
-            if not _has_none(token, region, skipped):
-                return MatchFailure(node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
+            other = base in region.nodes and base not in summed
+            refuse_if(other, base, _TAG, f"{_ONLY}, and more than their sum is used later")
+            unseen = not _has_none(token, region, skipped)
+            refuse_if(unseen, node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
     skipping = (layer for layer in found if layer.output in needed and _skips_weights(view, layer, regions, zeros))
     own = min((layer.output for layer in skipping), default=None)
     if own is not None and view.config.expert_loops is not True:
-        return MatchFailure(own, _TAG, _NO_GRADIENT)
+        refuse(own, _TAG, _NO_GRADIENT)
     return frozenset(needed)
 
 
@@ -211,14 +210,13 @@ def _layer_of(region: Region, found: Sequence[RoutedExperts]) -> RoutedExperts |
     return next((layer for layer in found if any(expert.node in region.nodes for expert in layer.experts)), None)
 
 
-def _moves(region: Region, summed: dict[Node, RowUpdate]) -> MatchFailure | None:
-    """Why a place among slots that `region` leaves behind may be another where the model skips it."""
+def _refuse_moves(region: Region, summed: dict[Node, RowUpdate]) -> None:
+    """Raise Refused where a place among slots that `region` leaves behind may be another where the model skips it."""
     tokens = [summed[node].token for node in region.nodes & summed.keys()]
     for old, new in region.carried:
-        if not any(_moves_by(token, old, new) for token in tokens):
-            at = new if isinstance(new, Node) else region.condition
-            return MatchFailure(at, _TAG, f"{_ONLY}, and a number that it changes is used later" if tokens else _NO_SUM)
-    return None
+        at = new if isinstance(new, Node) else region.condition
+        reason = f"{_ONLY}, and a number that it changes is used later" if tokens else _NO_SUM
+        refuse_if(not any(_moves_by(token, old, new) for token in tokens), at, _TAG, reason)
 
 
 def _moves_by(token: Mask, old: Any, new: Any) -> bool:
@@ -303,14 +301,12 @@ def _passing_switches(view: GraphView, region: Region) -> frozenset[Node]:
     return switches if paired and before == behind else frozenset()
 
 
-def _effect(node: Node) -> MatchFailure | None:
-    """Why `node` cannot be left out even if nobody reads it."""
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return MatchFailure(node, _TAG, f"{_ONLY}, and draws random numbers")
-    if isinstance(node.target, HigherOrderOperator) or node.is_impure() and not only_checks_sizes(node):
-        return MatchFailure(node, _TAG, f"{_ONLY}, and does more than to add to their sum")
-    return None
+def _refuse_effect(node: Node) -> None:
+    """Raise Refused where `node` cannot be left out even if nobody reads it."""
+    draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    refuse_if(draws, node, _TAG, f"{_ONLY}, and draws random numbers")
+    more = isinstance(node.target, HigherOrderOperator) or node.is_impure() and not only_checks_sizes(node)
+    refuse_if(more, node, _TAG, f"{_ONLY}, and does more than to add to their sum")
 
 
 def _sum_of(node: Node, summed: dict[Node, RowUpdate]) -> RowUpdate | None:

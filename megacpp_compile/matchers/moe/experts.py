@@ -16,7 +16,7 @@ from megacpp_compile.fx.edit import called, same_size, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, PERMUTATIONS, RESHAPES, is_cast
 from megacpp_compile.fx.walks import near
 from megacpp_compile.lowerings._activation import Activation, Bound
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.moe.activation import CLAMPS, bound_of, lane_cut, match_product, merged, shifted
 from megacpp_compile.matchers.moe.gemms import Gemm, MatchGemm, Weight, match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routing import Mask
@@ -155,6 +155,7 @@ def _computed(node: Node) -> bool:
 _SHARED = {(0, 1, 1): "gate_up", (1, 0, 1): "up_gate", (0, 1, 2): "interleaved"}
 
 
+@or_failure
 def _gated(node: Node, inner: Node, activation: str, gate: Operand, up: Operand, down: Gemm) -> Expert | MatchFailure:
     """The expert `node` whose `inner` is the product of `gate`, activated, and `up`."""
     if gate.gemm.node is up.gemm.node:
@@ -166,10 +167,9 @@ def _gated(node: Node, inner: Node, activation: str, gate: Operand, up: Operand,
             if layout is not None:
                 return Expert(node, gate.gemm.x, (gate.gemm,), down, activation, layout)
         return MatchFailure(inner, "halves", "gate and up are not the halves of one projection")
-    if not (gate.whole and up.whole):
-        return MatchFailure(inner, "halves", "gate and up are parts of two projections")
-    if not _same_rows(strip_row_views(gate.gemm.x), strip_row_views(up.gemm.x)):
-        return MatchFailure(inner, "inputs", "gate and up are projections of two different inputs")
+    refuse_if(not (gate.whole and up.whole), inner, "halves", "gate and up are parts of two projections")
+    same = _same_rows(strip_row_views(gate.gemm.x), strip_row_views(up.gemm.x))
+    refuse_if(not same, inner, "inputs", "gate and up are projections of two different inputs")
     return Expert(node, gate.gemm.x, (gate.gemm, up.gemm), down, activation, "pair")
 
 
@@ -181,8 +181,8 @@ def _same_rows(a: Node, b: Node) -> bool:
     return read and a.args == b.args and a.kwargs == b.kwargs
 
 
-def first_unlike(experts: list[Expert]) -> Node | None:
-    """The first expert that is built unlike the first of them; None where all are alike."""
+def refuse_unlike(experts: list[Expert]) -> None:
+    """Raise Refused where any expert is built unlike the first of them."""
     first = experts[0]
     for other in experts[1:]:
         same = (other.activation, other.layout) == (first.activation, first.layout)
@@ -190,9 +190,7 @@ def first_unlike(experts: list[Expert]) -> Node | None:
             shapes = zip(_shape(a.weight), _shape(b.weight), strict=True)
             same = same and all(map(same_size, *zip(*shapes, strict=True))) and (a.bias is None) == (b.bias is None)
             same = same and value(a.node).dtype == value(b.node).dtype and a.dtype == b.dtype
-        if not same:
-            return other.node
-    return None
+        refuse_if(not same, other.node, "experts-differ", "the experts are not built alike")
 
 
 def _shape(w: Weight) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ Of copies there are two layers here: the sum over a token's choices, written out
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.walks import near
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, Refused, or_failure, refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in, first_unlike
+from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in, refuse_unlike
 from megacpp_compile.matchers.moe.gate_matrix import RouteAxes, match_column
 from megacpp_compile.matchers.moe.gemms import Gemm, StackedGemms, adds_up, is_biased_product, product_of
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, around, bounded, gate_after
@@ -42,8 +43,9 @@ class GatheredExpert:
 
 def expert_behind(
     axes: RouteAxes, weight: Factor, hidden: Factor, out: Axis, added: Factor | None = None, again: bool = False
-) -> GatheredExpert | MatchFailure | None:
-    """The expert whose last GEMM multiplies `hidden` by `weight`, and may be `added` to. again: see `StackedGemms`."""
+) -> GatheredExpert | None:
+    """The expert whose last GEMM multiplies `hidden` by `weight`, and may be `added` to. again: see `StackedGemms`.
+    Raises Refused."""
     *_, (inner, dims) = beneath(hidden)
     (channels,) = hidden.axes - axes.both
     if dims[-1] != (channels,):
@@ -54,20 +56,20 @@ def expert_behind(
         return None
     bias = None if added is None else match_gemm.bias(added, out)
     if added is not None and bias is None:
-        return MatchFailure(added.by, "bias", "what is added to an expert's projection is no bias of its own")
+        refuse(added.by, "bias", "what is added to an expert's projection is no bias of its own")
     summed = weight.by if added is None else added.by
     expert = expert_ending_in(Gemm(summed, inner, found, bias, value(weight.by).dtype), match_gemm)
     if isinstance(expert, MatchFailure):
-        return expert
+        raise Refused(expert)
     if match_gemm.mixed is not None:
-        return MatchFailure(match_gemm.mixed, "indices", "an expert's projections go by different choices")
+        refuse(match_gemm.mixed, "indices", "an expert's projections go by different choices")
     return GatheredExpert(expert, match_gemm.ids, match_gemm.gate)
 
 
 def biased_gemms(
     inner: Node, dims: Dims, out: Axis, routes: tuple[Axis, ...]
-) -> Iterator[tuple[Factor, Factor, Factor] | MatchFailure]:
-    """(weight, rows, bias) of every way in which `inner` is the sum of a GEMM and a bias."""
+) -> Iterator[tuple[Factor, Factor, Factor]]:
+    """(weight, rows, bias) of every way in which `inner` is the sum of a GEMM and a bias. Raises Refused."""
     sums: list[tuple[Any, Any]] = []
     if is_biased_product(inner):
         sums = [(inner, inner.args[0])]
@@ -78,9 +80,7 @@ def biased_gemms(
             continue
         parts = product_of(side, dims) or factors(side, dims, lambda below: out in below and below.issuperset(routes))
         if (split := _split(parts, out)) is not None:
-            if not adds_up(side, inner):
-                yield MatchFailure(inner, "bias", "an expert's bias is wider than what it is added to")
-                return
+            refuse_if(not adds_up(side, inner), inner, "bias", "an expert's bias is wider than what it is added to")
             yield *split, Factor(other, broadcast(other, dims), inner)
 
 
@@ -92,8 +92,8 @@ def _split(parts: list[Factor], out: Axis) -> tuple[Factor, Factor] | None:
     return weights[0], next(p for p in parts if p is not weights[0])
 
 
-def expert_of(node: Node) -> GatheredExpert | MatchFailure | None:
-    """The expert that makes `node` of rows with each one's own weights, one for each row."""
+def expert_of(node: Node) -> GatheredExpert | None:
+    """The expert that makes `node` of rows with each one's own weights, one for each row. Raises Refused."""
     whole = Factor(node, over(node), node)
     *outer, last = longer_dims(whole.dims) or ((),)
     if len(last) != 1 or not value(node).is_floating_point():
@@ -101,9 +101,7 @@ def expert_of(node: Node) -> GatheredExpert | MatchFailure | None:
     (out,), axes = last, RouteAxes(tuple(a for d in outer for a in d), ())
     for inner, dims in beneath(whole):
         plain = _split(factors(inner, dims, lambda below: out in below), out)
-        for parts in (*biased_gemms(inner, dims, out, ()), *([(*plain, None)] if plain is not None else [])):
-            if isinstance(parts, MatchFailure):
-                return parts
+        for parts in itertools.chain(biased_gemms(inner, dims, out, ()), [(*plain, None)] if plain is not None else []):
             weight, hidden, added = parts
             if len(hidden.axes - axes.both) == 1:
                 if (found := expert_behind(axes, weight, hidden, out, added, again=True)) is not None:
@@ -122,23 +120,21 @@ def by_choice(
     found: dict[int, GatheredExpert] = {}
     for column, out in sorted(outs.items()):
         expert = expert_of(out)
-        if not isinstance(expert, GatheredExpert):
-            return expert
+        if expert is None:
+            return None
         found[column] = expert
     choices = [None if one.ids is None else match_column(one.ids) for one in found.values()]
     if any(one.gate is not None for one in found.values()) or None in choices:
         return None
     first, (indices, _) = next(iter(found.values())).expert, choices[0]  # type: ignore[misc]
-    if [(indices, column) for column in found] != choices:
-        return MatchFailure(node, "indices", "a choice's output is multiplied by another choice's gate")
-    if list(found) != list(range(len(found))) or not same_size(value(indices).shape[-1], len(found)):
-        return MatchFailure(node, "choices", "only some of a token's choices are served")
+    in_turn = [(indices, column) for column in found] == choices
+    refuse_if(not in_turn, node, "indices", "a choice's output is multiplied by another choice's gate")
+    every = list(found) == list(range(len(found))) and same_size(value(indices).shape[-1], len(found))
+    refuse_if(not every, node, "choices", "only some of a token's choices are served")
     experts = [one.expert for one in found.values()]
     alike = all(e.x is first.x and e.parameters == first.parameters for e in experts)
-    if not alike or first_unlike(experts) is not None:
-        return MatchFailure(node, "experts-differ", _OTHER)
-    if not is_nonnegative(indices):
-        return MatchFailure(indices, "range", NEGATIVE)
+    refuse_if(not alike or or_failure(refuse_unlike)(experts) is not None, node, "experts-differ", _OTHER)
+    refuse_if(not is_nonnegative(indices), indices, "range", NEGATIVE)
     layer = RoutedExperts(node, first.x, indices, gates, (first,), base=base, choices=len(found), scales=scales)
     return bounded(view, layer)
 
@@ -159,7 +155,7 @@ def find_by_rows(
     inside = set[Node]().union(*(one.inside for one in found if isinstance(one, RoutedExperts)))
     failed = {one.node for one in found if isinstance(one, MatchFailure)}
     for node in reversed(view.graph.nodes):
-        if node.target not in _ENDS or node in inside or (expert := expert_of(node)) is None:
+        if node.target not in _ENDS or node in inside or (expert := or_failure(expert_of)(node)) is None:
             continue
         layer = expert if isinstance(expert, MatchFailure) else _layer(view, node, expert)
         if isinstance(layer, RoutedExperts):
@@ -186,11 +182,11 @@ def without_theirs(
     return [one for one in found if isinstance(one, RoutedExperts) or ends.isdisjoint(near(one.node, _NEAR))]
 
 
+@or_failure
 def _layer(view: GraphView, node: Node, found: GatheredExpert) -> RoutedExperts | MatchFailure | None:
     """The layer that `found` is, whose output is `node`."""
     if found.ids is None or found.gate is not None:
         return None
-    if not is_nonnegative(found.ids):
-        return MatchFailure(found.ids, "range", NEGATIVE)
+    refuse_if(not is_nonnegative(found.ids), found.ids, "range", NEGATIVE)
     layer = RoutedExperts(node, found.expert.x, found.ids, None, (found.expert,), choices=1)
     return bounded(view, gate_after(layer))

@@ -14,7 +14,7 @@ from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.size_checks import same_value
 from megacpp_compile.fx.views import COPIES
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.low_rank import match_adapted
 from megacpp_compile.matchers.moe.gate_matrix import RouteAxes
@@ -94,6 +94,7 @@ def match_linear_gemm(node: Node) -> Gemm | MatchFailure | None:
     return with_bias(node, _linear_gemm, _own_bias)
 
 
+@or_failure
 def with_bias(
     node: Node, match_gemm: MatchGemm, match_bias: Callable[[Node, Node], Weight | None]
 ) -> Gemm | MatchFailure | None:
@@ -108,15 +109,14 @@ def with_bias(
         gemm = match_gemm(strip_row_views(rows))  # type: ignore[arg-type]
         if not isinstance(gemm, Gemm) or gemm.bias is not None:
             continue
-        if not adds_up(gemm.node, node):
-            return MatchFailure(node, "bias", "an expert's bias is wider than what it is added to")
+        refuse_if(not adds_up(gemm.node, node), node, "bias", "an expert's bias is wider than what it is added to")
         bias = match_bias(other, node)  # type: ignore[arg-type]
         if bias is not None:
             return dataclasses.replace(gemm, node=node, bias=bias, rounded=gemm.dtype)
         outer = value(other).shape[:-1]
         repeated = len(outer) < len(value(node).shape) - 1 or any(isinstance(n, int) and n == 1 for n in outer)
-        if repeated or strip_row_views(other).target in _READS:  # type: ignore[arg-type]
-            return MatchFailure(node, "bias", "what is added to an expert's projection is no bias of its own")
+        repeated = repeated or strip_row_views(other).target in _READS  # type: ignore[arg-type]
+        refuse_if(repeated, node, "bias", "what is added to an expert's projection is no bias of its own")
     return None
 
 

@@ -23,20 +23,19 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.fx.walks import ancestors
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import outputs
 from megacpp_compile.matchers.moe.experts import match_expert
 from megacpp_compile.matchers.moe.gate_matrix import RouteAxes, match_chosen_gate, match_column, over_choices
 from megacpp_compile.matchers.moe.gathered_experts import (
     NEGATIVE,
-    GatheredExpert,
     biased_gemms,
     by_choice,
     expert_behind,
 )
 from megacpp_compile.matchers.moe.gemms import copies_of, match_linear_gemm
-from megacpp_compile.matchers.moe.outputs import all_experts, weighted_by_matrix
+from megacpp_compile.matchers.moe.outputs import all_experts, refuse_other_rows, weighted_by_matrix
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import is_nonnegative, numbers_of_scores
 from megacpp_compile.reader.factors import (
@@ -48,7 +47,6 @@ from megacpp_compile.reader.factors import (
     factors,
     longer_dims,
     over,
-    seen_as,
 )
 from megacpp_compile.reader.index_reads import SUMS_OF_ROWS
 from megacpp_compile.reader.products import multiplied
@@ -65,6 +63,7 @@ def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     yield from (one for one in found if isinstance(one, RoutedExperts) or one.node not in inside)
 
 
+@or_failure
 def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
     """The layer of experts whose sum is `node`."""
     added = added_to_every(node) if node.target in SUMS_OF_ROWS else (None, node, *[over(node)] * 2)
@@ -92,7 +91,9 @@ def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
         rest = [p for p in parts if p not in scales]
         of = dataclasses.replace(of, scales=tuple(own))  # type: ignore[arg-type]
         found = _weighted(view, node, of, rest, several, outs, out)
-    return found or outputs.otherwise_weighted(view, node, outs, of)
+    if found is None:
+        outputs.refuse_otherwise_weighted(view, node, outs, of)
+    return found
 
 
 def _scale(factor: Factor, dims: Dims) -> tuple[Node, tuple[int, ...]] | None:
@@ -113,8 +114,8 @@ def _weighted(
         return _ungated(view, node, of, outs[0], next(p for p in parts if p is not outs[0]), out)
     if len(gates) != 1 or len(outs) != 1:
         copies = [p for p in outs if copies_of(p) is not None]
-        if copies and len(outs) == len(parts) - 1 > 1:
-            return MatchFailure(node, "gates", "an expert's output is not multiplied by one gate per choice")
+        ungated = copies and len(outs) == len(parts) - 1 > 1
+        refuse_if(ungated, node, "gates", "an expert's output is not multiplied by one gate per choice")
         return None
     (gate,) = gates
     axes = dataclasses.replace(of, routes=tuple(gate.axes - set(of.tokens)))
@@ -140,7 +141,7 @@ def _ungated(
     experts = copies_of(weight) is not None or axes.choices is not None and axes.choices in chosen_from
     if not experts or not hidden.axes > {*tokens, *routes}:
         return None
-    found = _from_down(view, node, axes, weight, None, hidden, out)
+    found = or_failure(_from_down)(view, node, axes, weight, None, hidden, out)
     routed = isinstance(found, MatchFailure) and copies_of(weight) is None and _goes_by_choices(weight.node)
     return None if routed else found  # what puts rows back in their places is summed over experts, too
 
@@ -157,25 +158,21 @@ def _from_down(
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose last GEMM multiplies `hidden` by `weight`, which may be `added` to and weighted by `gate`."""
     found = expert_behind(axes, weight, hidden, out, added)
-    if not isinstance(found, GatheredExpert):
-        return found
+    if found is None:
+        return None
     expert, scaled_input = found.expert, gate is None
-    if (gate is None) == (found.gate is None):
-        ends = "neither what an expert reads nor what it makes is" if scaled_input else "both ends of an expert are"
-        return MatchFailure(node, "gates", f"{ends} multiplied by gates")
+    ends = "neither what an expert reads nor what it makes is" if scaled_input else "both ends of an expert are"
+    refuse_if(scaled_input == (found.gate is None), node, "gates", f"{ends} multiplied by gates")
     gate = gate or found.gate
     assert gate is not None
     if found.ids is None:
         return outputs.by_matrix(view, node, axes, gate, expert.x, [expert], scaled_input)
     if axes.choices is None or axes.chosen is not None:
         return None
-    gates = seen_as(gate, *axes.slots())
-    if gates is None:
-        return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    if not is_nonnegative(found.ids):
-        return MatchFailure(found.ids, "range", NEGATIVE)
+    gates = outputs.gates_of_choices(gate, axes)
+    refuse_if(not is_nonnegative(found.ids), found.ids, "range", NEGATIVE)
     layer = RoutedExperts(
-        node, expert.x, found.ids, gates[0], (expert,), base=axes.base, choices=axes.choices,
+        node, expert.x, found.ids, gates, (expert,), base=axes.base, choices=axes.choices,
         scaled_input=scaled_input, scales=axes.scales,
     )  # fmt: skip
     return bounded(view, layer)
@@ -197,8 +194,6 @@ def _biased(
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose outputs `inner` are the sum of a GEMM and a bias."""
     for parts in biased_gemms(inner, dims, out, axes.routes):
-        if isinstance(parts, MatchFailure):
-            return parts
         weight, hidden, added = parts
         if len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
             continue
@@ -260,6 +255,7 @@ def _weighted_output(node: Node) -> WeightedOutput | None:
     return None
 
 
+@or_failure
 def _of_columns(
     view: GraphView, node: Node, base: Node | None, outputs: list[WeightedOutput]
 ) -> RoutedExperts | MatchFailure | None:
@@ -272,19 +268,16 @@ def _of_columns(
             return None  # some other weighted sum
         return by_choice(view, node, matrix, {n: one.out for n, one in by_number.items()}, base)  # type: ignore[arg-type]
     for one in outputs:
-        if one.matrix != matrix:
-            return MatchFailure(one.node, "gates", "experts are weighted by different gates")
+        refuse_if(one.matrix != matrix, one.node, "gates", "experts are weighted by different gates")
     first = 0 if isinstance(matrix, Node) else min(by_number)
     gaps = sorted(by_number) != list(range(first, first + len(outputs)))
-    if gaps or isinstance(matrix, Node) and not same_size(value(matrix).shape[-1], len(outputs)):
-        return MatchFailure(node, "gaps", "not every column of the gates weights one expert")
+    gaps = gaps or isinstance(matrix, Node) and not same_size(value(matrix).shape[-1], len(outputs))
+    refuse_if(gaps, node, "gaps", "not every column of the gates weights one expert")
     found = all_experts([by_number[first + e].out for e in range(len(outputs))])
-    if found is None or isinstance(found, MatchFailure):
-        return found
+    if found is None:
+        return None
     if isinstance(matrix, Node):
         return weighted_by_matrix(view, node, matrix, *found, base)
     x, experts = found
-    outer, tokens = value(x).shape[:-1], value(matrix[0]).shape[:-1]
-    if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
-        return MatchFailure(x, "rows", "there are not as many rows as choices")
+    refuse_other_rows(x, value(x).shape[:-1], value(matrix[0]).shape[:-1])
     return bounded(view, RoutedExperts(node, x, matrix[0], matrix[1], tuple(experts), first, base))

@@ -13,14 +13,14 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import CASTS, COPIES
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, Refused, refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import (
     Expert,
     changed_before,
-    first_unlike,
     match_expert,
     one_projection_of_rows,
+    refuse_unlike,
 )
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices
@@ -202,25 +202,19 @@ class Iteration:
     scaled_input: bool = False
 
 
-def iterations_of(chain: list[RowUpdate], gated: bool = True) -> list[Iteration] | MatchFailure:
-    """Every expert's iteration, all by the same choices and over the same tokens; `gated`: each with a gate."""
-    iterations: list[Iteration] = []
-    for update in chain:
-        found = _iteration(update, gated)
-        if isinstance(found, MatchFailure):
-            return found
-        iterations.append(found)
-    first = iterations[0]
-    mask = first.update.token
+def iterations_of(chain: list[RowUpdate], gated: bool = True) -> list[Iteration]:
+    """Every expert's iteration, all by the same choices and over the same tokens; `gated`: each with a gate. Raises
+    Refused."""
+    iterations = [_iteration(update, gated) for update in chain]
+    first, mask = iterations[0], iterations[0].update.token
     for iteration in iterations:
         update, other = iteration.update, iteration.update.token
         alike = (other.choice is None, other.any, _by(other)) == (mask.choice is None, mask.any, _by(mask))
-        if other.indices is not mask.indices or not alike:
-            return MatchFailure(update.node, "indices", "experts take their rows by different choices")
-        if iteration.x is not first.x:
-            return MatchFailure(update.node, "inputs", "experts read different inputs")
-        if update.once and "s" in other.dims and not distinct_choices(mask.indices):
-            return MatchFailure(update.node, "twice", _MAY_COME_TWICE)
+        alike = alike and other.indices is mask.indices
+        refuse_if(not alike, update.node, "indices", "experts take their rows by different choices")
+        refuse_if(iteration.x is not first.x, update.node, "inputs", "experts read different inputs")
+        several = update.once and "s" in other.dims and not distinct_choices(mask.indices)
+        refuse_if(several, update.node, "twice", _MAY_COME_TWICE)
     return iterations
 
 
@@ -230,84 +224,79 @@ def _by(mask: Mask) -> tuple[Any, ...]:
     return *above, mask.order
 
 
-def in_expert_order(iterations: list[Iteration]) -> list[Iteration] | MatchFailure:
-    """`iterations` in the order of the experts' numbers, which are a range."""
+def in_expert_order(iterations: list[Iteration]) -> list[Iteration]:
+    """`iterations` in the order of the experts' numbers, which are a range. Raises Refused."""
     by_number = {iteration.update.token.expert: iteration for iteration in iterations}
-    if len(by_number) != len(iterations):
-        repeated = next(t for t in iterations if by_number[t.update.token.expert] is not t)
-        return MatchFailure(repeated.update.node, "twice", f"choice {repeated.update.token.expert} is served twice")
+    for t in iterations:
+        number = t.update.token.expert
+        refuse_if(by_number[number] is not t, t.update.node, "twice", f"choice {number} is served twice")
     numbers = sorted(n for n in by_number if n is not None)
-    if numbers != list(range(numbers[0], numbers[0] + len(iterations))):
-        return MatchFailure(iterations[0].update.node, "gaps", "the experts' numbers are no range")
+    a_range = numbers == list(range(numbers[0], numbers[0] + len(iterations)))
+    refuse_if(not a_range, iterations[0].update.node, "gaps", "the experts' numbers are no range")
     ordered = [by_number[n] for n in numbers]
-    if (other := first_unlike([t.expert for t in ordered if t.expert is not None])) is not None:
-        return MatchFailure(other, "experts-differ", "the experts are not built alike")
+    refuse_unlike([t.expert for t in ordered if t.expert is not None])
     return ordered
 
 
-def _iteration(update: RowUpdate, gated: bool = True) -> Iteration | MatchFailure:
+def _iteration(update: RowUpdate, gated: bool = True) -> Iteration:
     """The iteration of the expert that adds, to its rows, its output times, if `gated`, the gate of the choice."""
     weighted = strip_row_views(update.added)
     if not gated:
         return _read(update, weighted, [], gated=False)
-    split = _weighted(weighted, update)
-    if split is None:
-        return MatchFailure(weighted, "gates", "what an expert's output is multiplied by is not the gate of its choice")
-    return _read(update, *split)
+    return _read(update, *_weighted(weighted, update, "output"))
 
 
-def _weighted(node: Node, update: RowUpdate) -> tuple[Node, list[Gates]] | None:
-    """(what is weighted, the gates) of a product of rows and their gates; (node, no gates) where it is no product, None
-    where it is one of something else."""
+def _weighted(node: Node, update: RowUpdate, what: str) -> tuple[Node, list[Gates]]:
+    """(what is weighted, the gates) of a product of rows and their gates; (node, no gates) where it is no product.
+    what: of an expert's the node is."""
+    reason = f"what an expert's {what} is multiplied by is not the gate of its choice"
     if update.gate is not None and node is strip_row_views(update.added):
         gates = gates_of_numbers(update.gate, update.token)
-        return (node, gates) if gates else None
+        refuse_if(not gates, node, "gates", reason)
+        return node, gates
     pairs = multiplied(node)
     for a, b in pairs:
         if found := gates_of(a, update.token):
             return b, found
-    return None if pairs else (node, [])
+    refuse_if(pairs, node, "gates", reason)
+    return node, []
 
 
-def _read(update: RowUpdate, out: Node, gates: list[Gates], gated: bool = True) -> Iteration | MatchFailure:
+def _read(update: RowUpdate, out: Node, gates: list[Gates], gated: bool = True) -> Iteration:
     """The iteration whose expert's output is `out`. `gated`: without `gates` its input has to be multiplied by some."""
     expert = match_expert(out, match_linear_gemm)
     rows = strip_row_views(out)
     if expert is None and gates and read_at(rows) is not None:
         return _of_rows(update, None, rows, gates)
     if expert is None:
-        return MatchFailure(out, "no-expert", changed_before(out))
+        refuse(out, "no-expert", changed_before(out))
     if isinstance(expert, MatchFailure):
-        return one_projection_of_rows(rows, update.token) or expert
+        raise Refused(one_projection_of_rows(rows, update.token) or expert)
     rows, scaled_input = strip_row_views(expert.x), gated and not gates
     if scaled_input:
         if (weighted := weighted_part(rows)) is not None:
             whole, gates = weighted[0], of_slots(weighted[1], update.token)
-            if not gates:
-                return MatchFailure(rows, "gates", "there is not one gate per choice")
+            refuse_if(not gates, rows, "gates", "there is not one gate per choice")
             return _of_rows(update, expert, rows, gates, scaled_input, whole)
-        split = _weighted(rows, update)
-        if split is None:
-            return MatchFailure(rows, "gates", "what an expert's input is multiplied by is not the gate of its choice")
-        rows, gates = strip_row_views(split[0]), split[1]
-        if not gates:
-            return MatchFailure(out, NO_GATE, "neither what an expert reads nor what it adds is multiplied by a gate")
+        rows, gates = _weighted(rows, update, "input")
+        rows = strip_row_views(rows)
+        refuse_if(not gates, out, NO_GATE, "neither what an expert reads nor what it adds is multiplied by a gate")
     return _of_rows(update, expert, rows, gates, scaled_input)
 
 
 def _of_rows(
     update: RowUpdate, expert: Expert | None, rows: Node, gates: list[Gates], scaled_input: bool = False,
     whole: Node | None = None,
-) -> Iteration | MatchFailure:  # fmt: skip
+) -> Iteration:  # fmt: skip
     """The iteration whose expert reads `rows`, a part of `whole` but for gates."""
     read = read_at(rows, whole)
     if read is None or picked(read[1]) != update.token:
         x = None if read is None else _once_a_choice(*read, update.token)
         if x is None:
-            return MatchFailure(rows, "rows", "an expert reads other rows than it adds to")
+            refuse(rows, "rows", "an expert reads other rows than it adds to")
         return Iteration(update, expert, x, gates, scaled_input)
-    if not read_over(read[0], read[1], update.token.indices, has_choices(update.token)):
-        return MatchFailure(rows, "rows", "there are not as many rows as choices")
+    whole_rows = read_over(read[0], read[1], update.token.indices, has_choices(update.token))
+    refuse_if(not whole_rows, rows, "rows", "there are not as many rows as choices")
     return Iteration(update, expert, read[0], gates, scaled_input)
 
 

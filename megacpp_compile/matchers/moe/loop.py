@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_blank, is_filled
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, Refused, or_failure, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, computed_from
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_column
@@ -105,47 +105,35 @@ def _chosen_by(node: Node) -> Node | None:
     return None
 
 
+@or_failure
 def match_chain(
     view: GraphView, chain: list[RowUpdate], gated: bool = True, gates: list[Gates] | None = None
 ) -> RoutedExperts | MatchFailure:
     """The layer of experts that `chain` adds up, weighted by `gates` that are read elsewhere; without gates if not
     `gated`."""
-    if chain[0].by_slot:
-        reason = "outputs are written for every choice, and no sum of a token's own times their gates reads them"
-        return MatchFailure(chain[-1].node, NO_GATE, reason)
+    reason = "outputs are written for every choice, and no sum of a token's own times their gates reads them"
+    refuse_if(chain[0].by_slot, chain[-1].node, NO_GATE, reason)
     found = iterations_of(chain, gated and gates is None)
-    if isinstance(found, MatchFailure):
-        return found
     if gates is not None:
         found = [dataclasses.replace(iteration, gates=gates) for iteration in found]
-    first, iterations = found[0], found
-    mask = first.update.token
+    first, mask = found[0], found[0].update.token
     identities = [t for t in found if t.expert is None]
     iterations = [t for t in found if t.expert is not None]
-    if not iterations:
-        return MatchFailure(first.update.node, "no-expert", "what is weighted is no expert's output")
+    refuse_if(not iterations, first.update.node, "no-expert", "what is weighted is no expert's output")
     gates, scaled_input = [g for g in first.gates if all(g in t.gates for t in found)], iterations[0].scaled_input
     if mask.above is not None:  # rows that others choose may have gates that count for nothing
         gates = [g for g in gates if g == (mask.above.gates, mask.above.by_expert)]
-    if gated and not gates or any(t.scaled_input != scaled_input for t in iterations):
-        return MatchFailure(iterations[-1].update.node, "gates", "experts are weighted by different gates")
+    differ = gated and not gates or any(t.scaled_input != scaled_input for t in iterations)
+    refuse_if(differ, iterations[-1].update.node, "gates", "experts are weighted by different gates")
     passed = _numbers(identities, iterations)
-    if isinstance(passed, MatchFailure):
-        return passed
-    served = _one_choice(iterations)
-    if isinstance(served, MatchFailure):
-        return served
-    iterations, column = served
+    iterations, column = _one_choice(iterations)
     ordered = in_expert_order(iterations)
-    if isinstance(ordered, MatchFailure):
-        return ordered
     start = chain[0].previous
     empty = is_filled(start, 0.0)
     if any(update.overwrites for update in chain):
         one = len({t.update.token.choice for t in found}) == 1
-        every = is_blank(start) or _every_row(mask, ordered)
-        if not (one and all(update.overwrites for update in chain) and every):
-            return MatchFailure(chain[-1].node, "twice", "rows are written over what was there before")
+        once = one and all(update.overwrites for update in chain) and (is_blank(start) or _every_row(mask, ordered))
+        refuse_if(not once, chain[-1].node, "twice", "rows are written over what was there before")
         empty = True
     (weights, by_expert), number = gates[0] if gated else (None, False), ordered[0].update.token.expert
     assert number is not None
@@ -166,22 +154,22 @@ def _every_row(mask: Mask, ordered: list[Iteration]) -> bool:
     return scores is not None and first == 0 and same_size(value(scores).shape[-1], len(ordered))
 
 
-def _numbers(identities: list[Iteration], others: list[Iteration]) -> range | MatchFailure:
+def _numbers(identities: list[Iteration], others: list[Iteration]) -> range:
     """The numbers of experts that return what they read, which are a range, and none of them another expert's."""
     if not identities:
         return range(0)
     last, served = identities[-1].update, [t.update.token.expert for t in (*identities, *others)]
-    if any(t.update.token.choice is not None for t in identities):
-        return MatchFailure(last.node, "choices", "an expert that returns what it reads serves one choice alone")
-    if len(set(served)) != len(served):
-        return MatchFailure(last.node, "twice", f"choice {last.token.expert} is served twice")
+    of_one = any(t.update.token.choice is not None for t in identities)
+    refuse_if(of_one, last.node, "choices", "an expert that returns what it reads serves one choice alone")
+    refuse_if(len({*served}) != len(served), last.node, "twice", f"choice {last.token.expert} is served twice")
     numbers = sorted(served[: len(identities)])  # type: ignore[type-var]
-    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):  # type: ignore[arg-type, operator]
-        return MatchFailure(last.node, "gaps", "the numbers of the experts that return what they read are no range")
-    return range(numbers[0], numbers[-1] + 1)  # type: ignore[arg-type, operator]
+    a_range = range(numbers[0], numbers[0] + len(numbers))  # type: ignore[arg-type, operator]
+    reason = "the numbers of the experts that return what they read are no range"
+    refuse_if(numbers != list(a_range), last.node, "gaps", reason)
+    return a_range
 
 
-def _one_choice(iterations: list[Iteration]) -> tuple[list[Iteration], int | None] | MatchFailure:
+def _one_choice(iterations: list[Iteration]) -> tuple[list[Iteration], int | None]:
     """(the iterations of one choice, its column), or all of them and None; where every choice has a loop of its own,
     alike, one of the loops and None."""
     first = iterations[0].update
@@ -192,21 +180,16 @@ def _one_choice(iterations: list[Iteration]) -> tuple[list[Iteration], int | Non
     for iteration in iterations:
         by_choice.setdefault(iteration.update.token.choice, []).append(iteration)
     every = by_choice.keys() == set(range(value(mask.indices).shape[-1]))
-    if not every and len(by_choice) > 1:
-        return MatchFailure(first.node, "choices", "only some of a token's choices are served")
-    loops = [in_expert_order(own) for own in by_choice.values()]
-    for own in loops:
-        if isinstance(own, MatchFailure):
-            return own
-        if _weights(own) != _weights(loops[0]):
-            return MatchFailure(first.node, "experts-differ", "other experts serve a token's other choices")
+    some = not every and len(by_choice) > 1
+    refuse_if(some, first.node, "choices", "only some of a token's choices are served")
+    weights = [_weights(in_expert_order(own)) for own in by_choice.values()]
+    differ = any(own != weights[0] for own in weights)
+    refuse_if(differ, first.node, "experts-differ", "other experts serve a token's other choices")
     return by_choice[mask.choice], None if every else mask.choice
 
 
-def _weights(iterations: list[Iteration] | MatchFailure) -> list[Any]:
+def _weights(iterations: list[Iteration]) -> list[Any]:
     """The weights and biases of all experts, in order."""
-    if isinstance(iterations, MatchFailure):
-        return []
     return [part for iteration in iterations if iteration.expert for part in iteration.expert.parameters]
 
 
@@ -236,9 +219,7 @@ def _check(view: GraphView, node: Node, combine: Combine) -> RoutedExperts | Mat
             break
     if not chain:
         return None
-    gates = None if gate is None else gates_in_order(gate, combine.order)  # type: ignore[arg-type]
-    if isinstance(gates, MatchFailure):
-        return gates
+    gates = None if gate is None else gates_in_order(gate, combine.order)
     own = None if gates is None else of_slots(gates, chain[0].token)
     return match_chain(view, [_added(update, node, combine) for update in chain], gates=own)
 
@@ -331,9 +312,9 @@ def written_to(node: Node) -> Written | None:
     by_slot = chain[0].by_slot
     if any(update.by_slot != by_slot for update in chain) or not by_slot and value(chain[0].token.indices).dim() != 1:
         return None
-    iterations = iterations_of(chain, gated=False)
-    ordered = iterations if isinstance(iterations, MatchFailure) else in_expert_order(iterations)
-    if isinstance(ordered, MatchFailure):
+    try:
+        ordered = in_expert_order(iterations_of(chain, gated=False))
+    except Refused:
         return None
     mask = ordered[0].update.token
     assert mask.expert is not None

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, Refused, refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert, one_projection_of_all
+from megacpp_compile.matchers.moe.experts import Expert, match_expert, one_projection_of_all, refuse_unlike
 from megacpp_compile.matchers.moe.gate_matrix import Chosen, RouteAxes, match_chosen
 from megacpp_compile.matchers.moe.gathered_experts import by_choice
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
@@ -56,8 +57,8 @@ def _of_all(
     found = all_experts(stacked[0])
     if found is None and axes.chosen is None and (gates := seen_as(gate, axes.slots()[0])) is not None:
         return by_choice(view, node, gates[0], dict(enumerate(stacked[0])), axes.base, axes.scales)
-    if found is None or isinstance(found, MatchFailure):
-        return found
+    if found is None:
+        return None
     return by_matrix(view, node, axes, gate, found[0], found[1])
 
 
@@ -78,17 +79,16 @@ def _once_a_choice(
             stacked = _stacked(inner)
             if stacked is not None and one.place(inner_dims, out) == stacked[1]:
                 layer = all_experts(stacked[0])
-                if not isinstance(layer, tuple):
-                    return layer
+                if layer is None:
+                    return None
                 found.append(layer)
                 break
     if len(found) != len(stacks):
         return None
     x, experts = found[0]
-    if any(other is not x for other, _ in found):
-        return MatchFailure(node, "rows", _OTHER_ROWS)
-    if any([_form(e) for e in others] != [_form(e) for e in experts] for _, others in found):
-        return MatchFailure(node, "experts-differ", "other experts serve a token's other choices")
+    refuse_if(any(other is not x for other, _ in found), node, "rows", _OTHER_ROWS)
+    differ = any([_form(e) for e in others] != [_form(e) for e in experts] for _, others in found)
+    refuse_if(differ, node, "experts-differ", "other experts serve a token's other choices")
     return by_matrix(view, node, one, gate, x, experts)
 
 
@@ -96,23 +96,20 @@ def _form(expert: Expert) -> tuple[Any, ...]:
     return expert.activation, expert.layout, expert.parameters
 
 
-def otherwise_weighted(view: GraphView, node: Node, outs: list[Factor], axes: RouteAxes) -> MatchFailure | None:
-    """That the sum `node` has all experts' outputs among its factors `outs`, as many as there are scores to choose by,
-    and something else for weights than gates; or has choices and their gates, and none that is known to be experts'."""
-    if isinstance(axes.chosen, Chosen) and axes.each is not None and scores_of(axes.chosen.indices) is not None:
-        reason = "what gates and one-hots of choices weight are no experts' outputs in a form that is known"
-        return MatchFailure(node, "no-expert", reason)
+def refuse_otherwise_weighted(view: GraphView, node: Node, outs: list[Factor], axes: RouteAxes) -> None:
+    """Raise Refused where the sum `node` has all experts' outputs among its factors `outs`, as many as there are scores
+    to choose by, and something else for weights than gates; or where it has choices and their gates, and none that is
+    known to be experts'."""
+    unknown = isinstance(axes.chosen, Chosen) and axes.each is not None and scores_of(axes.chosen.indices) is not None
+    reason = "what gates and one-hots of choices weight are no experts' outputs in a form that is known"
+    refuse_if(unknown, node, "no-expert", reason)
     counts = set(numbers_of_scores(view.graph).values())
     stacks = [stacked[0] for part in outs for inner, _ in beneath(part) if (stacked := _stacked(inner)) is not None]
     stacks += [stacked[0] for parts in stacks for p in parts if (stacked := _stacked(p)) is not None]
     for parts in (parts for parts in stacks if len(parts) in counts):
         found = all_experts(parts)
-        if isinstance(found, MatchFailure):
-            return found
-        if found is not None:
-            reason = "experts' outputs are multiplied by other numbers than one gate for each token and expert"
-            return MatchFailure(node, "gates", reason)
-    return None
+        reason = "experts' outputs are multiplied by other numbers than one gate for each token and expert"
+        refuse_if(found is not None, node, "gates", reason)
 
 
 def _stacked(node: Node) -> tuple[list[Node], int] | None:
@@ -146,15 +143,21 @@ def _chosen_of_all(
     if ids is None or not whole:
         return None
     found = all_experts(stacked[0])
-    if found is None or isinstance(found, MatchFailure):
-        return found
+    if found is None:
+        return None
+    layer = RoutedExperts(
+        node, found[0], ids, gates_of_choices(gate, axes), tuple(found[1]), base=axes.base, choices=axes.choices,
+        scales=axes.scales,
+    )  # fmt: skip
+    return bounded(view, layer)
+
+
+def gates_of_choices(gate: Factor, axes: RouteAxes) -> Node:
+    """The gates, one for each choice, of which `gate` is a view. Raises Refused."""
     gates = seen_as(gate, *axes.slots())
     if gates is None:
-        return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    layer = RoutedExperts(
-        node, found[0], ids, gates[0], tuple(found[1]), base=axes.base, choices=axes.choices, scales=axes.scales
-    )
-    return bounded(view, layer)
+        refuse(gate.node, "gates", "the gates are in another order than the choices")
+    return gates[0]
 
 
 def _over_channels(index: Node) -> Node | None:
@@ -180,18 +183,18 @@ def by_matrix(
 ) -> RoutedExperts | MatchFailure:
     """The layer in which every expert works on every token, weighted by the matrix that `gate` is a view of."""
     if isinstance(axes.chosen, MatchFailure):
-        return axes.chosen
+        raise Refused(axes.chosen)
     if axes.chosen is not None:
         tokens = x if axes.each is None else _of_tokens(x, axes)
         if tokens is None:
-            return MatchFailure(x, "rows", _OTHER_ROWS)
+            refuse(x, "rows", _OTHER_ROWS)
         return weighted_by_choices(view, node, axes.chosen, tokens, experts, axes.base, axes.scales)
     matrix = seen_as(gate, axes.slots()[0])
     of_one = matrix is not None and is_one(value(matrix[0]).shape[-1])
     transposed = matrix is None or of_one and value(matrix[0]).dim() == 2 and bool(axes.routes)
     matrix = matrix or seen_as(gate, (axes.routes, axes.tokens))
     if matrix is None:
-        return MatchFailure(gate.node, "gates", "the gates are in another order than the tokens")
+        refuse(gate.node, "gates", "the gates are in another order than the tokens")
     return weighted_by_matrix(view, node, matrix[0], x, experts, axes.base, scaled_input, transposed, axes.scales)
 
 
@@ -224,21 +227,27 @@ def _of_written(
     return bounded(view, layer)
 
 
-def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | MatchFailure | None:
+def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | None:
     """(what all experts read, the experts) where `outs` are their outputs; None where the first is no expert's."""
     experts: list[Expert] = []
     for out in outs:
         expert = match_expert(out, match_linear_gemm)
         if expert is None:
-            return MatchFailure(out, "no-expert", "what is weighted is no expert's output") if experts else None
+            refuse_if(experts, out, "no-expert", "what is weighted is no expert's output")
+            return None
         if isinstance(expert, MatchFailure):
-            return one_projection_of_all(outs) or expert
-        if experts and strip_row_views(expert.x) is not strip_row_views(experts[0].x):
-            return MatchFailure(expert.node, "inputs", "experts read different inputs")
+            raise Refused(one_projection_of_all(outs) or expert)
+        other = experts and strip_row_views(expert.x) is not strip_row_views(experts[0].x)
+        refuse_if(other, expert.node, "inputs", "experts read different inputs")
         experts.append(expert)
-    if (other := first_unlike(experts)) is not None:
-        return MatchFailure(other, "experts-differ", "the experts are not built alike")
+    refuse_unlike(experts)
     return strip_row_views(experts[0].x), experts
+
+
+def refuse_other_rows(x: Node, outer: Sequence[Any], tokens: Sequence[Any]) -> None:
+    """Raise Refused where the dimensions `outer` of rows `x` are not those of the tokens that choose."""
+    same = len(outer) == len(tokens) and all(map(same_size, outer, tokens))
+    refuse_if(not same, x, "rows", "there are not as many rows as choices")
 
 
 def weighted_by_matrix(
@@ -259,19 +268,15 @@ def weighted_by_matrix(
     """
     found = match_chosen(matrix, transposed)
     if found is None:
-        return MatchFailure(
-            matrix, "dense-gates", "the gates may all differ from zero: every expert works on every token"
-        )
-    if scaled_input and any(expert.biased for expert in experts):
-        return MatchFailure(experts[0].node, "bias", "an expert with a bias makes something of rows of zeros")
+        reason = "the gates may all differ from zero: every expert works on every token"
+        refuse(matrix, "dense-gates", reason)
+    biased = scaled_input and any(expert.biased for expert in experts)
+    refuse_if(biased, experts[0].node, "bias", "an expert with a bias makes something of rows of zeros")
     gates = matrix if found.gates is None else found.gates
-    if value(matrix).dim() == 1:
-        return MatchFailure(matrix, "gates", "the gates of one token have no dimension of tokens")
+    refuse_if(value(matrix).dim() == 1, matrix, "gates", "the gates of one token have no dimension of tokens")
     one = value(found.indices).dim() < value(matrix).dim()  # the only choice of a token
     outer, tokens = [n for n in value(x).shape[:-1] if not is_one(n)], list(value(found.indices).shape)
-    tokens = [n for n in (tokens if one else tokens[:-1]) if not is_one(n)]
-    if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
-        return MatchFailure(x, "rows", "there are not as many rows as choices")
+    refuse_other_rows(x, outer, [n for n in (tokens if one else tokens[:-1]) if not is_one(n)])
     routed = RoutedExperts(
         node, x, found.indices, gates, tuple(experts), 0, base, by_expert=found.gates is None,
         scaled_input=scaled_input, choices=1 if one else None, matrix=None if found.gates is None else matrix,
@@ -286,7 +291,6 @@ def weighted_by_choices(
 ) -> RoutedExperts | MatchFailure:
     """The layer in which gates of the choices [.., k] weight what `experts` make of `x`."""
     outer, tokens = ([n for n in value(t).shape[:-1] if not is_one(n)] for t in (x, chosen.indices))
-    if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
-        return MatchFailure(x, "rows", "there are not as many rows as choices")
+    refuse_other_rows(x, outer, tokens)
     layer = RoutedExperts(node, x, chosen.indices, chosen.gates, tuple(experts), 0, base, scales=scales)
     return bounded(view, layer)

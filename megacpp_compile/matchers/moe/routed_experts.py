@@ -16,7 +16,7 @@ from megacpp_compile._torch.ops import torch_check
 from megacpp_compile.fx.edit import of_tensors, place, same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.walks import near, reached
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert
 from megacpp_compile.matchers.moe.gemms import strip_row_views
@@ -142,6 +142,7 @@ def bounded(view: GraphView, found: _Layer) -> _Layer | MatchFailure:
     return layer if isinstance(again, MatchFailure) else again
 
 
+@or_failure
 def _bounded(view: GraphView, found: _Layer) -> _Layer | MatchFailure:
     output = found.output
     inputs = list(dict.fromkeys(found.operands))
@@ -151,10 +152,10 @@ def _bounded(view: GraphView, found: _Layer) -> _Layer | MatchFailure:
         if outside is not None and not _can_be_kept(n):
             return MatchFailure(n, "escapes", f"an expert's intermediate value is used elsewhere too ({outside.name})")
         fake, modes = value(n), view.mode_states
-        if isinstance(fake, torch.Tensor) and fake.is_floating_point() and modes[n] != modes[output]:
-            return MatchFailure(n, "region", "part of it runs under another grad or autocast mode")
-    if place(inputs, [output], output, view.mode_states) is None:
-        return MatchFailure(output, "region", "a weight is computed under another grad or autocast mode")
+        other = isinstance(fake, torch.Tensor) and fake.is_floating_point() and modes[n] != modes[output]
+        refuse_if(other, n, "region", "part of it runs under another grad or autocast mode")
+    placed = place(inputs, [output], output, view.mode_states)
+    refuse_if(placed is None, output, "region", "a weight is computed under another grad or autocast mode")
     return dataclasses.replace(found, inputs=tuple(inputs), inside=frozenset(inside))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import or_failure, refuse, refuse_if
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen_gate
 from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, one_choice, scores_of
@@ -175,19 +175,18 @@ def of_slots(gates: Node, mask: Mask) -> list[Gates]:
     return [(gates, False)] if same_shape(gates, mask.indices) else []
 
 
-def gates_in_order(gate: Node, order: Node) -> Node | MatchFailure:
-    """The gates, one for every slot, of which `gate` [S, 1] has those of rows in `order`."""
-    if value(gate).dim() != 2 or value(gate).shape[-1] != 1:
-        return MatchFailure(gate, "gates", "an expert's rows are not multiplied by one gate per choice")
+def gates_in_order(gate: Node, order: Node) -> Node:
+    """The gates, one for every slot, of which `gate` [S, 1] has those of rows in `order`. Raises Refused."""
+    column = value(gate).dim() == 2 and value(gate).shape[-1] == 1
+    refuse_if(not column, gate, "gates", "an expert's rows are not multiplied by one gate per choice")
     gates = through(
         gate, is_cast, aten.unsqueeze.default,
         lambda n: n.target in RESHAPES and value(n).dim() == 2 and value(n.args[0]).dim() == 1,
     )  # fmt: skip
     read = row_read(gates)
     if read is None or read[1] is not order:
-        return MatchFailure(gates, "gates", "the gates are not in the order of the rows")
-    if value(read[0]).dim() != 1:
-        return MatchFailure(read[0], "gates", "there is not one gate per choice")
+        refuse(gates, "gates", "the gates are not in the order of the rows")
+    refuse_if(value(read[0]).dim() != 1, read[0], "gates", "there is not one gate per choice")
     return read[0]
 
 
@@ -198,7 +197,7 @@ def weighted_part(rows: Node) -> tuple[Node, Node] | None:
     for a, b in multiplied(product):
         read = row_read(strip_row_views(a))
         order = None if read is None else order_of(read[1])
-        gates = None if order is None else gates_in_order(b, order)
+        gates = None if order is None else or_failure(gates_in_order)(b, order)
         if isinstance(gates, Node):
             return strip_row_views(a), gates
     return None

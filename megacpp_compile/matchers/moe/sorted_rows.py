@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled, padded_with
 from megacpp_compile.fx.views import COPIES, uncast
 from megacpp_compile.fx.walks import near
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.activation import bound_of
 from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in, match_expert
@@ -54,7 +54,7 @@ def layers_after(view: GraphView, check: Check) -> Iterator[RoutedExperts | Matc
     """What `check` makes of every combine of the graph, where that is a layer or nearly one."""
     for node in view.graph.nodes:
         combine = match_combine(node)
-        if combine is not None and (found := check(view, node, combine)) is not None:
+        if combine is not None and (found := or_failure(check)(view, node, combine)) is not None:
             yield found
 
 
@@ -154,28 +154,22 @@ def _routed(
     match_gemm: _OfSlots,
 ) -> RoutedExperts | MatchFailure | None:
     """The layer of `expert`, whose output `gate` multiplies; where that is None, a gate has to multiply its input."""
-    if isinstance(expert, MatchFailure):
-        return expert
-    if match_gemm.failure is not None:
-        return match_gemm.failure
+    if isinstance(expert, MatchFailure) or match_gemm.failure is not None:
+        return expert if isinstance(expert, MatchFailure) else match_gemm.failure
     ids, order, scaled_input = match_gemm.ids, combine.order, gate is None
     rows = match_gemm.unmasked(strip_row_views(expert.x))
     if gate is None:
-        if rows.target is not aten.mul.Tensor or not of_tensors(rows):
-            return MatchFailure(
-                expert.x, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate"
-            )
+        reason = "neither what an expert reads nor what it adds is multiplied by a gate"
+        refuse_if(not multiplied(rows), expert.x, "no-gate", reason)
         a, b = rows.args
         rows, gate = (a, b) if value(b).shape[-1:] == (1,) else (b, a)  # type: ignore[assignment]
         rows = strip_row_views(rows)
     gates = gates_in_order(gate, order)  # type: ignore[arg-type]
-    if isinstance(gates, MatchFailure):
-        return gates
     x = tokens_in_order(rows, order, value(node).shape[0], combine.choices)
     if x is None or not same_size(value(x).shape[0] * combine.choices, value(ids).shape[0]):
         return MatchFailure(expert.x, "rows", "what experts read are not the tokens, one row for each choice")
-    if match_gemm.limits - {value(expert.down.weight.tensor).shape[0]}:
-        return MatchFailure(node, "masked", "rows of some experts are set to zero")
+    some = match_gemm.limits - {value(expert.down.weight.tensor).shape[0]}
+    refuse_if(some, node, "masked", "rows of some experts are set to zero")
     layer = RoutedExperts(
         node, x, slots(ids), gates, (expert,), base=combine.base, choices=combine.choices, scaled_input=scaled_input
     )
