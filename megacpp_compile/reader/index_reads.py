@@ -81,16 +81,21 @@ def counts_up(node: Node) -> bool:
 
 
 def repeated_over_channels(index: Node) -> Node | None:
-    """The numbers [R] of which `index` [R, d] repeats each over all channels."""
-    once = index.target is aten.repeat.default and list(index.args[1])[:-1] == [1] * (value(index).dim() - 1)  # type: ignore[arg-type]
-    if not once and index.target is not aten.expand.default:
-        return None
-    index = index.args[0]  # type: ignore[assignment]
-    if value(index).dim() != 2 or value(index).shape[1] != 1:
+    """The numbers [..] of which `index` [.., d] repeats each over all channels."""
+    one: Any = index.args[0] if index.target in (aten.expand.default, aten.repeat.default) else None
+    if one is None or not _is_column(one, index):
         return None
     views = RESHAPES | {aten.unsqueeze.default}
-    index = through(index, lambda n: n.target in views and value(n).dim() == 2 and value(n).shape[1] == 1)
-    return index if value(index).dim() == 1 else None
+    numbers = through(one, lambda n: n.target in views and _is_column(n, index))
+    whole = value(numbers).dim() == value(index).dim() - 1
+    return numbers if whole and all(map(same_size, value(numbers).shape, value(index).shape)) else None
+
+
+def _is_column(node: Node, index: Node) -> bool:
+    """Whether `node` has one entry where `index` has its last dimension, and its other dimensions."""
+    *outer, last = value(node).shape or (0,)
+    alike = value(node).dim() == value(index).dim() and all(map(same_size, outer, value(index).shape))
+    return alike and same_size(last, 1)
 
 
 def added_rows(node: Node, to_zeros: bool = False) -> tuple[Node, Node, Node] | None:

@@ -1,4 +1,4 @@
-"""What is cut out of a tensor along one of its dimensions."""
+"""What is cut out of a tensor along one of its dimensions, and what one is joined of."""
 
 from __future__ import annotations
 
@@ -65,6 +65,12 @@ def column_of(node: Node) -> tuple[Node, int] | None:
         return None
     known = isinstance(part.start, int) and isinstance(part.whole, int) and part.dim > 0
     return (part.source, part.start) if known else None
+
+
+def concatenated(node: Node) -> list[Node]:
+    """The tensors of which `node` is the concatenation along its first dimension; none where it is none."""
+    first = node.target is aten.cat.default and [*node.args, 0][1] in (0, -value(node).dim())
+    return list(node.args[0]) if first else []  # type: ignore[arg-type]
 
 
 def _dim(several: Node, at: int) -> Any:

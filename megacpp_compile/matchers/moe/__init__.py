@@ -1,8 +1,16 @@
 """Finds layers of routed experts in all spellings, and experts that no matcher of this folder reads.
 
-The latter are GEMMs with weights of which scores choose, in some other form. They fail with the tag `unread`, and only
-where no other failure lies nearby, so that no layer of experts is passed over in silence. A loop over the experts that
-any token chose breaks the graph in every iteration: a list of these fails with advice.
+    what is found     routed_experts: a layer, or experts over sorted rows, and which nodes it is made of
+    an expert         gemms, activation, experts
+    choices           routing: masks of choices; gate_matrix: gates zero but for the chosen; rows and row_gates: which
+                      rows an expert reads, and their gates; sorted_slots: all slots in the order of experts
+    spellings         iterations, loop: an expert after the other; gathered_experts, outputs, grouped: all at once;
+                      sorted_rows: grouped GEMMs
+    skipped experts   token_counts, assumed: that a loop over experts with tokens is one over all
+
+Unread experts are GEMMs with weights of which scores choose, in some other form. They fail with the tag `unread`, and
+only where no other failure lies nearby, so that no layer of experts is passed over in silence. A loop over the experts
+that any token chose breaks the graph in every iteration: a list of these fails with advice.
 """
 
 from __future__ import annotations

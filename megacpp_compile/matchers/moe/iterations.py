@@ -24,7 +24,14 @@ from megacpp_compile.matchers.moe.experts import (
 )
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices
-from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, gates_of_numbers, of_slots, weighted_part
+from megacpp_compile.matchers.moe.row_gates import (
+    Gates,
+    gates_of,
+    gates_of_numbers,
+    numbers_of_column,
+    of_slots,
+    weighted_part,
+)
 from megacpp_compile.matchers.moe.rows import (
     at_slots,
     choices_of,
@@ -38,9 +45,11 @@ from megacpp_compile.matchers.moe.rows import (
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.index_reads import added_rows, indexed
 from megacpp_compile.reader.links import chain, through
+from megacpp_compile.reader.parts import concatenated
 from megacpp_compile.reader.products import multiplied
 
 aten = torch.ops.aten
+_CASTS = (is_cast, COPIES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,17 +135,17 @@ def joined(node: Node) -> list[RowUpdate]:
     """Every expert's update in the sum `node` of all experts' rows, which are joined by `cat` as their tokens are:
     `y.index_add(0, torch.cat(tokens), torch.cat(outputs) * torch.cat(gates)[:, None])`."""
     found = added_rows(node)
-    tokens = None if found is None else _parts(_uncast(found[1]))
-    if found is None or tokens is None:
+    tokens = [] if found is None else concatenated(through(found[1], *_CASTS))
+    if found is None or not tokens:
         return []
-    rows, gates = _uncast(found[2]), list[Node | None]([None] * len(tokens))
-    outs = _parts(rows)
-    for out, gate in multiplied(rows) if outs is None else []:
-        cut, own = _parts(_uncast(out)), _parts(_column(gate))
-        if cut is not None and own is not None and len(own) == len(tokens):
+    rows, gates = through(found[2], *_CASTS), list[Node | None]([None] * len(tokens))
+    outs = concatenated(rows)
+    for out, gate in [] if outs else multiplied(rows):
+        cut, own = concatenated(through(out, *_CASTS)), concatenated(numbers_of_column(gate))
+        if cut and len(own) == len(tokens):
             outs, gates = cut, list(own)
             break
-    if outs is None or len(outs) != len(tokens):
+    if len(outs) != len(tokens):
         return []
     updates = list[RowUpdate]()
     for token, out, gate in zip(tokens, outs, gates, strict=True):
@@ -145,26 +154,6 @@ def joined(node: Node) -> list[RowUpdate]:
             return []
         updates.append(RowUpdate(node, _unviewed(found[0]), mask, out, gate=gate))
     return updates
-
-
-def _parts(node: Node) -> list[Node] | None:
-    """The tensors of which `node` is made, one behind the other along its first dimension."""
-    if node.target is not aten.cat.default or [*node.args, 0][1] not in (0, -value(node).dim()):
-        return None
-    return list(node.args[0])  # type: ignore[arg-type]
-
-
-def _uncast(node: Node) -> Node:
-    return through(node, is_cast, COPIES)
-
-
-def _column(gate: Node) -> Node:
-    """The numbers [R] of which `gate` [R, 1] is a column, or `gate`."""
-    gate = _uncast(gate)
-    column = gate.target is aten.unsqueeze.default or gate.target in RESHAPES
-    if column and value(gate).dim() == 2 and same_size(value(gate).shape[1], 1) and value(gate.args[0]).dim() == 1:
-        return _uncast(gate.args[0])  # type: ignore[arg-type]
-    return gate
 
 
 def chains(updates: dict[Node, RowUpdate]) -> Iterator[list[RowUpdate]]:

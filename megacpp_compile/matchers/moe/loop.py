@@ -37,6 +37,7 @@ from megacpp_compile.matchers.moe.sorted_rows import Combine, layers_after, unso
 from megacpp_compile.matchers.moe.sorted_slots import SortedIds, expert_between, slots, sorted_by
 from megacpp_compile.reader.index_reads import SCATTERS, adds
 from megacpp_compile.reader.links import through
+from megacpp_compile.reader.parts import concatenated
 from megacpp_compile.reader.products import multiplied
 
 aten = torch.ops.aten
@@ -237,15 +238,8 @@ def segments(node: Node, order: Node) -> list[RowUpdate]:
     node = strip_row_views(node)
     if ids is None:
         return []
-    return _parts_joined(node, ids) if node.target is aten.cat.default else _written(node, ids)
-
-
-def _parts_joined(node: Node, ids: SortedIds) -> list[RowUpdate]:
-    """The parts of the concatenation `node`, one for each expert."""
-    parts, *dim = node.args
-    if dim not in ([], [0]):
-        return []
-    return [_write(part, part, ids, expert, part) for expert, part in enumerate(parts)]  # type: ignore[arg-type]
+    joined = [_write(part, part, ids, expert, part) for expert, part in enumerate(concatenated(node))]
+    return joined or _written(node, ids)
 
 
 def _written(node: Node, ids: SortedIds) -> list[RowUpdate]:

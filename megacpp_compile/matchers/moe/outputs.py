@@ -22,8 +22,9 @@ from megacpp_compile.matchers.moe.loop import Written, written_to
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import numbers_of_scores, scores_of
 from megacpp_compile.matchers.moe.rows import once_a_choice
-from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.reader.factors import Axis, Dims, Factor, beneath, is_one, longer_dims, seen_as
+from megacpp_compile.reader.index_reads import repeated_over_channels
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -137,7 +138,7 @@ def _chosen_of_all(
         return None
     if not dim % len(dims) == stacked[1] == place == len(dims) - 2:  # type: ignore[operator]
         return None
-    ids = _over_channels(index)  # type: ignore[arg-type]
+    ids = repeated_over_channels(index)  # type: ignore[arg-type]
     wholes = (d for d in range(len(dims)) if d != place)
     whole = all(same_size(value(inner).shape[d], value(stack).shape[d]) for d in wholes)
     if ids is None or not whole:
@@ -158,23 +159,6 @@ def gates_of_choices(gate: Factor, axes: RouteAxes) -> Node:
     if gates is None:
         refuse(gate.node, "gates", "the gates are in another order than the choices")
     return gates[0]
-
-
-def _over_channels(index: Node) -> Node | None:
-    """The numbers [.., k] of which `index` [.., k, d] repeats each over all channels."""
-    if index.target not in (aten.expand.default, aten.repeat.default):
-        return None
-    one: Any = index.args[0]
-    if value(one).dim() != value(index).dim() or not same_size(value(one).shape[-1], 1):
-        return None
-    if not all(map(same_size, value(one).shape[:-1], value(index).shape[:-1])):
-        return None
-    source = one.args[0]
-    dropped = one.target is aten.unsqueeze.default and one.args[1] in (-1, value(one).dim() - 1)
-    reshaped = one.target in RESHAPES and len(value(source).shape) == value(one).dim() - 1 and all(
-        map(same_size, value(source).shape, value(one).shape)
-    )
-    return source if dropped or reshaped else None
 
 
 def by_matrix(

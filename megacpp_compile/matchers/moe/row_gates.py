@@ -13,8 +13,9 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
+from megacpp_compile.fx.views import COPIES
 from megacpp_compile.matchers._match import or_failure, refuse, refuse_if
-from megacpp_compile.matchers.moe.gate_matrix import match_chosen_gate
+from megacpp_compile.matchers.moe.gate_matrix import before_casts, match_chosen_gate
 from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, one_choice, scores_of
 from megacpp_compile.matchers.moe.rows import (
@@ -130,7 +131,7 @@ def _by_first_mark(node: Node, mask: Mask) -> list[Gates]:
         return []
     if [*at.args[1:2]] not in ([1], [-1]) or not distinct_choices(mask.indices) or not isinstance(gates, Node):
         return []
-    own, source = _marks_of_rows(_before_casts(at.args[0]), mask), unread(gates, mask)  # type: ignore[arg-type]
+    own, source = _marks_of_rows(before_casts(at.args[0]), mask), unread(gates, mask)  # type: ignore[arg-type]
     return [(source, False)] if _marks_all(own, mask) and source and same_shape(source, mask.indices) else []
 
 
@@ -139,11 +140,6 @@ def _marks_all(own: Mask | None, mask: Mask) -> bool:
     if own is None or own.indices is not mask.indices or own.expert != mask.expert or own.choice is not None:
         return False
     return own.by_token and own.dims[-1] == "s" and not own.any
-
-
-def _before_casts(node: Node) -> Node:
-    """`node`, a mask, before casts of it to numbers."""
-    return through(node, aten._to_copy.default, aten.to.dtype)
 
 
 def _marks_of_rows(marks: Node, mask: Mask) -> Mask | None:
@@ -175,14 +171,21 @@ def of_slots(gates: Node, mask: Mask) -> list[Gates]:
     return [(gates, False)] if same_shape(gates, mask.indices) else []
 
 
+def numbers_of_column(column: Node) -> Node:
+    """The numbers [R] of which `column` [R, 1] is made, before casts and copies of either; `column` before these where
+    it is made of something else."""
+    def adds_one(n: Node) -> bool:
+        two = (n.target in RESHAPES or n.target is aten.unsqueeze.default) and value(n).dim() == 2
+        return two and same_size(value(n).shape[1], 1) and value(n.args[0]).dim() == 1
+
+    return through(column, is_cast, COPIES, adds_one)  # type: ignore[no-any-return]
+
+
 def gates_in_order(gate: Node, order: Node) -> Node:
     """The gates, one for every slot, of which `gate` [S, 1] has those of rows in `order`. Raises Refused."""
     column = value(gate).dim() == 2 and value(gate).shape[-1] == 1
     refuse_if(not column, gate, "gates", "an expert's rows are not multiplied by one gate per choice")
-    gates = through(
-        gate, is_cast, aten.unsqueeze.default,
-        lambda n: n.target in RESHAPES and value(n).dim() == 2 and value(n.args[0]).dim() == 1,
-    )  # fmt: skip
+    gates = numbers_of_column(gate)
     read = row_read(gates)
     if read is None or read[1] is not order:
         refuse(gates, "gates", "the gates are not in the order of the rows")

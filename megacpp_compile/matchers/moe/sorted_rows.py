@@ -29,6 +29,7 @@ from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.index_reads import added_rows, row_read
 from megacpp_compile.reader.links import through
+from megacpp_compile.reader.parts import concatenated
 from megacpp_compile.reader.products import multiplied
 
 aten = torch.ops.aten
@@ -316,8 +317,6 @@ def _before_a_row_of_zeros(node: Node) -> Node | None:
 
 def _before_a_last(node: Node) -> Node | None:
     """The first of two tensors of which `node` is the concatenation, where the last has one entry."""
-    if node.target is not aten.cat.default or node.args[1:] not in ((), (0,)) or len(node.args[0]) != 2:  # type: ignore[arg-type]
-        return None
-    first, last = node.args[0]  # type: ignore[misc]
-    one = isinstance(value(last).shape[0], int) and value(last).shape[0] == 1
-    return first if one else None  # type: ignore[return-value]
+    parts = concatenated(node)
+    one = len(parts) == 2 and isinstance(value(parts[1]).shape[0], int) and value(parts[1]).shape[0] == 1
+    return parts[0] if one else None

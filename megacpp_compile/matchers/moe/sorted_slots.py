@@ -28,7 +28,7 @@ from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.index_reads import row_read
 from megacpp_compile.reader.links import through
-from megacpp_compile.reader.parts import part_of
+from megacpp_compile.reader.parts import concatenated, part_of
 
 aten = torch.ops.aten
 _ARGSORTS = (aten.argsort.default, aten.argsort.stable)
@@ -261,10 +261,8 @@ def _begins(ids: SortedIds, places: Node, at: int) -> int | None:
 
 def _behind_zero(places: Node) -> Node | None:
     """What `places` has behind a zero."""
-    if places.target is aten.cat.default and places.args[1:] in ((), (0,)) and len(places.args[0]) == 2:  # type: ignore[arg-type]
-        zero, rest = places.args[0]  # type: ignore[misc]
-        one = isinstance(zero, Node) and value(zero).shape == (1,) and _is_zero(zero)
-        return number(rest) if one else None
+    if len(parts := concatenated(places)) == 2:
+        return number(parts[1]) if value(parts[0]).shape == (1,) and _is_zero(parts[0]) else None
     if places.target is aten.slice_scatter.default and is_filled(places.args[0], 0):
         _, rest, *where = places.args
         whole = where[:2] == [0, 1] and not isinstance(where[2:3], Node) and where[3:] in ([], [1])
