@@ -26,6 +26,7 @@ from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.assumptions import Region
 from megacpp_compile.fx.edit import has_effects, same_shape, same_size, value
 from megacpp_compile.fx.mode_states import ENTER, LEAVE
+from megacpp_compile.fx.size_checks import same_value
 from megacpp_compile.fx.views import CASTS
 from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if
@@ -92,11 +93,11 @@ def _kept(node: Node) -> tuple[Node, Node | None] | None:
                 return source, added
     if target in _READ_BY and _alike(args[0], node):  # type: ignore[arg-type]
         part: Any = args[1]
-        read = part.target is _READ_BY[target] and _same(part.args[0], args[0]) and part.args[1:] == args[2:]
+        read = part.target is _READ_BY[target] and same_value(part.args[0], args[0]) and part.args[1:] == args[2:]
         return (args[0], None) if read else None  # type: ignore[return-value]
     if target is aten.index_put.default and not any(args[3:]):
         before: Any = args[0]
-        if before.target is target and not any(before.args[3:]) and _same_places(before.args[1], args[1]):
+        if before.target is target and not any(before.args[3:]) and same_value(before.args[1], args[1]):
             node.update_arg(0, before.args[0])
     return None
 
@@ -111,21 +112,6 @@ def _is_zero(node: Node) -> bool:
 
 def _alike(source: Node, node: Node) -> bool:
     return value(source).dtype == value(node).dtype and same_shape(source, node)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether both are the same, or computed alike from the same."""
-    if not isinstance(one, Node) or not isinstance(other, Node):
-        return type(one) is type(other) and one == other
-    if one is other:
-        return True
-    computed = one.op == other.op == "call_function" and one.target is other.target and one.kwargs == other.kwargs
-    pure = computed and torch.Tag.nondeterministic_seeded not in getattr(one.target, "tags", ())
-    return pure and len(one.args) == len(other.args) and all(map(_same, one.args, other.args))
-
-
-def _same_places(one: Any, other: Any) -> bool:
-    return len(one) == len(other) and all(map(_same, one, other))
 
 
 def _read_by(node: Node) -> set[Node]:

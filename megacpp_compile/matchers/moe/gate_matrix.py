@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import DETACH
 from megacpp_compile.matchers._match import MatchFailure
@@ -28,6 +28,7 @@ from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.factors import Axis, Dims, Factor, factors, longer_dims, over, seen_as
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import column_of, part_of
+from megacpp_compile.reader.products import multiplied
 
 aten = torch.ops.aten
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -141,18 +142,19 @@ def _of_mask(mask: Mask) -> Chosen | None:
 
 def _filled_elsewhere(node: Node, number: float) -> Mask | None:
     """The mask everywhere but at which `node` is filled with `number`."""
+    kept = _kept_where(node, number)
+    return match_mask(kept[1]) if kept is not None and same_shape(kept[1], node) else None
+
+
+def _kept_where(node: Node, number: float) -> tuple[Node, Node] | None:
+    """(x, marks) where `node` is x where the marks hold, and `number` elsewhere."""
     target, args = node.target, node.args
     if target is aten.masked_fill.Scalar and args[2] == number:
-        marks: Any = _negated(args[1])
-    elif target is aten.where.ScalarOther and args[2] == number:
-        marks = args[0]
-    elif target is aten.where.self and is_filled(args[2], number):
-        marks = args[0]
-    else:
-        return None
-    if not isinstance(marks, Node) or not all(map(same_size, value(marks).shape, value(node).shape)):
-        return None
-    return match_mask(marks) if value(marks).dim() == value(node).dim() else None
+        marks = _negated(args[1])
+        return None if marks is None else (args[0], marks)  # type: ignore[return-value]
+    filled = target is aten.where.ScalarOther and args[2] == number
+    filled = filled or target is aten.where.self and is_filled(args[2], number)
+    return (args[1], args[0]) if filled else None  # type: ignore[return-value]
 
 
 def _column(mask: Mask) -> Node | None:
@@ -208,24 +210,14 @@ def match_chosen_gate(node: Node, source: Callable[[Node], Node | None] = lambda
         return None
     product = through(product, is_cast)
     assert isinstance(product, Node)
-    target, args = product.target, product.args
-    if target is aten.mul.Tensor:
-        pairs = [args, args[::-1]]
-    elif target is aten.where.ScalarOther and args[2] == 0 or target is aten.where.self and is_filled(args[2], 0.0):
-        pairs = [(args[1], args[0])]
-    elif target is aten.masked_fill.Scalar and args[2] == 0 and _negated(args[1]) is not None:
-        pairs = [(args[0], _negated(args[1]))]
-    else:
-        return None
-    for gates, mark in pairs:
-        if not all(isinstance(value(a), torch.Tensor) for a in (gates, mark)):
+    kept = _kept_where(product, 0.0)
+    for gates, mark in multiplied(product) if kept is None else [kept]:
+        own, marks = source(gates), source(before_casts(mark))
+        mask = None if own is None or marks is None else match_mask(before_casts(marks))
+        if own is None or mask is None or not mask.by_token or mask.dims[-1] != "s" or mask.expert is None:
             continue
-        gates, mark = source(gates), source(before_casts(mark))  # type: ignore[arg-type, assignment]
-        mask = None if gates is None or mark is None else match_mask(before_casts(mark))
-        if mask is None or not mask.by_token or mask.dims[-1] != "s" or mask.expert is None:
-            continue
-        if all(map(same_size, value(gates).shape, value(mask.indices).shape)):
-            return mask.indices, gates, mask.expert
+        if all(map(same_size, value(own).shape, value(mask.indices).shape)):
+            return mask.indices, own, mask.expert
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_size, same_sizes, value
 from megacpp_compile.matchers._match import MatchFailure, Refused, refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, match_expert, one_projection_of_all, refuse_unlike
@@ -230,7 +230,7 @@ def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | None:
 
 def refuse_other_rows(x: Node, outer: Sequence[Any], tokens: Sequence[Any]) -> None:
     """Raise Refused where the dimensions `outer` of rows `x` are not those of the tokens that choose."""
-    same = len(outer) == len(tokens) and all(map(same_size, outer, tokens))
+    same = same_sizes(outer, tokens)
     refuse_if(not same, x, "rows", "there are not as many rows as choices")
 
 

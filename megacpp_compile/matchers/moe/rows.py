@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_size, same_sizes, value
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.moe.routing import Above, Mask, distinct_choices, match_mask
 from megacpp_compile.matchers.moe.sorted_slots import (
@@ -216,7 +216,7 @@ def read_over(tensor: Node, positions: list[Any], indices: Node, choices: bool) 
     tokens = tokens[:-1] if choices else tokens
     if len(outer) == 1 < len(tokens):
         return same_size(outer[0], math.prod(tokens))
-    return len(outer) == len(tokens) and all(map(same_size, outer, tokens))
+    return same_sizes(outer, tokens)
 
 
 def unread(node: Node, mask: Mask) -> Node | None:

@@ -188,21 +188,19 @@ def is_converted(node: Node) -> bool:
 
 def whole_of(node: Node) -> Node | None:
     """What `node` is some of the rows of, which follow one another."""
-    if node.target is aten.slice.Tensor:
-        return node.args[0] if _dim(node, 1) == 0 and _step(node) == 1 else None  # type: ignore[return-value]
-    if node.target is operator.getitem and _sizes(node) is not None:
-        return node.args[0].args[0]  # type: ignore[union-attr, return-value]
-    return None
+    part = part_of(node)
+    return part.source if part is not None and part.kept and (part.dim, part.step) == (0, 1) else None
 
 
 def expert_of_part(ids: SortedIds, part: Node) -> int | None:
     """The expert whose slots the rows of `part` are, where those of `whole_of(part)` lie in the order of `ids`."""
     if part.target is aten.slice.Tensor:
         return expert_between(ids, *([*part.args[2:4], None, None][:2]))
-    sizes, at = _sizes(part), part.args[1]
-    assert sizes is not None and isinstance(at, int)
-    counted = [_expert_counted(ids, size) for size in sizes[: at + 1]]
-    return at if counted == list(range(at + 1)) else None
+    split, at = part.args
+    if split.target is not aten.split_with_sizes.default:  # type: ignore[union-attr]
+        return None
+    counted = [_expert_counted(ids, size) for size in split.args[1][: at + 1]]  # type: ignore[union-attr, index, operator]
+    return at if counted == list(range(at + 1)) else None  # type: ignore[operator, return-value]
 
 
 def expert_between(ids: SortedIds, start: Any, end: Any) -> int | None:
@@ -305,20 +303,3 @@ def _entry(node: Node) -> tuple[Node, int] | None:
     if part is None or part.kept or value(part.source).dim() != 1 or not isinstance(part.whole, int):
         return None
     return (part.source, part.start) if isinstance(part.start, int) else None
-
-
-def _sizes(node: Node) -> list[Any] | None:
-    """The sizes by which the tensor is split along its first dimension whose part `node` is."""
-    split = node.args[0]
-    if not isinstance(split, Node) or split.target is not aten.split_with_sizes.default or [*split.args, 0][2] != 0:
-        return None
-    return list(split.args[1])  # type: ignore[arg-type]
-
-
-def _dim(node: Node, at: int) -> int:
-    dims = value(node.args[0]).dim()
-    return (node.args[at] if len(node.args) > at else 0) % dims  # type: ignore[operator, no-any-return]
-
-
-def _step(node: Node) -> Any:
-    return node.args[4] if len(node.args) > 4 else 1
