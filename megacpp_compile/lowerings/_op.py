@@ -137,9 +137,10 @@ def differentiate(
         ctx.set_materialize_grads(not zeros)
         ctx.mark_non_differentiable(*tree_leaves(output[first:]))
         values = keep(dict(zip([*operands, *made], [*inputs, *output], strict=True)))
-        ctx.tensors = [name for name in kept if isinstance(values[name], (Tensor, list))]
+        lists = [name for name in kept if isinstance(values[name], list)]  # of tensors, or of numbers
+        ctx.lengths = {name: len(values[name]) for name in lists if all(isinstance(v, Tensor) for v in values[name])}
+        ctx.tensors = [name for name in kept if isinstance(values[name], Tensor) or name in ctx.lengths]
         ctx.settings = {name: values[name] for name in kept if name not in ctx.tensors}
-        ctx.lengths = {name: len(values[name]) for name in ctx.tensors if isinstance(values[name], list)}
         ctx.save_for_backward(*tree_leaves([values[name] for name in ctx.tensors]))
 
     def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
