@@ -6,6 +6,7 @@ tensors are its own choice, and the GEMMs inside are plain `aten.mm` to everythi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -111,6 +112,15 @@ def expand(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphM
     if _lower(graph, node, target, traced, replaced=replaced):
         raise NotLoweredError(str(node.target), target.name, module_fqn(node), source_line(node))
     return replaced
+
+
+def expand_ahead(graph: fx.Graph, target: Target) -> None:
+    """Put what is quicker with autograd's backward than with the op's own in the place of ops, in a graph that is to be
+    differentiated: as ATen names it, of which Inductor's decompositions have no gradient."""
+    traced: dict[Any, GraphModule] = {}
+    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]:
+        if _choice(node, target).ahead:
+            expand(graph, node, dataclasses.replace(target, decomposes=False), traced)
 
 
 def lower_traced(graph: fx.Graph, target: Target, mark: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ class Choice:
     `writes_into`: outputs that may be written straight into a slice of a later `cat`, whose buffer is passed as `into`
     and returned for them. Several have to fill it.
     `skippable_outputs`: the results that `body` does not make, and returns as empty, where `unread` has them. `added`:
-    it is another package's.
+    it is another package's. `ahead`: autograd is to differentiate what it traces to, where the graph is to be.
     """
 
     requested: str
@@ -49,6 +49,7 @@ class Choice:
     writes_into: tuple[int, ...] = ()
     skippable_outputs: tuple[int, ...] = ()
     added: bool = False
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     reason or None`; where it would not gain, the next lowering serves. `OVERWRITES`: op name -> arguments it can
     overwrite. `TRACED`: false where no ATen graph can hold what it does. `writes_into(op name, args)`: results it can
     write to columns of a joined tensor (`_kernels/columns`). `SKIPPABLE_OUTPUTS`: op name -> results that it need not
-    make.
+    make. `AHEAD`: true where autograd's backward of the forward takes less time than the op's own.
     """
     folder, name = semantic_ops()[op]
     reasons: list[str] = []
@@ -140,7 +141,8 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
             into = module.writes_into(name, args) if hasattr(module, "writes_into") else ()
             without = getattr(module, "SKIPPABLE_OUTPUTS", {}).get(name, ())
             why, body = "; ".join(reasons), getattr(module, name)
-            return Choice(first, lowering, why, body, overwrites, traced, into, without)
+            ahead = getattr(module, "AHEAD", False)
+            return Choice(first, lowering, why, body, overwrites, traced, into, without, ahead=ahead)
         reasons.append(f"{lowering}: {reason}")
     raise AssertionError("every op has a reference lowering")
 

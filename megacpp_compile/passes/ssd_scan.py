@@ -119,7 +119,8 @@ def _check_retention(view: GraphView, found: Retention) -> Match | MatchFailure:
         b, t, h, k, v = (found.dims[name] for name in "bthkv")
         groups = leading([found.q, found.k], h)
         values, queries = arrange(build, found.v, (b, t, h, v)), arrange(build, found.q, (b, t, groups, k))
-        steps = build(aten.ones_like.default, build(aten.select.int, values, 3, 0), dtype=torch.float32)
+        one = build(aten.new_ones.default, values, [1, 1, 1], dtype=torch.float32)
+        steps = build(aten.expand_as.default, one, build(aten.select.int, values, 3, 0))
         state = found.initial_state and arrange(build, found.initial_state, (b, h, v, k))
         node = build(
             torch.ops.megacpp.ssd_scan.default, values, steps, _rate(build, found, steps),

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megacpp_compile.lowerings.ssd_scan import cpu_chunks, ssd_scan, ssd_scan_backward
+from megacpp_compile.lowerings.ssd_scan import cpu_autograd, cpu_chunks, ssd_scan, ssd_scan_backward
 from megacpp_compile.lowerings.ssd_scan.reference import ssd_scan as reference
 from megacpp_compile.lowerings.ssd_scan.reference import ssd_scan_backward as reference_backward
 
@@ -218,3 +218,23 @@ def test_chunks_of_a_cpu(rand, t, length):
     agree(got, want, 1e-12)
     backward = (dy, dfinal, *args[:7], want[2], 256)
     agree(cpu_chunks.ssd_scan_backward(*backward), reference_backward(*backward), 1e-12)
+
+
+@pytest.mark.parametrize(("t", "chunk", "initial"), [(40, 16, False), (128, 64, True), (192, 64, False), (300, 256, True)])
+@pytest.mark.parametrize("alike", [False, True], ids=["steps", "one_step"])
+def test_autograd_on_a_cpu(rand, t, chunk, initial, alike):
+    """What autograd makes of the forward is the op's backward; a step of one, as retention has, is not repeated."""
+    args = arguments(rand, b=2, t=t, heads=2, groups=1, chunk=chunk, initial=initial)
+    if alike:
+        args = args[0], torch.ones(1, 1, 1, dtype=torch.float64).expand(2, t, 2), *args[2:]
+    seeds = seeds_for(rand, reference, args, 2)
+    got, want = (differentiate(f, args, seeds, 3) for f in (cpu_autograd.ssd_scan, ssd_scan))
+    agree(got, want, 1e-12)
+
+
+def test_autograd_on_a_cpu_with_documents(rand):
+    seq_idx = torch.tensor(SEQ_IDX)
+    args = *arguments(rand, t=seq_idx.shape[1]), seq_idx
+    seeds = seeds_for(rand, reference, args, 2)
+    got, want = (differentiate(f, args, seeds, 3) for f in (cpu_autograd.ssd_scan, ssd_scan))
+    agree(got, want, 1e-12)

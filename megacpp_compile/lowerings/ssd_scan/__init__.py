@@ -32,7 +32,7 @@ from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiat
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.ssd_scan import _hopper_ops, reference
 
-PREFERENCE = {"cpu": ("cpu_chunks", "reference")}
+PREFERENCE = {"cpu": ("cpu_autograd", "cpu_chunks", "reference")}
 
 
 @define_op(reference.ssd_scan)

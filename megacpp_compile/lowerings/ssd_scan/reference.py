@@ -12,6 +12,8 @@ TF32's reach.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,7 +64,7 @@ class _Chunks:
         self.A = A.to(dtype)
         self.xdt = self.x * self.dt.unsqueeze(-1)
         self.B, self.C = (self.split(t).transpose(2, 3) for t in (B, C))  # [b, c, g, l, n]
-        logs = sums.prefix((self.dt * self.A).transpose(-1, -2))  # [b, c, h, l]
+        logs = sums.prefix((self.steps(dt) * self.A).transpose(-1, -2))  # [b, c, h, l]
         last = logs[..., -1:]
         self.decay = self.between(logs).exp()  # from s to l
         self.decay_in = sums.to(logs, dtype).exp()  # from before the chunk to l
@@ -79,9 +81,18 @@ class _Chunks:
             self.decay_out = torch.where(cuts == end, self.decay_out, 0)
             self.over = torch.where(end.squeeze(-1) == 0, self.over, 0)
 
+    def steps(self, dt: Tensor) -> Tensor:
+        """[b, c, l, h]; of one row or one chunk where all have its steps, as in retention, and so are decays."""
+        rows, tokens = (isinstance(n, int) and n == 0 for n in dt.stride()[:2])
+        whole = isinstance(self.tokens, int) and self.tokens > 0 and self.tokens % self.length == 0
+        self.once = tokens and whole and self.sums is Float64Sums
+        return self.dt[: 1 if rows else None, : 1 if self.once else None]
+
     def split(self, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         behind = self.chunks * self.length - self.tokens
-        padded = F.pad(t.to(dtype or self.dtype), (0, 0) * (t.dim() - 2) + (0, behind))
+        padded = t.to(dtype or self.dtype)
+        if not isinstance(behind, int) or behind:
+            padded = F.pad(padded, (0, 0) * (t.dim() - 2) + (0, behind))
         return padded.unflatten(1, (self.chunks, self.length))
 
     def join(self, t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,7 +115,9 @@ class _Chunks:
 
     def carry(self) -> Tensor:
         """[b, h, z, c]: how much of what is added before chunk c is left where chunk z begins."""
-        carry = self.between(self.sums.cumulate(F.pad(self.total.transpose(-1, -2), (1, 0)))).exp()
+        total = self.total.transpose(-1, -2)
+        total = total.expand(-1, -1, self.chunks) if self.once else total
+        carry = self.between(self.sums.cumulate(F.pad(total, (1, 0)))).exp()
         if self.cuts is None:
             return carry
         cuts = _counts(F.pad(self.cuts[..., -1].transpose(-1, -2) > 0, (1, 0)))  # [b, 1, z]
@@ -150,6 +163,10 @@ def _mix(weights: Tensor, states: Tensor) -> Tensor:
     return mixed.unflatten(-1, states.shape[3:]).transpose(1, 2)
 
 
+def _at_once(k: _Chunks, first: Tensor, added: Tensor) -> Tensor:
+    return _mix(k.carry(), torch.cat((first, added), 1))
+
+
 def _no_state(states: Tensor) -> Tensor:
     """[b, c, h, p, n] -> zeros [b, 1, h, p, n], also where there is no chunk."""
     return states.new_zeros((states.shape[0], 1, *states.shape[2:]))
@@ -167,7 +184,9 @@ def ssd_scan(
     out_dtype: torch.dtype,
     seq_idx: Tensor | None = None,
     sums: type[Float64Sums] = Float64Sums,
+    across: Callable[[_Chunks, Tensor, Tensor], Tensor] = _at_once,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """across: the states in front of each chunk and behind the last, of the first and of what each chunk adds."""
     dtype = compute_dtype(x, dt, A, B, C, D, initial_state)
     k, heads = _Chunks(x, dt, A, B, C, seq_idx, chunk_size, dtype, sums), x.shape[2]
 
@@ -177,11 +196,13 @@ def ssd_scan(
     leaving = k.rows(k.xdt * k.decay_out.transpose(2, 3).unsqueeze(-1))
     added = (leaving.transpose(-1, -2) @ k.B).unflatten(3, (heads // k.groups, -1)).flatten(2, 3)
     first = _no_state(added) if initial_state is None else initial_state.to(dtype).unsqueeze(1)
-    states = _mix(k.carry(), torch.cat((first, added), 1))
+    alone = initial_state is None and isinstance(k.chunks, int) and k.chunks == 1
+    states = torch.cat((first, added), 1) if alone else across(k, first, added)
     states, final = states[:, :-1].contiguous(), states[:, -1].clone(memory_format=torch.contiguous_format)
 
-    entered = k.unrows(k.C @ k.by_group(states).transpose(-1, -2), heads)
-    y = y + entered * k.decay_in.transpose(2, 3).unsqueeze(-1)
+    if not alone:  # what enters is nothing
+        entered = k.unrows(k.C @ k.by_group(states).transpose(-1, -2), heads)
+        y = y + entered * k.decay_in.transpose(2, 3).unsqueeze(-1)
     if D is not None:
         y = y + D.to(dtype).unsqueeze(-1) * k.x
     return k.join(y, out_dtype), final, states

@@ -13,6 +13,9 @@ from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.passes._driver import Outcome
 from megacpp_compile.report.records import Site
 
+# Of a lowering that autograd differentiates.
+OF_AUTOGRAD = "autograd makes its backward, and keeps what that needs"
+
 
 def add_called_ops(outcome: Outcome, called: Sequence[Node]) -> None:
     """Add sites for semantic ops that the model itself calls: they are lowered like those of a pass. What a pass makes
@@ -34,3 +37,5 @@ def choose_lowerings(outcome: Outcome, target: str) -> None:
         args = torch.fx.map_arg(tuple(given), lambda n: n.meta["val"])
         choice = choose(node.target, target, args)
         site.requested, site.effective, site.reason = choice.requested, choice.effective, choice.reason
+        if choice.ahead and site.saved_after is not None:
+            site.set_saved(None, None, OF_AUTOGRAD)
