@@ -12,12 +12,14 @@ from torch.utils.checkpoint import checkpoint
 from megacpp_compile import record
 from megacpp_compile.passes._frame.sites import OF_AUTOGRAD
 from tests.corpus.retention import PlainRetention, blocks, one_triangle
+from tests.corpus.selective_scans import PlainMamba1
 from tests.frames import largest_error, train
 
 pytestmark = pytest.mark.usefixtures("no_kernels")
 MODELS = {
     "triangle": lambda: PlainRetention(one_triangle, learned=True),
     "chunks": lambda: PlainRetention(blocks, learned=True, state=True, given=True),
+    "steps": PlainMamba1,
 }
 
 

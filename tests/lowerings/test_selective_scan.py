@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacpp_compile.errors import OperandError
-from megacpp_compile.lowerings.selective_scan import selective_scan
+from megacpp_compile.lowerings.selective_scan import cpu_autograd, selective_scan
 from megacpp_compile.lowerings.selective_scan.reference import selective_scan as reference
 
 from .agreement import TIMES_ROUNDING, faults
@@ -126,3 +126,12 @@ def test_operands_that_do_not_go_together(rand):
         selective_scan(u, dt[0], A, *others, chunk, dtype)
     with pytest.raises(OperandError, match="chunk_size is 0"):
         selective_scan(u, dt, A, *others, 0, dtype)
+
+
+@pytest.mark.parametrize(("t", "skip", "initial"), [(1, True, False), (19, False, True), (32, True, True)])
+def test_autograd_on_a_cpu(rand, t, skip, initial):
+    """What autograd makes of steps is the op's backward."""
+    args = arguments(rand, t=t, skip=skip, initial=initial)
+    seeds = seeds_for(rand, reference, args, 2)
+    got, want = (differentiate(f, args, seeds, 3) for f in (cpu_autograd.selective_scan, selective_scan))
+    agree(got, want, 1e-12)

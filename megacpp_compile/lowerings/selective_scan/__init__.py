@@ -51,6 +51,8 @@ def selective_scan_backward(dy, dfinal, u, dt, A, B, C, D, initial_state, states
     return shaped_like(states, (u, dt, A, B, C, D, initial_state))
 
 
+PREFERENCE = {"cpu": ("cpu_autograd", "reference")}
+
 differentiate(
     selective_scan, selective_scan_backward, of="u dt A B C D initial_state",
     results="y final_state states", zeros="u",
