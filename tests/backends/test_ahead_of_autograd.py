@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,10 +17,27 @@ from tests.corpus.selective_scans import PlainMamba1
 from tests.frames import largest_error, train
 
 pytestmark = pytest.mark.usefixtures("no_kernels")
+
+
+class GatedNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj, self.weight = nn.Linear(10, 24), nn.Parameter(1 + torch.randn(12) / 4)
+
+    def forward(self, x):
+        y, z = self.proj(x).chunk(2, -1)
+        return self.weight * F.rms_norm(y, (12,), None, 1e-5) * F.silu(z)
+
+    def example_inputs(self):
+        return (torch.randn(2, 5, 10, requires_grad=True),)
+
+
 MODELS = {
     "triangle": lambda: PlainRetention(one_triangle, learned=True),
     "chunks": lambda: PlainRetention(blocks, learned=True, state=True, given=True),
     "steps": PlainMamba1,
+    "norm": GatedNorm,
 }
 
 

@@ -20,6 +20,7 @@ from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_rms_norm import reference
 
 REFERENCE_SERVES = {"tpu": "pointwise code and sums over rows, which XLA fuses as they are"}
+PREFERENCE = {"cpu": ("cpu_autograd", "reference")}
 
 
 @define_op(reference.gated_rms_norm)
