@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megacpp_compile.errors import OperandError
-from megacpp_compile.lowerings.gated_linear_attention import gated_linear_attention
+from megacpp_compile.lowerings.gated_linear_attention import cpu_autograd, gated_linear_attention
 from megacpp_compile.lowerings.ssd_scan import ssd_scan
 
+from .contract import agree, as_leaves, differentiate, seeds_for
 from .delta_cases import attention
 from .delta_recurrence import linear_attention
 
@@ -37,3 +38,20 @@ def test_operands_that_do_not_go_together(rand):
     *args, _, dtype = attention(rand, torch.float64)
     with pytest.raises(OperandError, match="chunk_size is 20"):
         gated_linear_attention(*args, 20, dtype)
+
+
+@pytest.mark.parametrize(("gate", "t"), [("head", 24), ("head", 100), ("channel", 16), (None, 24)])
+@pytest.mark.parametrize("state", [False, True], ids=["zeros", "state"])
+def test_autograd_on_a_cpu(rand, gate, t, state):
+    """What autograd makes of the forward is the op's backward, with gates of minus infinity, too."""
+    args = list(attention(rand, torch.float64, gate=gate, t=t))
+    if gate == "head":
+        args[3] = args[3].clone()
+        args[3][:, 7] = -torch.inf
+    args[4] = args[4] if state else None
+    args = as_leaves(args)
+    seeds = seeds_for(rand, gated_linear_attention, args, 2)
+    got, want = (
+        differentiate(f, args, seeds, 3) for f in (cpu_autograd.gated_linear_attention, gated_linear_attention)
+    )
+    agree(got, want, 1e-12)

@@ -41,6 +41,8 @@ from megacpp_compile.lowerings._op import compute_dtype, define_op, differentiat
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_linear_attention import reference
 
+PREFERENCE = {"cpu": ("cpu_autograd", "reference")}
+
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int) -> None:
     if (problem := operand_problem(q, k, v, g, cu_seqlens, chunk_size)) is not None:
