@@ -10,12 +10,22 @@ import pytest
 import torch
 
 from megacpp_compile.errors import OperandError
-from megacpp_compile.lowerings.gated_delta_rule import STATES_EVERY, gated_delta_rule
+from megacpp_compile.lowerings.gated_delta_rule import STATES_EVERY, cpu_autograd, gated_delta_rule
 from megacpp_compile.lowerings.gated_linear_attention import gated_linear_attention
 
 from . import BOTH, pairwise, relative_error
 from .agreement import TIMES_ROUNDING, faults
-from .contract import as_leaves, assert_keeps, assert_unread, differentiate, gradcheck, leaves, seeds_for, widened
+from .contract import (
+    agree,
+    as_leaves,
+    assert_keeps,
+    assert_unread,
+    differentiate,
+    gradcheck,
+    leaves,
+    seeds_for,
+    widened,
+)
 from .delta_cases import DECAYS, GATES, attention, rule
 from .delta_recurrence import delta_rule, linear_attention, normalised
 from .rounding import moved_by_rounding
@@ -244,3 +254,13 @@ def test_operands_that_do_not_go_together(wrong, words, device):
     q, k, v, g, cu_seqlens = (None if size is None else torch.zeros(size, device=device) for size in sizes.values())
     with pytest.raises(OperandError, match=words):
         gated_delta_rule(q, k, v, g, None, None, cu_seqlens, 1.0, None, chunk, torch.float32)
+
+
+@pytest.mark.parametrize(("gate", "t", "initial"), [("head", 16, True), ("channel", 5, False), ("none", 1, True)])
+@pytest.mark.parametrize("beta", [False, True], ids=["no_beta", "beta"])
+def test_autograd_on_a_cpu(rand, gate, t, initial, beta):
+    """What autograd makes of steps is the op's backward."""
+    args = as_leaves(rule(rand, torch.float64, gate=gate, t=t, initial=initial, beta=beta))
+    seeds = seeds_for(rand, gated_delta_rule, args, 2)
+    got, want = (differentiate(f, args, seeds, 4) for f in (cpu_autograd.gated_delta_rule, gated_delta_rule))
+    agree(got, want, 1e-11)

@@ -43,6 +43,7 @@ from megacpp_compile.lowerings.gated_delta_rule import _hopper_ops as _hopper_op
 from megacpp_compile.lowerings.gated_delta_rule import reference
 
 __all__ = ["CHUNK_SIZES", "STATES_EVERY", "gated_delta_rule", "gated_delta_rule_backward"]
+PREFERENCE = {"cpu": ("cpu_autograd", "reference")}
 
 
 @define_op(reference.gated_delta_rule, check=operand_problem, served=True)

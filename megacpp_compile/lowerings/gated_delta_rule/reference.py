@@ -38,8 +38,8 @@ class DeltaRuleChunks(GatedChunks):
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, initial_state: Tensor | None,
         cu_seqlens: Tensor | None, eps: float | None, chunk_size: int, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        q, self.q_scale = _normalised(q.to(dtype), eps)
-        k, self.k_scale = _normalised(k.to(dtype), eps)
+        q, self.q_scale = normalised(q.to(dtype), eps)
+        k, self.k_scale = normalised(k.to(dtype), eps)
         super().__init__(q, k, v, g, initial_state, cu_seqlens, chunk_size, dtype)
         one = v.new_ones((), dtype=dtype).expand(v.shape[:3]) if beta is None else beta.to(dtype)
         self.beta = self.grid.split(one).unsqueeze(-1)
@@ -82,7 +82,7 @@ class DeltaRuleChunks(GatedChunks):
         return grad.to(dtype).contiguous()
 
 
-def _normalised(x: Tensor, eps: float | None) -> tuple[Tensor, Tensor | None]:
+def normalised(x: Tensor, eps: float | None) -> tuple[Tensor, Tensor | None]:
     """Rows of unit length, and what they were multiplied with [..., 1]."""
     if eps is None:
         return x, None
