@@ -118,8 +118,8 @@ def expand_ahead(graph: fx.Graph, target: Target) -> None:
     """Put what is quicker with autograd's backward than with the op's own in the place of ops, in a graph that is to be
     differentiated: as ATen names it, of which Inductor's decompositions have no gradient."""
     traced: dict[Any, GraphModule] = {}
-    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]:
-        if _choice(node, target).ahead:
+    for node in [n for n in graph.nodes if n.target in semantic_ops() and "val" in n.meta]:  # of a captured graph
+        if not name_of(node).endswith(_BACKWARD) and _choice(node, target).ahead:
             expand(graph, node, dataclasses.replace(target, decomposes=False), traced)
 
 

@@ -41,8 +41,8 @@ def gated_linear_attention(
     q, k = (x.to(dtype).repeat_interleave(h // q.shape[2], 2).transpose(1, 2) for x in (q, k))  # [b, h, t, k]
     v, g = v.to(dtype).transpose(1, 2), None if g is None else g.to(dtype).transpose(1, 2)
     first = None if initial_state is None else initial_state.to(dtype)
-    form = _steps if g is not None and g.dim() == 4 else _triangle
-    o, final = form(q * scale, k, v, g, first)
+    q = q * scale
+    o, final = _steps(q, k, v, g, first) if g is not None and g.dim() == 4 else _triangle(q, k, v, g, first)
     kept = v.new_zeros(b, h, q.shape[-1], v.shape[-1]) if first is None else first
     return o.transpose(1, 2).to(out_dtype).contiguous(), final.clone(), kept.unsqueeze(1).clone()
 
