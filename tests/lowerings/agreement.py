@@ -205,7 +205,7 @@ def faults(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float,
     """What is wrong with the results `got`, in words; `want` are those in float64. tolerance: of an error, relative to
     the norm of its output. rounding: by output, the norm of an error that rounding alone accounts for."""
     wrong, accounted = [], None
-    largest = max((float(w.double()[w.isfinite()].norm()) for w in want), default=0.0)
+    largest = max((float(w.double().nan_to_num(0.0, 0.0, 0.0).norm()) for w in want), default=0.0)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         if g.shape != w.shape:
             wrong.append(f"output {i} is {tuple(g.shape)}, not {tuple(w.shape)}")
