@@ -234,7 +234,7 @@ def _rewrite(
     add_called_ops(outcome, called)
     if shards is not None:
         shards.hand_on(captured, outcome)
-    choose_lowerings(outcome, frame.target)
+    choose_lowerings(outcome, frame.target, captured.gm, config)
     left = not marks and unbacked_shapes.unknown_numbers(captured.gm) or assumptions.filled(captured.gm)
     shown = found is not None and found.stands(outcome) and not left
     frame.expert_loops = len(found.outputs or ()) if shown and found is not None else 0

@@ -36,7 +36,7 @@ from megacpp_compile.lowerings import _sum_gradient
 from megacpp_compile.lowerings._gemm import outer_products, shared_input
 from megacpp_compile.lowerings._kernels.trace_options import autotune, tracing
 from megacpp_compile.lowerings._op import KERNEL_OPS, no_autocast
-from megacpp_compile.lowerings._registry import Choice, choose, semantic_ops
+from megacpp_compile.lowerings._registry import AHEAD, Choice, choose, semantic_ops
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.report import stages
 from megacpp_compile.report.pieces import OP
@@ -115,11 +115,11 @@ def expand(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphM
 
 
 def expand_ahead(graph: fx.Graph, target: Target) -> None:
-    """Put what is quicker with autograd's backward than with the op's own in the place of ops, in a graph that is to be
-    differentiated: as ATen names it, of which Inductor's decompositions have no gradient."""
+    """Put what is quicker with autograd's backward than with the op's own in the place of ops that are marked so, in a
+    graph that is to be differentiated: as ATen names it, of which Inductor's decompositions have no gradient."""
     traced: dict[Any, GraphModule] = {}
-    for node in [n for n in graph.nodes if n.target in semantic_ops() and "val" in n.meta]:  # of a captured graph
-        if not name_of(node).endswith(_BACKWARD) and _choice(node, target).ahead:
+    for node in [n for n in graph.nodes if AHEAD in n.meta]:
+        if not name_of(node).endswith(_BACKWARD):
             expand(graph, node, dataclasses.replace(target, decomposes=False), traced)
 
 

@@ -31,7 +31,6 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import fake_inputs
 from megacpp_compile.frontend.checkpoint import checkpoint_tags, has_regions
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.mode_states import autocast_pairs
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms, BeginSearch
 from megacpp_compile.lowerings._gemm.cublaslt import searches_end
 from megacpp_compile.lowerings._gemm.outer_products import MultiplyOuterProducts
@@ -56,10 +55,7 @@ def compile_lowered(gm: GraphModule, example_inputs: Sequence[Any], settings: Se
     its compilation. It leaves saved tensors as they are where Inductor would write into some that are dead, which costs
     up to 2 % of a step's peak without a policy (docs/limits.md).
     """
-    # What a policy or a checkpoint keeps is said of ops, and autocast would reach into what is put in their place.
-    autocast = torch.is_autocast_enabled("cpu") or autocast_pairs(gm.graph)
-    if settings.config.own_policy is None and not has_regions(gm) and not autocast:
-        expand_ahead(gm.graph, settings.target)
+    expand_ahead(gm.graph, settings.target)
     user = settings.patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
     lower = LowerSemanticOps(settings.target, settings.config, user, checkpoint_tags(gm.graph), settings.on_backward)
     launches = static_launch.patches(gm, settings.target, settings.patches) if settings.inner_compile is None else {}

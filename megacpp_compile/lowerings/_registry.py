@@ -26,6 +26,8 @@ from megacpp_compile.fx.edit import arguments
 from megacpp_compile.targets import TARGETS
 
 GROUP = "megacpp.ops"
+# The key of an op node's meta where what it lowers to takes its place ahead of autograd (`Choice.ahead`).
+AHEAD = "megacpp_ahead"
 
 
 @dataclasses.dataclass(frozen=True)

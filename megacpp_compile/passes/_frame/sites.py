@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from megacpp_compile.config.options import Config
+from megacpp_compile.frontend.checkpoint import has_regions
 from megacpp_compile.fx.edit import arguments
+from megacpp_compile.fx.mode_states import autocast_pairs
 from megacpp_compile.fx.provenance import module_fqn, source_line
-from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.lowerings._registry import AHEAD, choose, semantic_ops
 from megacpp_compile.passes._driver import Outcome
 from megacpp_compile.report.records import Site
 
@@ -26,9 +29,11 @@ def add_called_ops(outcome: Outcome, called: Sequence[Node]) -> None:
         outcome.op_nodes.append(node)
 
 
-def choose_lowerings(outcome: Outcome, target: str) -> None:
+def choose_lowerings(outcome: Outcome, target: str, gm: GraphModule, config: Config) -> None:
     """Note at each site which lowering was requested on `target`, which serves, and why another one. An op of a rule's
-    without one, torch's own or not, is left to the backend, under its namespace."""
+    without one, torch's own or not, is left to the backend, under its namespace. What autograd is to differentiate is
+    marked in the graph."""
+    ahead = []
     for site, node in zip(outcome.sites, outcome.op_nodes, strict=True):
         if node.target not in semantic_ops():
             site.requested = site.effective = site.op.partition("::")[0]
@@ -37,5 +42,15 @@ def choose_lowerings(outcome: Outcome, target: str) -> None:
         args = torch.fx.map_arg(tuple(given), lambda n: n.meta["val"])
         choice = choose(node.target, target, args)
         site.requested, site.effective, site.reason = choice.requested, choice.effective, choice.reason
-        if choice.ahead and site.saved_after is not None:
+        ahead += [(site, node)] if choice.ahead else []
+    for site, node in ahead if ahead and _may_expand_ahead(gm, config) else []:
+        node.meta[AHEAD] = True
+        if site.saved_after is not None:
             site.set_saved(None, None, OF_AUTOGRAD)
+
+
+def _may_expand_ahead(gm: GraphModule, config: Config) -> bool:
+    """Whether nothing speaks of the ops of the graph: a policy and checkpoints say what of them is kept, and autocast
+    would reach into what is put in their place."""
+    autocast = torch.is_autocast_enabled("cpu") or autocast_pairs(gm.graph)
+    return config.own_policy is None and not has_regions(gm) and not autocast
