@@ -163,18 +163,16 @@ def checkpoint(model: models.Stack, selective: bool) -> None:
     model.layers = nn.ModuleList(checkpoint_wrapper(layer, **how) for layer in model.layers)
 
 
-class Stage(nn.Module):
+class Stage(models.Stack):
     """The layers of a pipeline that this rank has. The tables are its own: what goes from stage to stage is x alone."""
 
     def __init__(self, layers: nn.ModuleList, tables: tuple[Tensor, Tensor], mesh: DeviceMesh) -> None:
-        super().__init__()
         own = slice(*(len(layers) * rank // mesh.size() for rank in (mesh.get_local_rank(), mesh.get_local_rank() + 1)))
-        self.layers, self.tables = layers[own], tables
+        super().__init__(list(layers)[own])  # type: ignore[arg-type]
+        self.tables = tables
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, *self.tables)
-        return x
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, *self.tables)
 
 
 class Pipeline:
