@@ -23,6 +23,14 @@ from megacpp_compile.lowerings._kernels.xla_loop import Tensors, loop
 CHUNK_SIZES = (16, 32, 64)
 
 
+def not_few(tokens: Any, most: int, cu_seqlens: Tensor | None) -> str | None:
+    """Why a lowering for at most so many tokens of whole sequences cannot serve a call, or None."""
+    if cu_seqlens is not None:
+        return "packed documents"
+    known = isinstance(tokens, int) and 0 < tokens <= most
+    return None if known else f"more than {most} tokens, none, or a number of them that is not known"
+
+
 def operand_problem(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int
 ) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_compile.lowerings._kernels.gated_chunks import not_few
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.gated_delta_rule import reference
 
@@ -25,10 +26,7 @@ FEW = 16
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     v, cu_seqlens = (args[4], args[8]) if name.endswith("_backward") else (args[2], args[6])
-    if cu_seqlens is not None:
-        return "packed documents"
-    known = isinstance(v.shape[1], int) and 0 < v.shape[1] <= FEW
-    return None if known else f"more than {FEW} tokens, none, or a number of them that is not known"
+    return not_few(v.shape[1], FEW, cu_seqlens)
 
 
 def gated_delta_rule(

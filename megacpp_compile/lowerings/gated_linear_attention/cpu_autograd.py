@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.decays import LEAST
+from megacpp_compile.lowerings._kernels.gated_chunks import not_few
 from megacpp_compile.lowerings._op import compute_dtype
 
 # Where the op comes late, as under a policy, its backward is the other's.
@@ -27,10 +28,7 @@ TRIANGLE, STEPS = 128, 16
 def supports(name: str, args: Sequence[Any]) -> str | None:
     _, _, v, g, _, cu_seqlens = args[2:8] if name.endswith("_backward") else args[:6]
     most = STEPS if g is not None and g.dim() == 4 else TRIANGLE
-    if cu_seqlens is not None:
-        return "packed documents"
-    known = isinstance(v.shape[1], int) and 0 < v.shape[1] <= most
-    return None if known else f"more than {most} tokens, none, or a number of them that is not known"
+    return not_few(v.shape[1], most, cu_seqlens)
 
 
 def gated_linear_attention(
