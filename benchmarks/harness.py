@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import observe
@@ -241,6 +242,12 @@ def _times(runners: dict[str, Runner], measure: str, settings: Settings) -> dict
             times[name].append(milliseconds(runners[name].measures[measure], settings.device, settings.budget_ms))
         progress(f"  {measure}: turn {turn + 1} of {settings.turns}")
     return times
+
+
+def say(text: str) -> None:
+    """Progress, by the first rank, on stderr."""
+    if dist.get_rank() == 0:
+        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def order_of(turn: int, names: Collection[str]) -> list[str]:

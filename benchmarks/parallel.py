@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import arguments, models, parallel_models
 from benchmarks.conditions import conditions
+from benchmarks.harness import order_of, say
 from benchmarks.parallel_models import Sizes
 from benchmarks.subjects.block import QUICK, Size
 
@@ -229,8 +230,7 @@ def measure(how: str, sizes: Sizes, device: torch.device, a: Any) -> dict[str, A
     composition.begin_anew()
     turns: dict[str, list[float]] = {name: [] for name in a.rows}
     for turn in range(a.turns):
-        start = turn % len(a.rows)
-        for name in [*a.rows[start:], *a.rows[:start]]:
+        for name in order_of(turn, a.rows):
             turns[name].append(composition.timed(name, a.calls))
         say(f"{how}: turn {turn + 1} of {a.turns}")
     for name, row in rows.items():
@@ -290,11 +290,6 @@ def shown(found: dict[str, Any]) -> str:
 
 def _sites(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in sorted(counts.items())) or "-"
-
-
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -40,7 +40,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from benchmarks import arguments, rates_models
 from benchmarks.conditions import conditions
-from benchmarks.harness import order_of
+from benchmarks.harness import order_of, say
 from benchmarks.rates_models import MODELS, Released
 from benchmarks.variants import registered
 
@@ -332,11 +332,6 @@ def shown(found: dict[str, Any]) -> str:
         for key, says in (("misses", "near miss"), ("fell", "in eager")):
             lines += [f"  {says}: {what}" for what in sorted({what for r in row["of_ranks"] for what in r[key]})]
     return "\n".join([*lines, *(f"{name} FAILED: {why}" for name, why in found["failed"].items())]) + "\n"
-
-
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
