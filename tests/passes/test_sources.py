@@ -95,7 +95,7 @@ def test_targets_decide_and_names_do_not():
 def test_matchers_leave_meta_alone():
     """A pass or matcher may note something at a node that it has made; what is applied gives readers their strides."""
     made = {"passes/_rewrites/experts.py", "passes/_rewriting.py", "matchers/softmax_attention/whole.py",
-            "passes/_frame/long_loops.py"}  # fmt: skip
+            "passes/_frame/long_loops.py", "passes/_frame/sites.py"}  # fmt: skip
     assert set(lines(writes_meta, MATCHING)) <= made
 
 
