@@ -39,7 +39,7 @@ def see_cases(
     around: Callable[[], AbstractContextManager[Any]], seconds: int = 120,
 ) -> dict[str, Any]:  # fmt: skip
     """Name of a case -> what `run(name, mesh)` gives on this rank, or how it failed. Within `around`, with quick
-    compilers. The group is gone behind it."""
+    compilers."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -48,20 +48,30 @@ def see_cases(
     warnings.simplefilter("ignore")
     if DEVICE == "cuda":
         _on_a_gpu(rank)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group(GROUPS[DEVICE], rank=rank, world_size=ranks, store=store, timeout=timedelta(seconds=seconds))
+    store, ends = (dist.FileStore(f"{folder}/{name}", ranks) for name in ("groups", "ends"))
+    ends.set_timeout(timedelta(seconds=2 * seconds))
     seen: dict[str, Any] = {}
-    try:
-        mesh = init_device_mesh(DEVICE, (ranks,))
-        for name in names:
-            if DEVICE == "cuda":
-                print(f"rank {rank}: {name}", file=sys.stderr, flush=True)
-            with quick_compilers(), around():
-                try:
-                    seen[name] = run(name, mesh)
-                except Exception:
-                    seen[name] = {"failed": traceback.format_exc()}
-    finally:
+    begin, mesh = True, None
+    for name in names:
+        if DEVICE == "cuda":
+            print(f"rank {rank}: {name}", file=sys.stderr, flush=True)
+        if begin:
+            within = dist.PrefixStore(name, store)
+            dist.init_process_group(GROUPS[DEVICE], rank=rank, world_size=ranks, store=within, timeout=timedelta(seconds=seconds))
+            mesh = init_device_mesh(DEVICE, (ranks,))
+        with quick_compilers(), around():
+            try:
+                seen[name] = run(name, mesh)
+            except Exception:
+                seen[name] = {"failed": traceback.format_exc()}
+        # Collectives of a rank that failed alone are out of step: its group ends, which ranks that wait for it see.
+        if "failed" in seen[name]:
+            dist.destroy_process_group()
+        ends.set(f"{name}/{rank}", str("failed" in seen[name]))
+        begin = any(ends.get(f"{name}/{other}") == b"True" for other in range(ranks))
+        if begin and dist.is_initialized():
+            dist.destroy_process_group()
+    if dist.is_initialized():
         dist.destroy_process_group()
     return seen
 
