@@ -32,6 +32,7 @@ from megacpp_compile.frontend import (
     fallbacks,
     fixed_floats,
     graph_breaks,
+    nested_regions,
     rolled_loops,
     tensor_subclasses,
     unbacked_shapes,
@@ -99,6 +100,9 @@ def compile_frame(
         return unbacked_shapes.with_few_steps(
             gm, lambda few: compile_frame(few, example_inputs, config, patches, block, inner_compile)
         )
+    if (regions := nested_regions.inline_regions(gm)) is not gm:
+        config = dataclasses.replace(config, repeated_blocks=True)
+        return compile_frame(regions, example_inputs, config, patches, block, inner_compile)
     follow_sites(gm, config)
     before = stages.since_frame_began()
     target = resolve_target(config.target, example_inputs)

@@ -34,8 +34,9 @@ def in_place_of(gm: GraphModule, graph: Graph, copies: Mapping[Node, Node]) -> G
     for old, copy in copies.items():
         if hasattr(old, "_dynamo_source"):
             copy._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
-    if hasattr(gm, "compile_subgraph_reason"):
-        new.compile_subgraph_reason = gm.compile_subgraph_reason
+    for name in ("compile_subgraph_reason", "_backend_id"):
+        if hasattr(gm, name):
+            setattr(new, name, getattr(gm, name))
     return new
 
 
