@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megacpp_compile import record
+from megacpp_compile import explain, record
 from megacpp_compile._torch._registry import release
 from megacpp_compile._torch.functorch import lowers_backward_with_forward
 from megacpp_compile.frontend import nested_regions
@@ -191,14 +191,27 @@ def results(call, model, of, how):
     return [call(of)] if how == "inference" else step(call, model, of)
 
 
-@pytest.mark.skipif(not lowers_backward_with_forward(), reason="this torch cannot compile the backward of a block with its forward")
-def test_sites_and_one_code_for_all_calls(no_kernels):
-    class Region(Model):
-        pass
-
-    model = Region(5)
+def of_latents():
+    """Layers of MLA, each a region."""
+    model = Model(5)
     for layer in model.layers:
         layer.__class__ = type("Region", (type(layer),), {"forward": region(type(layer).forward)})
+    return model
+
+
+def test_explain_sees_every_site():
+    report = explain(of_latents(), token_ids())
+    assert report.counts["down_norm_up"] == 2 * 5 and not report.misses
+    assert [site.fqn for site in report.sites if site.fqn.endswith("q_b")] == [
+        f"layers.{i}.attention.q_b" for i in range(5)
+    ]
+
+
+@pytest.mark.skipif(
+    not lowers_backward_with_forward(), reason="this torch cannot compile the backward of a block with its forward"
+)
+def test_sites_and_one_code_for_all_calls(no_kernels):
+    model = of_latents()
     eager = copy.deepcopy(model)
     torch._dynamo.reset()
     with record() as report:
