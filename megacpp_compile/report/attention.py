@@ -18,8 +18,8 @@ class AttentionSite:
         requested: the backend asked first: "fa4" under the option of that name or `enable_fa4`.
         effective: the backend in the graph: "fa4", "sdpa", "flex" or "plain"; a lowering of the op `attention` where it
             was spelled out.
-        kernel: the family of kernels that serves: "fa4", "cudnn", "flash", "efficient", "flex" and "triton" are fused,
-            "unfused" multiplies all scores out, "?" is not known here.
+        kernel: the family of kernels that serves: "fa4", "cudnn", "flash", "efficient", "flex", "triton" and "chunks"
+            are fused, "unfused" multiplies all scores out, "?" is not known here.
         tag: why `requested` is not `effective`, or "unfused"; "" where neither.
         reason: the same in words.
         observed: the family that ran in the step given to `Report.observe`; "" where nobody looked, "?" where it could

@@ -6,11 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megacpp_compile.lowerings.attention import attention, cpu_sdpa, cuda_sdpa, reference
+from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile.lowerings._registry import choose
+from megacpp_compile.lowerings.attention import _chunks, attention, cpu_chunks, cpu_sdpa, cuda_sdpa, reference
 from megacpp_compile.lowerings.attention._dropout import WORDS, kept
 from megacpp_compile.lowerings.attention._layout import heads_first, in_whole_rows
 
-from . import STRIDES, strided
+from . import STRIDES, relative_error, strided
+from .agreement import poisoned_memory
 from .contract import agree, assert_is, assert_keeps, differentiate, gradcheck, tolerances
 
 B, H, G, T, S, D, E = 2, 4, 2, 5, 7, 6, 3
@@ -103,6 +106,75 @@ def test_keeps_operands_its_result_and_numbers_a_row(rand, form):
     args = arguments(rand, **FORMS[form])
     _, lse, top = assert_keeps(attention, args, args[:7], 0, 1, 2)
     assert lse.shape == (B, H, T) and top.shape == ((B, H, T) if form == "all" else (0,))
+
+
+def by_chunks(monkeypatch, length=2):
+    """Of `length` queries."""
+    monkeypatch.setattr(_chunks, "MOST", length)
+    monkeypatch.setattr(_chunks, "LEAST", length)
+
+
+IDS = torch.tensor([[0, 0, 1, 1, 1], [3, 4, 3, 4, 4]])
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "drop" not in form] + ["documents", "prefix"])
+@tolerances(1e-13, 3e-6, 2e-2)
+def test_chunks_are_what_the_reference_is(rand, monkeypatch, form, dtype, tolerance):
+    by_chunks(monkeypatch)
+    given = {"right": 0, "ids": IDS} if form == "documents" else {"right": 0} if form == "prefix" else FORMS[form]
+    args = [a.detach() if torch.is_tensor(a) else a for a in arguments(rand, dtype=dtype, **given)]
+    if form == "documents":
+        args[1:3] = (t[:, :, :T] for t in args[1:3])
+    args += [None, 0.0, torch.tensor([3, 0])] if form == "prefix" else []
+    assert cpu_chunks.supports("attention", args) is None
+    with poisoned_memory():
+        made = cpu_chunks.attention(*args)
+    want = reference.attention(*args)
+    grad, rest = rand(B, H, T, E, dtype=dtype), (True, *args[12:])
+    assert cpu_chunks.supports("attention_backward", (grad, *args[:7], *made, *args[7:12], *rest)) is None
+    with poisoned_memory():
+        found = cpu_chunks.attention_backward(grad, *args[:7], *made, *args[7:12], *rest)
+    exact = reference.attention_backward(grad, *args[:7], *want, *args[7:12], *rest)
+    for got, right in zip((*made, *found), (*want, *exact), strict=True):
+        assert (got.dtype, got.shape, got.stride()) == (right.dtype, right.shape, right.stride())
+        assert relative_error(got, right) <= tolerance
+
+
+@pytest.mark.parametrize("what", [float("nan"), float("inf")])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_chunks_without_numbers_are_those_of_the_reference(rand, monkeypatch, what, which):
+    """But for a key that none of a chunk's queries sees, whose value they need not read."""
+    by_chunks(monkeypatch, T)
+    args = [a.detach() if torch.is_tensor(a) else a for a in arguments(rand, **FORMS["all"])]
+    args[which][0, 1, 2, 0] = what
+    for got, want in zip(cpu_chunks.attention(*args), reference.attention(*args), strict=True):
+        assert torch.equal(got.isnan(), want.isnan()) and relative_error(got.nan_to_num(), want.nan_to_num()) < 1e-12
+
+
+def test_a_chunk_reads_no_key_that_its_queries_do_not_see(rand, monkeypatch):
+    by_chunks(monkeypatch)
+    q, k, v = (rand(1, 1, 6, 4) for _ in range(3))
+    v[:, :, 4:] = float("nan")
+    out, *_ = cpu_chunks.attention(q, k, v, None, None, None, None, 0.4, 0.0, 1, 0, INF)
+    assert not out[:, :, :4].isnan().any() and out[:, :, 4:].isnan().all()
+
+
+@pytest.mark.parametrize(("tokens", "form", "dtype", "effective"), [
+    (256, {"right": 0}, torch.float32, "cpu_sdpa"), (1024, {"right": 0}, torch.float32, "cpu_sdpa"),
+    (1024, {"right": 0, "softcap": 2.0}, torch.float32, "cpu_chunks"), (512, {"left": 64, "right": 0}, torch.float32, "cpu_chunks"),
+    (512, {"softcap": 2.0, "right": 0}, torch.float32, "cpu_autograd"), (2048, {"softcap": 2.0}, torch.float32, "cpu_chunks"),
+    (1024, {"right": 0}, torch.bfloat16, "cpu_autograd"), (2048, {"right": 0}, torch.bfloat16, "cpu_sdpa"),
+    (2048, {"right": 0, "softcap": 2.0}, torch.bfloat16, "cpu_autograd"), (4096, {"dropout": True}, torch.float32, "cpu_autograd"),
+])  # fmt: skip
+def test_who_serves_on_a_cpu(tokens, form, dtype, effective):
+    q = torch.empty(1, 2, tokens, 16, dtype=dtype, device="meta")
+    words = [torch.empty(tokens * 3, dtype=torch.int64, device="meta"), 0.5] if form.get("dropout") else []
+    args = [q, q, q, *[None] * 4, 0.4, form.get("softcap", 0.0), form.get("left"), form.get("right"), INF, *words]
+    op = torch.ops.megacpp.attention.default
+    with FakeTensorMode() as mode:
+        args = [mode.from_tensor(torch.empty(a.shape, dtype=a.dtype)) if torch.is_tensor(a) else a for a in args]
+    choice = choose(op, "cpu", args)
+    assert (choice.effective, choice.ahead) == (effective, effective == "cpu_autograd")
 
 
 @pytest.mark.parametrize("fill", [INF, torch.finfo(torch.float32).min])

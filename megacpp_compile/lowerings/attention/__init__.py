@@ -40,7 +40,10 @@ from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.attention import reference
 from megacpp_compile.lowerings.attention._layout import empty_like_tokens
 
-PREFERENCE = {"cuda": ("cuda_sdpa", "cuda_triton", "reference"), "cpu": ("cpu_sdpa", "reference")}
+PREFERENCE = {
+    "cuda": ("cuda_sdpa", "cuda_triton", "reference"),
+    "cpu": ("cpu_sdpa", "cpu_autograd", "cpu_chunks", "reference"),
+}
 # XLA has no attention of its own: torch's op is two GEMMs and a softmax there, and the calls of torch_xla 2.9
 # (`flash_attention`, `splash_attention`) are kernels in Pallas. They take no masks, biases, sinks or dropout, and make
 # no log-sum-exp for another's backward.

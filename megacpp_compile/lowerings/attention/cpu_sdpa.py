@@ -9,16 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_compile.fx.sizes import hint
 from megacpp_compile.lowerings.attention._layout import laid_out
 from megacpp_compile.lowerings.attention._sdpa_calls import chosen, objection
 
-__all__ = ["attention", "attention_backward", "supports"]
+__all__ = ["attention", "attention_backward", "loses", "supports"]
 
 aten = torch.ops.aten
 
 # A query that is no number has a zero for a result where its keys do not fill the widest vector of a CPU, 16 numbers of
 # float32 (torch 2.13).
 FEWEST_KEYS = 16
+# Of 16-bit operands its backward takes up to three times as long as plain code's below so many.
+FEWEST_OF_HALF = 2048
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -30,6 +33,13 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return f"{k.shape[2]} keys: torch's kernel loses queries that are no numbers among fewer than {FEWEST_KEYS}"
     kernel = chosen(q, k, v, right is not None)
     return None if kernel == "flash" else f"torch would take its kernel {kernel!r}"
+
+
+def loses(name: str, args: Sequence[Any]) -> str | None:
+    k = args[2 if name == "attention_backward" else 1]
+    keys = hint(k.shape[2])
+    few = k.element_size() == 2 and keys < FEWEST_OF_HALF
+    return f"{keys} keys in {k.dtype}: slow below {FEWEST_OF_HALF}".replace("torch.", "") if few else None
 
 
 def attention(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import wide
+from megacpp_compile.lowerings._op import compute_dtype, wide
 from megacpp_compile.lowerings.attention._dropout import dropped, factors
 from megacpp_compile.lowerings.attention._layout import laid_out
 
@@ -28,23 +28,25 @@ def seen(
     all."""
     if left is None and right is None:
         return None
-    gap = torch.arange(s, device=device) - torch.arange(t, device=device)[:, None]
-    parts = ([] if right is None else [gap <= right]) + ([] if left is None else [gap >= -left])
+    # Compared, not subtracted, and in 32 bits: what a CPU has vectors for.
+    queries, keys = (torch.arange(n, dtype=torch.int32, device=device) for n in (t, s))
+    queries = queries[:, None]
+    parts = ([] if right is None else [keys <= queries + right]) + ([] if left is None else [keys >= queries - left])
     if right is not None and prefix is not None:
-        parts[0] = parts[0] | (torch.arange(s, device=device) < prefix[:, None, None, None])
+        parts[0] = parts[0] | (keys < prefix[:, None, None, None])
     return parts[0] if len(parts) == 1 else parts[0] & parts[1]
 
 
-def _grouped(x: Tensor, groups: int) -> Tensor:
+def grouped(x: Tensor, groups: int) -> Tensor:
     """[b, h, t, d] as [b, groups, h / groups, t, d]."""
     return x.unflatten(1, (groups, x.shape[1] // groups))
 
 
-def _scores(
+def scores_of(
     q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None, documents: Tensor | None, scale: float,
     softcap: float, left: int | None, right: int | None, fill: float, prefix: Tensor | None,
 ) -> _Scores:  # fmt: skip
-    products = (_grouped(q, k.shape[1]) @ k.unsqueeze(2).mT).flatten(1, 2) * scale
+    products = (grouped(q, k.shape[1]) @ k.unsqueeze(2).mT).flatten(1, 2).to(compute_dtype(q)) * scale
     scores = capped = products if softcap == 0 else softcap * torch.tanh(products / softcap)
     if bias is not None:
         scores = scores + bias
@@ -75,7 +77,7 @@ def attention(
     prefix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given, like, (q, k, v) = v.dtype, q, wide(q, k, v)
-    scores, *_ = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill, prefix)
+    scores, *_ = scores_of(q, k, mask, bias, documents, scale, softcap, left, right, fill, prefix)
     top = scores.amax(-1)
     if sinks is not None:
         top = torch.maximum(top, sinks[:, None].to(top.dtype))
@@ -84,7 +86,7 @@ def attention(
     if sinks is not None:
         total = total + (sinks[:, None] - top).exp()
     weights = dropped(weights / total.unsqueeze(-1), factors(words, dropout, weights))
-    out = laid_out((_grouped(weights, v.shape[1]) @ v.unsqueeze(2)).flatten(1, 2).to(given), like)
+    out = laid_out((grouped(weights, v.shape[1]) @ v.unsqueeze(2)).flatten(1, 2).to(given), like)
     return (out, total.log() + top, top.new_empty(0)) if mask is None and bias is None else (out, total.log(), top)
 
 
@@ -112,13 +114,13 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     given, groups, like = q.dtype, k.shape[1], (q, k, v)
     grad, out, q, k, v = wide(grad, out, q, k, v)
-    scores, capped, near = _scores(q, k, mask, bias, documents, scale, softcap, left, right, fill, prefix)
+    scores, capped, near = scores_of(q, k, mask, bias, documents, scale, softcap, left, right, fill, prefix)
     if mask is not None or bias is not None:
         scores = scores - top.unsqueeze(-1)
     weights = (scores - lse.unsqueeze(-1)).exp()
     delta, by = (grad * out).sum(-1), factors(words, dropout, weights)
-    grad = _grouped(grad, groups)
-    dv = (_grouped(dropped(weights, by), groups).mT @ grad).sum(2)
+    grad = grouped(grad, groups)
+    dv = (grouped(dropped(weights, by), groups).mT @ grad).sum(2)
     dweights = dropped((grad @ v.unsqueeze(2).mT).flatten(1, 2), by)
     dscores = weights * (dweights - delta.unsqueeze(-1))
     for visible in (mask, near):  # a key that is hidden has no gradient, be that of its query no number
@@ -133,8 +135,8 @@ def attention_backward(
         dsinks = -((logits - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
     if softcap != 0:
         dscores = dscores * (1 - (capped / softcap) ** 2)
-    dscores = _grouped(dscores * scale, groups)
+    dscores = grouped(dscores * scale, groups)
     dq = (dscores @ k.unsqueeze(2)).flatten(1, 2)
-    dk = (dscores.mT @ _grouped(q, groups)).sum(2)
+    dk = (dscores.mT @ grouped(q, groups)).sum(2)
     dq, dk, dv = (laid_out(x.to(given), as_one) for x, as_one in zip((dq, dk, dv), like, strict=True))
     return dq, dk, dv, dbias, dsinks

@@ -120,7 +120,8 @@ def _spelled_row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool, 
     args: Any = fx.map_arg(node.args, of)
     (q, k, v), right = args[:3], args[10]
     choice = choose(node.target, family({q.device.type}).name, args)
-    kernel = {"cuda_triton": "triton", "reference": UNFUSED}.get(choice.effective)
+    kernels = {"cuda_triton": "triton", "cpu_chunks": "chunks", "cpu_autograd": UNFUSED, "reference": UNFUSED}
+    kernel = kernels.get(choice.effective)
     kernel = kernel or chosen_kernel(q, k, v, right is not None)
     tag = UNFUSED if kernel == UNFUSED else choice.effective if choice.reason else ""
     if not body:
