@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from megacpp_compile.fx.edit import all_nodes
 from megacpp_compile.fx.inlining import inlined
 from megacpp_compile.fx.provenance import input_path, local_path, module_fqn
 
@@ -32,11 +31,6 @@ def inline_regions(gm: GraphModule) -> GraphModule:
         return _renames(first.setdefault(id(body), call), call)
 
     return inlined(gm, HOP, _OPERANDS, entering)
-
-
-def has_regions(gm: GraphModule) -> bool:
-    """Whether a graph of Dynamo's has such regions."""
-    return any(node.target is HOP for node in all_nodes(gm))
 
 
 def _renames(first: Node, call: Node) -> Callable[[Node, Node], object]:

@@ -39,17 +39,18 @@ def inlined(gm: GraphModule, op: Any, operands: int, entering: Entering) -> Grap
                 env[node] = tuple(results) if isinstance(results, (tuple, list)) else results
             elif (parts := _parts(node, env)) is not None:
                 env[node] = parts[node.args[1]]
+            elif node.op == "get_attr" and all(user.target is op for user in node.users):
+                pass  # a body
             else:
                 new = env[node] = graph.node_copy(node, env.__getitem__)
                 if node.op == "get_attr":
                     held = attribute_of(owner, node.target)
+                    held = inlined(held, op, operands, entering) if isinstance(held, GraphModule) else held
                     new.target = node.target if owner is gm else next(names)
-                    setattr(out, new.target, inlined(held, op, operands, entering) if _is_graph(held) else held)
+                    setattr(out, new.target, held)
                 note(node, new)
 
     graph.output(put(gm, iter(()), lambda *_: None)).meta.update(gm.graph.output_node().meta)
-    for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
-        graph.erase_node(node)  # the bodies; anything else without readers may be an in-place op
     return in_place_of(out, graph, {n: env[n] for n in gm.graph.find_nodes(op="placeholder")})
 
 
@@ -57,7 +58,3 @@ def _parts(node: Node, env: dict[Node, Any]) -> tuple[Any, ...] | None:
     """What the call of `op` returns that `node` takes a part of."""
     source = env.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
     return source if isinstance(source, tuple) and node.op == "call_function" else None
-
-
-def _is_graph(held: Any) -> bool:
-    return isinstance(held, GraphModule)
