@@ -8,6 +8,7 @@ computed in float32, in place; the other GEMMs are in the operands' dtype.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
 import torch
@@ -85,8 +86,12 @@ class _Form(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """scores [h, queries, keys]; capped: by softcap, as tanh."""
+    """Some queries of a sequence `i`. rows: which; keys: those that they may see. scores [h, queries, keys]; capped: by
+    softcap, as tanh."""
 
+    i: int
+    rows: slice
+    keys: slice
     scores: Tensor
     capped: Tensor | None
     hidden: list[_Hidden]
@@ -98,32 +103,36 @@ def _part(t: Tensor, first: int, end: int, begin: int, stop: int) -> Tensor:
     return rows if t.shape[2] == 1 else rows[..., begin:stop]
 
 
-def _scores(q: Tensor, k: Tensor, form: _Form, first: int, end: int, begin: int, stop: int) -> _Chunk:
-    """Of queries q [g, rows, d], those `first` to before `end` of each head, and keys k [g, keys, d], wide ones."""
-    dtype, of_head = k.dtype, (-1, end - first, stop - begin)
-    s = ((q.to(dtype) * form.scale) @ k.mT).view(of_head)
-    capped = None
-    if form.softcap != 0:
-        capped = s.div_(form.softcap).tanh_()
-        s = capped * form.softcap
-    if form.bias is not None:
-        s += _part(form.bias, first, end, begin, stop)
-    hidden = form.hidden(first, end, begin, stop)
-    if form.mask is not None:
-        masked = _Hidden(~_part(form.mask, first, end, begin, stop), 0, stop - begin)
-        masked.fill(s, form.fill)
-    for one in hidden:
-        one.fill(s, float("-inf"))
-    return _Chunk(s, capped, hidden if form.mask is None else [masked, *hidden])
+def _chunks(q: Tensor, k: Tensor, form: _Form) -> Iterator[_Chunk]:
+    """One after the other, with their scores."""
+    (b, h, t, _), count, dtype = q.shape, k.shape[2], compute_dtype(q)
+    size = max(min(SCORES // max(h * count, 1) // 16 * 16, MOST), LEAST)
+    for i in range(b):
+        own, wide = form.of_batch(i), k[i].to(dtype)
+        for first in range(0, t, size):
+            end = min(first + size, t)
+            begin, stop = own.keys(first, end, count)
+            part = first, end, begin, stop
+            queries = _of_groups(q[i, :, first:end].to(dtype) * own.scale, k.shape[1])
+            s, capped = (queries @ wide[:, begin:stop].mT).view(h, end - first, stop - begin), None
+            if own.softcap != 0:
+                capped = s.div_(own.softcap).tanh_()
+                s = capped * own.softcap
+            if own.bias is not None:
+                s += _part(own.bias, *part)
+            hidden = own.hidden(*part)
+            if own.mask is not None:
+                masked = _Hidden(~_part(own.mask, *part), 0, stop - begin)
+                masked.fill(s, own.fill)
+            for one in hidden:
+                one.fill(s, float("-inf"))
+            hidden = hidden if own.mask is None else [masked, *hidden]
+            yield _Chunk(i, slice(first, end), slice(begin, stop), s, capped, hidden)
 
 
 def _exp(s: Tensor) -> Tensor:
     """exp(s), in place, with zeros for numbers too small to be normal, which take a CPU several times as long."""
     return torch.threshold_(s, math.log(torch.finfo(s.dtype).tiny), float("-inf")).exp_()
-
-
-def _length(heads: int, keys: int) -> int:
-    return max(min(SCORES // max(heads * keys, 1) // 16 * 16, MOST), LEAST)
 
 
 def _of_groups(x: Tensor, groups: int) -> Tensor:
@@ -137,31 +146,24 @@ def attention_in_chunks(
     documents: Optional[Tensor], scale: float, softcap: float, left: Optional[int], right: Optional[int], fill: float,  # noqa: UP045
     prefix: Optional[Tensor],  # noqa: UP045  kernel_op reads typing.Optional on every supported torch
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (b, h, t, _), groups, dtype = q.shape, k.shape[1], compute_dtype(q)
+    groups, dtype = k.shape[1], compute_dtype(q)
     out, lse, top = _results(q, k, v, mask, bias)
     form = _Form(mask, bias, documents, scale, softcap, left, right, fill, prefix)
-    for i in range(b):
-        own, size, wide = form.of_batch(i), _length(h, k.shape[2]), k[i].to(dtype)
-        for first in range(0, t, size):
-            end = min(first + size, t)
-            begin, stop = own.keys(first, end, k.shape[2])
-            s = _scores(
-                _of_groups(q[i, :, first:end], groups), wide[:, begin:stop], own, first, end, begin, stop
-            ).scores
-            most = s.amax(-1)
-            if sinks is not None:
-                most = torch.maximum(most, sinks[:, None].to(dtype))
-            _exp(s.sub_(most[..., None]))
-            total = s.sum(-1)
-            if sinks is not None:
-                total += (sinks[:, None] - most).exp()
-            made = (_of_groups(s.to(v.dtype), groups) @ v[i, :, begin:stop]).view(h, end - first, -1)
-            out[i, :, first:end] = made / total[..., None]
-            lse[i, :, first:end] = total.log_()
-            if top.numel():
-                top[i, :, first:end] = most
-            else:
-                lse[i, :, first:end] += most
+    for i, rows, keys, s, *_ in _chunks(q, k, form):
+        most = s.amax(-1)
+        if sinks is not None:
+            most = torch.maximum(most, sinks[:, None].to(dtype))
+        _exp(s.sub_(most[..., None]))
+        total = s.sum(-1)
+        if sinks is not None:
+            total += (sinks[:, None] - most).exp()
+        made = _of_groups(s.to(v.dtype), groups) @ v[i, :, keys]
+        out[i, :, rows] = made.view(*s.shape[:2], -1) / total[..., None]
+        lse[i, :, rows] = total.log_()
+        if top.numel():
+            top[i, :, rows] = most
+        else:
+            lse[i, :, rows] += most
     return out, lse, top
 
 
@@ -185,40 +187,33 @@ def attention_in_chunks_backward(
     sinks: Optional[Tensor], documents: Optional[Tensor], out: Tensor, lse: Tensor, top: Tensor, scale: float,  # noqa: UP045
     softcap: float, left: Optional[int], right: Optional[int], fill: float, bias_grad: bool, prefix: Optional[Tensor],  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    (b, h, t, _), groups, dtype = q.shape, k.shape[1], compute_dtype(q)
+    groups, dtype = k.shape[1], compute_dtype(q)
     dq, *_, dsinks = found = _gradients(q, k, v, bias, sinks, bias_grad)
     dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (k, v))
     dbias = torch.zeros(bias.shape, dtype=dtype) if bias_grad and bias is not None else None
-    delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
+    rounded = grad.dtype != dtype
+    delta = torch.empty_like(lse) if rounded else (grad * out).sum(-1)
     form = _Form(mask, bias, documents, scale, softcap, left, right, fill, prefix)
-    for i in range(b):
-        own, size, wide = form.of_batch(i), _length(h, k.shape[2]), k[i].to(dtype)
-        for first in range(0, t, size):
-            end = min(first + size, t)
-            begin, stop = own.keys(first, end, k.shape[2])
-            rows, heads = (..., slice(first, end)), (h, end - first, stop - begin)
-            queries, g = (_of_groups(x[i, :, first:end], groups) for x in (q, grad))
-            keys, values = k[i, :, begin:stop], v[i, :, begin:stop]
-            chunk = _scores(queries, wide[:, begin:stop], own, first, end, begin, stop)
-            p = chunk.scores
-            if top.numel():
-                p.sub_(top[i][rows][..., None])
-            _exp(p.sub_(lse[i][rows][..., None]))
-            dv[i, :, begin:stop] += _of_groups(p.to(v.dtype), groups).mT @ g
-            ds = (g @ values.mT).to(dtype).view(heads)
-            if g.dtype != dtype:  # rounded, which cancels where the same numbers are added up
-                delta[i][rows] = (ds * p).sum(-1)
-            ds.sub_(delta[i][rows][..., None]).mul_(p)
-            for one in chunk.hidden:  # a key that is hidden has no gradient, be that of its query no number
-                one.fill(ds, 0)
-            if dbias is not None:
-                part = _part(dbias[min(i, dbias.shape[0] - 1)], first, end, begin, stop)
-                part += ds.sum_to_size(part.shape)
-            if chunk.capped is not None:
-                ds.mul_(1 - chunk.capped.square_())
-            ds = _of_groups(ds.mul_(scale).to(q.dtype), groups)
-            dq[i, :, first:end] = (ds @ keys).view(h, end - first, -1)
-            dk[i, :, begin:stop] += ds.mT @ queries
+    for i, rows, keys, p, capped, hidden in _chunks(q, k, form):
+        queries, g = (_of_groups(x[i, :, rows], groups) for x in (q, grad))
+        if top.numel():
+            p.sub_(top[i, :, rows, None])
+        _exp(p.sub_(lse[i, :, rows, None]))
+        dv[i, :, keys] += _of_groups(p.to(v.dtype), groups).mT @ g
+        ds = (g @ v[i, :, keys].mT).to(dtype).view(p.shape)
+        if rounded:  # as these products are, which cancel where the same numbers are added up
+            delta[i, :, rows] = (ds * p).sum(-1)
+        ds.sub_(delta[i, :, rows, None]).mul_(p)
+        for one in hidden:  # a key that is hidden has no gradient, be that of its query no number
+            one.fill(ds, 0)
+        if dbias is not None:
+            part = _part(dbias[min(i, dbias.shape[0] - 1)], rows.start, rows.stop, keys.start, keys.stop)
+            part += ds.sum_to_size(part.shape)
+        if capped is not None:
+            ds.mul_(1 - capped.square_())
+        ds = _of_groups(ds.mul_(scale).to(q.dtype), groups)
+        dq[i, :, rows] = (ds @ k[i, :, keys]).view(*p.shape[:2], -1)
+        dk[i, :, keys] += ds.mT @ queries
     found[1].copy_(dk)
     found[2].copy_(dv)
     if dbias is not None:

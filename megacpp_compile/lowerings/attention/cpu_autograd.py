@@ -15,9 +15,16 @@ from megacpp_compile.lowerings.attention import cpu_chunks, reference
 from megacpp_compile.lowerings.attention._dropout import dropped, factors
 from megacpp_compile.lowerings.attention._layout import laid_out
 
-__all__ = ["AHEAD", "attention", "attention_backward", "loses"]
+# Where the op comes late, as under a policy, its backward is the other's.
+from megacpp_compile.lowerings.attention.cpu_chunks import attention_backward
+
+__all__ = ["AHEAD", "attention", "attention_backward", "loses", "supports"]
 
 AHEAD = True
+
+
+def supports(name: str, args: Sequence[Any]) -> str | None:
+    return cpu_chunks.supports(name, args) if name == "attention_backward" else None
 
 
 def loses(name: str, args: Sequence[Any]) -> str | None:
@@ -48,15 +55,3 @@ def attention(
     out = laid_out((reference.grouped(weights, v.shape[1]) @ v.unsqueeze(2)).flatten(1, 2), q)
     lse = total.log()  # which no graph computes that does not read it
     return (out, lse + top, top.new_empty(0)) if mask is None and bias is None else (out, lse, top)
-
-
-def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
-    documents: Tensor | None, out: Tensor, lse: Tensor, top: Tensor, scale: float, softcap: float, left: int | None,
-    right: int | None, fill: float, bias_grad: bool, words: Tensor | None = None, dropout: float = 0.0,
-    prefix: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Where the op comes late, as under a policy."""
-    body = reference if words is not None else cpu_chunks
-    form = scale, softcap, left, right, fill, bias_grad, words, dropout, prefix
-    return body.attention_backward(grad, q, k, v, mask, bias, sinks, documents, out, lse, top, *form)  # type: ignore[attr-defined,no-any-return]

@@ -39,7 +39,7 @@ def loses(name: str, args: Sequence[Any]) -> str | None:
     k = args[2 if name == "attention_backward" else 1]
     keys = hint(k.shape[2])
     few = k.element_size() == 2 and keys < FEWEST_OF_HALF
-    return f"{keys} keys in {k.dtype}: slow below {FEWEST_OF_HALF}".replace("torch.", "") if few else None
+    return f"{keys} keys of 16 bits: slow below {FEWEST_OF_HALF}" if few else None
 
 
 def attention(
