@@ -40,7 +40,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from benchmarks import arguments, rates_models
 from benchmarks.conditions import conditions
-from benchmarks.harness import order_of, say
+from benchmarks.harness import order_of, profiled, say
 from benchmarks.rates_models import MODELS, Released
 from benchmarks.variants import registered
 
@@ -288,6 +288,13 @@ def in_turns(trainer: Trainer, found: dict[str, Any], a: Any) -> None:
     if names:
         trainer.gradients(trainer.inputs)
         found["optimizer_ms"] = trainer.timed(trainer.optimizer.step, a.calls)
+    for name in names if a.profile else ():
+        trainer.use(name)
+        trainer.step()
+        trainer.wait()
+        with profiled(f"{found['name']}, {name}", a.out.parent):
+            trainer.step()
+            trainer.wait()
     for row in found["rows"]:
         row["ms"] = {"median": statistics.median(turns[row["name"]]), "turns": turns[row["name"]]}
 
@@ -345,6 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps whose losses are compared")
     parser.add_argument("--turns", type=int, default=5, help="how often every row is timed")
     parser.add_argument("--calls", type=int, default=4, help="steps of a turn")
+    parser.add_argument("--profile", action="store_true",
+                        help="print where the time of a step goes, and write timelines beside OUT")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --quick alone")
     parser.add_argument("--quick", action="store_true", help="toy widths, 64 tokens")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "rates.json", help="JSON")

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from benchmarks import arguments
 from benchmarks.conditions import conditions
+from benchmarks.harness import profiled
 from benchmarks.variants import registered
 
 # compiler's options (None: Inductor's own), torchtitan's checkpointing
@@ -89,21 +90,6 @@ def trainer(a: Any, checkpoint: str, compiled: bool) -> Any:
     return Trainer(job)
 
 
-@contextlib.contextmanager
-def profiled(row: str) -> Iterator[None]:
-    """Prints what the first rank's GPU and host do meanwhile: kernels by their time, and calls by the host's own."""
-    with torch.profiler.profile() as profile:
-        yield
-    if dist.get_rank():
-        return
-    rows = profile.key_averages()
-    kernels = sum(r.self_device_time_total for r in rows if "nccl" not in r.key) / 1e3
-    launches = sum(r.count for r in rows if r.key.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
-    print(f"{row}: kernels other than NCCL's {kernels:.1f} ms, {launches} launches")
-    for order in ("self_device_time_total", "self_cpu_time_total"):
-        print(rows.table(sort_by=order, row_limit=25, max_name_column_width=70), flush=True)
-
-
 def run(a: Any) -> dict[str, Any]:
     import megacpp_compile
 
@@ -123,7 +109,7 @@ def run(a: Any) -> dict[str, Any]:
             if made.step == 4 and cuda:
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
-            with profiled(a.row) if a.profile and made.step == a.steps else contextlib.nullcontext():
+            with profiled(a.row, a.out.parent) if a.profile and made.step == a.steps else contextlib.nullcontext():
                 made.train_step(batches)
                 if cuda:
                     torch.cuda.synchronize()
@@ -152,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=15, help="the first three compile and warm up")
     parser.add_argument("--tp", type=int, default=1, help="ranks that heads are cut over")
     parser.add_argument("--ep", type=int, default=1, help="ranks that experts are cut over")
-    parser.add_argument("--profile", action="store_true", help="print where the time of the last step goes")
+    parser.add_argument("--profile", action="store_true",
+                        help="print where the time of the last step goes, and write timelines beside OUT")
     parser.add_argument("--quick", action="store_true", help="the shapes of torchtitan's debug model")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "titan.json", help="added to")
     a = parser.parse_args(argv)
