@@ -14,6 +14,9 @@ wherever the pasts began alike: empty, or as `load_scaling_state` has them.
 
 from __future__ import annotations
 
+import operator
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -64,8 +67,11 @@ def _origin(weight: Node) -> Node:
     """The first node in front of `weight` that is an input, or made of more than the elements of one tensor."""
     node = weight
     while node.op in ("call_function", "call_method"):
-        tensors = [n for n in node.all_input_nodes if isinstance(value(n), Tensor)]
-        if len(tensors) != 1 or not (_name(node) in _BETWEEN_RANKS or _as_many(node, tensors[0])):
+        # In torch 2.11 a call of an `autograd.Function`, as one that waits for a collective, gives a tuple.
+        of_tuple = node.target is operator.getitem and not isinstance(value(node.args[0]), Tensor)
+        call = cast(Node, node.args[0]) if of_tuple else node
+        tensors = [n for n in call.all_input_nodes if isinstance(value(n), Tensor)]
+        if len(tensors) != 1 or not (_name(call) in _BETWEEN_RANKS or _as_many(node, tensors[0])):
             return node
         node = tensors[0]
     return node
