@@ -39,7 +39,7 @@ def see_cases(
     around: Callable[[], AbstractContextManager[Any]], seconds: int = 120,
 ) -> dict[str, Any]:  # fmt: skip
     """Name of a case -> what `run(name, mesh)` gives on this rank, or how it failed. Within `around`, with quick
-    compilers."""
+    compilers. On a GPU, a case of more than 100 s says where it is."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -55,6 +55,7 @@ def see_cases(
     for name in names:
         if DEVICE == "cuda":
             print(f"rank {rank}: {name}", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback_later(100)  # replaces that of the case before
         if begin:
             within = dist.PrefixStore(name, store)
             dist.init_process_group(GROUPS[DEVICE], rank=rank, world_size=ranks, store=within, timeout=timedelta(seconds=seconds))
@@ -73,12 +74,12 @@ def see_cases(
             dist.destroy_process_group()
     if dist.is_initialized():
         dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
     return seen
 
 
 def _on_a_gpu(rank: int) -> None:
-    """What is made without a device is made on the rank's. A rank that waits says where."""
-    faulthandler.dump_traceback_later(100)
+    """What is made without a device is made on the rank's."""
     place = torch.device("cuda", rank)
     torch.cuda.set_device(place)
     torch.set_default_device(place)

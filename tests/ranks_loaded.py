@@ -17,6 +17,8 @@ def _compile_a_frame() -> None:
     # There are no threads to lose in a fork, neither of operators nor of autograd, which has one for each GPU.
     torch.set_num_threads(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Before fake tensors make a build of torch with CUDA count one GPU where there is none.
+    torch.ones((), requires_grad=True).backward()
     model = nn.Sequential(nn.Linear(8, 6, bias=False), nn.RMSNorm(6), nn.Linear(6, 8, bias=False))
     with quick_compilers(), kernels_left_out():
         torch.compile(model, backend="megacpp")(torch.ones(2, 8)).sum().backward()
