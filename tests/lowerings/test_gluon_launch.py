@@ -4,6 +4,7 @@ graph will launch is compiled ahead."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import types
 
@@ -140,11 +141,20 @@ class TestAhead:
                 assert gluon_launch._key(launched, {"rows": view, "count": 3}) == key
 
     def test_numbers_on_no_device(self):
-        """What is remembered for real calls is never a tensor without data."""
-        made = kept_tensors.remembered(lambda n: kept_tensors.kept_numbers([n], torch.int32, torch.device("cpu")))
+        """What is kept for real calls is never a tensor without data."""
+        made = functools.partial(kept_tensors.table, (3, 5), torch.int32, torch.device("cpu"))
         with FakeTensorMode(), compiling_ahead():
-            assert made(3).shape == (1,)
-        assert made(3).tolist() == [3]
+            assert made().shape == (2,)
+        assert made().tolist() == [3, 5]
+
+
+def test_kept_tables_are_bounded(monkeypatch):
+    """Those behind them are as right, and for one call each."""
+    monkeypatch.setattr(kept_tensors, "_tables", {})
+    monkeypatch.setattr(kept_tensors, "MOST", 1)
+    first, second = ([kept_tensors.table((n,), torch.int64, torch.device("cpu")) for _ in range(2)] for n in (3, 4))
+    assert first[0] is first[1] and second[0] is not second[1]
+    assert [t.tolist() for t in (*first, *second)] == [[3], [3], [4], [4]]
 
 
 ROWS, WIDE, EXPERTS = 16384, 512, 4

@@ -17,7 +17,7 @@ from megacpp_compile.lowerings._activation import Activation
 from megacpp_compile.lowerings._kernels import triton_gated, triton_gated_gradients, triton_grouped
 from megacpp_compile.lowerings._kernels.gluon_launch import Tile, address, addresses, launch, tile_layout
 from megacpp_compile.lowerings._kernels.hopper import GluonKernels, lacking
-from megacpp_compile.lowerings._kernels.kept_tensors import kept_numbers, remembered
+from megacpp_compile.lowerings._kernels.kept_tensors import table
 from megacpp_compile.lowerings._kernels.triton_launch import power_of_2
 from megacpp_compile.lowerings._kernels.triton_quantise import FLOAT8
 from megacpp_compile.targets.chips import multiprocessors, on_hopper
@@ -256,19 +256,18 @@ def _lying(weights: list[Tensor], transposed: bool = False, halves: bool = False
     if halves:
         rows //= 2
         places = places + [a + rows * step * size for a in places]
-    unit, units, behind = _places(tuple(places), first.device)
+    unit, units, behind = _places(tuple(places))
     aligned = not any(byte % ALIGNED for byte in (begin, unit, step * size, lanes * size))
     if not aligned or units > MOST_UNITS or unit > LARGEST_UNIT:
         return None
-    base = weights[begins.index(begin)]
-    return _Lying(base, [units, rows, lanes], [unit // size, step, 1], behind, by_columns != transposed)
+    base, there = weights[begins.index(begin)], table(behind, torch.int32, first.device)
+    return _Lying(base, [units, rows, lanes], [unit // size, step, 1], there, by_columns != transposed)
 
 
-@remembered
-def _places(places: tuple[int, ...], device: torch.device) -> tuple[int, int, Tensor]:
+@functools.lru_cache(256)
+def _places(places: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
     """(bytes of a unit, how many units all span, how many units each lies behind the first), of how many bytes it does.
-    FSDP gathers weights elsewhere in each step: addresses would be others, with a wait for the device each time."""
+    FSDP gathers weights elsewhere in each step: addresses would be others each time."""
     unit = math.gcd(*places) or ANY_UNIT
-    behind = [place // unit for place in places]
-    units = max(behind) + 1
-    return unit, units, kept_numbers(behind if units <= MOST_UNITS else [], torch.int32, device)
+    behind = tuple(place // unit for place in places)
+    return unit, max(behind) + 1, behind

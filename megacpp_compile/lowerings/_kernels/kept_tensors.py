@@ -6,9 +6,8 @@ hands out again: nothing but their results may stay there. Another thread's allo
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +15,9 @@ from torch import Tensor
 from megacpp_compile._torch.modes import in_own_thread
 from megacpp_compile.lowerings._kernels.trace_options import ahead
 
-Made = TypeVar("Made", bound=Callable[..., Any])
-# Results that `remembered` keeps.
+# Tables that `table` keeps.
 MOST = 256
-
-
-def remembered(make: Made) -> Made:
-    """`make`, whose last results are kept, but none while kernels are compiled ahead: its tensors hold no data."""
-    keeping = functools.lru_cache(MOST)(make)
-
-    @functools.wraps(make)
-    def call(*args: Any) -> Any:
-        return make(*args) if ahead() else keeping(*args)
-
-    return call  # type: ignore[return-value]
+_tables: dict[Any, Tensor] = {}
 
 
 def kept(make: Callable[[], Tensor], device: torch.device) -> Tensor:
@@ -48,11 +36,19 @@ def kept(make: Callable[[], Tensor], device: torch.device) -> Tensor:
     return in_own_thread(run)
 
 
-def kept_numbers(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`numbers` on the device, kept there as by `kept`."""
-    if ahead():
+def table(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`numbers` on the device. So many different ones are kept there, as by `kept`. Where they are others in each step,
+    as addresses are that FSDP gathers weights to, those that come later are for what this stream does next alone, and
+    nothing waits for them."""
+    if ahead():  # nothing that holds no data may be found by a real call
         return torch.empty(len(numbers), dtype=dtype, device=device)
+    key = numbers, dtype, device
+    if (there := _tables.get(key)) is not None:
+        return there
     made = torch.tensor(numbers, dtype=dtype)
-    if device.type != "cuda":
-        return made
-    return kept(lambda: made.pin_memory().to(device, non_blocking=True), device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return made.pin_memory().to(device, non_blocking=True)
+    if len(_tables) >= MOST:
+        return made.to(device, non_blocking=True)
+    _tables[key] = there = kept(lambda: made.to(device), device) if device.type == "cuda" else made
+    return there

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.gluon_launch import addresses, launch
-from megacpp_compile.lowerings._kernels.kept_tensors import kept_numbers, remembered
+from megacpp_compile.lowerings._kernels.kept_tensors import table
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import accumulator, multiply, power_of_2
 from megacpp_compile.lowerings._op import compute_dtype
@@ -200,13 +200,8 @@ def equal_strides(weights: Sequence[Tensor]) -> bool:
 
 
 def table_of(weights: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Where each weight begins, as a tensor on the device, which later calls read too."""
-    return _table(tuple(addresses(weights)), device)
-
-
-@remembered
-def _table(begins: tuple[int, ...], device: torch.device) -> Tensor:
-    return kept_numbers(begins, torch.int64, device)
+    """Where each weight begins, as a tensor on the device."""
+    return table(tuple(addresses(weights)), torch.int64, device)
 
 
 def arguments_of(operands: list[Tensor], x: Tensor, offsets: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
