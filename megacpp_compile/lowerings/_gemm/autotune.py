@@ -19,6 +19,7 @@ from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.materialize import operands_of
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._gemm import cublaslt
+from megacpp_compile.lowerings._op import kernel_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
 
 aten = torch.ops.aten
@@ -30,13 +31,13 @@ MIN_FLOPS, MAX_FLOPS = 1e11, 3e12
 SHORT, LARGE_BYTES = 1024, 16 << 20
 
 
-@torch.library.custom_op("megacpp::tuned_mm", mutates_args=())
+@kernel_op("megacpp::tuned_mm", ours=False)
 def tuned_mm(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b` by the fastest of cuBLASLt's kernels. a: [m, k]; b: [k, n]; half precision, else `torch.mm` serves."""
     return cublaslt.mm(a, b)
 
 
-@tuned_mm.register_fake
+@torch.library.register_fake("megacpp::tuned_mm")
 def _(a, b):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[1]))
 

@@ -86,7 +86,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **args: Any) -> None:
     known = triton.__version__.startswith(KNOWN) and isinstance(kernel, triton.JITFunction)
     key = _key(kernel, args) if known else None
     if (compiled := _compiled.get(key)) is not None:
-        compiled[(*grid, 1, 1)[:3]](*(args[name] for name in kernel.arg_names))
+        compiled[(*grid, 1, 1)[:3]](*map(args.__getitem__, kernel.arg_names))
         return
     # Whatever of this kernel is being compiled is most likely this call's; what it failed with, the launch meets again.
     wait([job for begun, job in _begun.items() if begun[0] == id(kernel)])
@@ -139,22 +139,24 @@ def _nowhere(arg: Any) -> Any:
 
 
 def _key(kernel: Any, args: dict[str, Any]) -> Any:
+    """What a kernel is compiled for in a call, or more. How many rows there are changes with each step of expert
+    parallelism."""
     if (passed := _passed.get(id(kernel))) is None:
         passed = _passed[id(kernel)] = frozenset(p.name for p in kernel.params if not p.is_constexpr)
-    kinds = (_kind(arg) if name in passed else arg for name, arg in args.items())
-    return (id(kernel), torch.cuda.current_device(), *args, *kinds)
-
-
-def _kind(arg: Any) -> Any:
-    """What of an argument a kernel is compiled for, or more. How many rows there are changes with each step of expert
-    parallelism."""
-    if isinstance(arg, Tile):
-        return arg.base.dtype, address(arg.base) % 16, *arg.block_shape
-    if isinstance(arg, Tensor):
-        return arg.dtype, address(arg) % 16
-    if isinstance(arg, int) and not isinstance(arg, bool):
-        return int, arg == 1, arg % 16 == 0, arg.bit_length() > 31
-    return float if isinstance(arg, float) else arg
+    place = _offset if ahead() else Tensor.data_ptr
+    key: list[Any] = [id(kernel), torch.cuda.current_device(), *args]
+    for name, arg in args.items():  # of some thirty, at every launch: nothing is called that need not be
+        if name not in passed:
+            key.append(arg)
+        elif isinstance(arg, Tensor):
+            key.append((arg.dtype, place(arg) % 16))
+        elif isinstance(arg, Tile):
+            key.append((arg.base.dtype, place(arg.base) % 16, *arg.block_shape))
+        elif type(arg) is int:
+            key.append((int, arg == 1, arg % 16 == 0, arg.bit_length() > 31))
+        else:
+            key.append(float if isinstance(arg, float) else arg)
+    return tuple(key)
 
 
 def _described(arg: Any) -> Any:
