@@ -92,6 +92,14 @@ def gpt_oss(m, q, k, v):
     return (scores - scores.max(-1, keepdim=True).values).softmax(-1)[..., :-1] @ v
 
 
+def widened(m, q, k, v):
+    """Scores in a wider dtype: keys are cast behind what repeats them."""
+    k, v = repeated(k), repeated(v)
+    scores = (q.double() @ k.double().transpose(2, 3) * D**-0.5).masked_fill(~causal(q, k), INF)
+    scores = torch.cat([scores, m.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., :-1].to(v.dtype) @ v
+
+
 def sinks_first(m, q, k, v):
     sinks = m.sinks[None, :, None, None].expand(q.shape[0], H, q.shape[2], 1)
     return torch.cat([sinks, scored(q, k)], -1).softmax(-1)[..., 1:] @ v
@@ -609,6 +617,7 @@ SPELLINGS = {
     "plain": (lambda: block(plain), "right 0"),
     "hugging_face": (lambda: block(hugging_face, groups=2), "right 0"),
     "gpt_oss": (lambda: block(gpt_oss, groups=2), "sinks left 2 right 0"),
+    "widened": (lambda: block(widened, groups=2), "sinks right 0"),
     "sinks_first": (lambda: block(sinks_first), "sinks"),
     "gemma": (lambda: block(gemma), "softcap 50 right 0"),
     "batched": (lambda: block(batched), "right 0"),

@@ -49,7 +49,7 @@ class ScoresReader:
 
     def operand(self, node: Node) -> Operand:
         """A factor of a product, before what repeats it."""
-        *views, base = chain(node, VIEWS)
+        *views, base = chain(node, VIEWS, is_cast)
         repeats = [i for i, n in enumerate(views) if _repeats(n)]
         if not repeats:
             dims = grouped(fresh(n) for n in value(node).shape)
