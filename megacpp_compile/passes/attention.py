@@ -21,8 +21,8 @@ Refused: probabilities that something else reads (`weights-kept`) or changes (`w
 time, or as eager would (`dropout`); exponentials that are normalised, but by no softmax (`softmax`); scores that
 another op changes (`scores`) or reads (`scores-kept`); calls on DTensors between that move what they read, as of a
 bias that heads' shards have whole (`dtensor`); queries in a wider dtype than the products' (`precision`);
-heads of more channels than kernels hold (`width`); masks that write several numbers (`masks`); logits that are not
-one a head (`sinks`). The plain body of `megacpp_compile.attention` is such code, too.
+heads of more channels than kernels hold (`width`); masks that write several numbers (`masks`); columns more that
+are no sinks (`sinks`). The plain body of `megacpp_compile.attention` is such code, too.
 """
 
 from __future__ import annotations
@@ -236,7 +236,11 @@ def _sinks(build: Builder, found: Attention, q: Node) -> Node | None:
     node, dims = found.scores.sinks
     if node is found.softmax:
         return build(aten.new_zeros.default, q, [length([*found.heads])])
-    return arrange(build, (node, dims), (found.heads,))
+    own = {a for d in dims for a in d}
+    if own <= {*found.heads}:
+        return arrange(build, (node, dims), (found.heads,))
+    wanted = (found.batch, found.heads, found.queries)
+    return arrange(build, (node, dims), [group if own & set(group) else () for group in wanted])
 
 
 def _documents(build: Builder, found: Attention, plan: Plan, q: Node) -> Node | None:

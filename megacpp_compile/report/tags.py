@@ -199,7 +199,7 @@ TAGS: dict[str, tuple[str, str]] = {
     "several-targets": ("More than one word's log-probability is read per row.", "One label per row."),
     "shape": ("Shapes do not fit the op or the backend.", "The reason has the shapes."),
     "signs": ("The signs are not those of a rotation.", _ROPE),
-    "sinks": ("Sinks are not one logit per head.", "One column of one logit per head, dropped after the softmax."),
+    "sinks": ("A column more is no sink.", "One column of logits, dropped after the softmax."),
     "small": ("The logits are under 64 MiB.", "Nothing."),
     "soft-targets": ("Targets are probabilities.", "Integer labels; distillation stays plain."),
     "softcap": ("The backend caps no scores.", "Nothing: another backend serves."),

@@ -27,7 +27,9 @@ def operands(rand, dtype, b=2, h=4, g=2, t=7, s=7, d=16, e=16, mask=None, bias=N
         if fill != INF:
             seen[:1, ..., :1, :] = False
     added = None if bias is None else rand(*(n if m else 1 for m, n in zip(bias, (b, h, t, s), strict=True)), dtype=dtype)
-    logits = rand(h, dtype=dtype) if sinks else None
+    logits = None
+    if sinks:  # of each head, or sizes of what broadcasts to rows
+        logits = rand(*((h,) if sinks is True else (n if m else 1 for m, n in zip(sinks, (b, h, t), strict=True))), dtype=dtype)
     ids = None
     if documents is not None:  # of lengths that are no units of tokens, or in no order
         ids = torch.arange(t)[None].repeat(b, 1) // documents
@@ -45,7 +47,8 @@ SOFTMAX = {
     "last_queries": {"right": 4, "t": 3, "s": 7}, "window_of_last_queries": {"left": -2, "right": 4, "t": 3, "s": 7},
     "more_queries": {"t": 9, "s": 5}, "one_query": {"t": 1}, "one_key": {"s": 1, "right": 0},
     "softcap": {"softcap": 2.0, "right": 0}, "sinks": {"sinks": True, "right": 0},
-    "sinks_and_window": {"sinks": True, "left": 3, "right": 0}, "bias_a_head": {"bias": (0, 1, 1, 1)},
+    "sinks_and_window": {"sinks": True, "left": 3, "right": 0}, "sinks_of_rows": {"sinks": (1, 1, 1), "right": 0},
+    "sinks_of_tokens": {"sinks": (0, 0, 1), "bias": (1, 1, 1, 1), "left": 3, "right": 0}, "bias_a_head": {"bias": (0, 1, 1, 1)},
     "bias_of_all": {"bias": (1, 1, 1, 1), "right": 0}, "bias_of_keys": {"bias": (1, 0, 0, 1)},
     "mask_of_keys": {"mask": (1, 0, 0, 1)}, "mask_of_scores": {"mask": (1, 0, 1, 1), "right": 0},
     "rows_without_a_key": {"mask": (1, 0, 1, 1), "fill": torch.finfo(torch.float32).min},

@@ -20,7 +20,7 @@ def kind(draw: random.Random, op: str) -> Kind:
         op=op, widths={"g": groups, "h": groups * draw.choice((1, 2, 4)), "d": draw.choice((8, 16, 21, 24, 64, 96)),
                 "e": draw.choice((8, 16, 13, 64))},
         dtypes={"main": draw.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))},
-        flags={"mask": draw.choice(shared), "bias": draw.choice(shared), "sinks": draw.random() < 0.3,
+        flags={"mask": draw.choice(shared), "bias": draw.choice(shared), "sinks": draw.choice(("", "", "", "heads", "rows", "tokens")),
                "softcap": draw.choice((0.0, 0.0, 3.0)), "left": draw.random() < 0.3, "right": draw.random() < 0.6,
                "low": draw.random() < 0.3, "documents": draw.random() < 0.2, "dropout": draw.choice((0.0, 0.0, 0.1, 0.6)),
                "prefix": draw.random() < 0.2},
@@ -50,7 +50,8 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
         documents = (make.normal(torch.float32)(b, s).abs() * 2).long()
         documents = documents.cumsum(1) if draw.random() < 0.7 else documents
         mask = None
-    logits = normal(w["h"]) if f["sinks"] else None
+    logits = {"": lambda: None, "heads": lambda: normal(w["h"]), "rows": lambda: normal(b, w["h"], t),
+              "tokens": lambda: normal(b, 1, t)}[f["sinks"]]()  # fmt: skip
     fill = -60000.0 if f["low"] else float("-inf")
     settings = documents, w["d"] ** -0.5, f["softcap"], left, right, fill
     drawn: tuple[Any, ...] = ()

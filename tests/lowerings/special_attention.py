@@ -30,7 +30,7 @@ def attention(q, k, v, mask, bias, sinks, documents, scale, softcap, left, right
     if left is not None:
         scores = scores.masked_fill(gap < -left, -torch.inf)
     if sinks is not None:
-        scores = torch.cat((scores, sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:3], 1)), -1)
+        scores = torch.cat((scores, sinks.view(*sinks.shape, *(1,) * (sinks.dim() == 1), 1).to(scores.dtype).expand(*scores.shape[:3], 1)), -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     return [weights[..., : k.shape[2]] @ v]
 
@@ -61,7 +61,7 @@ def of_torch(q, k, v, mask, bias, sinks, documents, scale, softcap, left, right,
     return [F.scaled_dot_product_attention(q, k, v, is_causal=right == 0, scale=scale, enable_gqa=True)]
 
 
-for label in ("causal", "several_blocks", "documents", "sinks_and_window", "rows_without_a_key"):
+for label in ("causal", "several_blocks", "documents", "sinks_and_window", "sinks_of_rows", "rows_without_a_key"):
     ENTRIES[f"attention {label}"] = Entry(
         attention, (0, 1, 2, 5), label, token={0: 2, 1: 2, 2: 2}, rows=(2,),
         prepare=lambda args: replaced(args, _11=args[11] if args[11] == -torch.inf else torch.finfo(args[0].dtype).min),

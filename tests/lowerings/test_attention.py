@@ -20,6 +20,7 @@ B, H, G, T, S, D, E = 2, 4, 2, 5, 7, 6, 3
 INF = float("-inf")
 FORMS = {
     "plain": {}, "causal": {"right": 2}, "window": {"left": 1, "right": 2}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": True},
+    "sinks_of_rows": {"sinks": (B, H, T)}, "sinks_of_tokens": {"sinks": (1, 1, T)},
     "bias": {"bias": (1, H, T, S)}, "bias_of_keys": {"bias": (B, 1, 1, S)}, "mask": {"mask": True},
     "dropout": {"dropout": 0.25},
     "all": {"mask": True, "bias": (1, H, T, S), "sinks": True, "softcap": 2.0, "left": 2, "right": 3},
@@ -39,7 +40,7 @@ def arguments(rand, *, groups=G, mask=False, bias=None, sinks=False, softcap=0.0
     added = rand(*bias, dtype=dtype, grad=True) if bias else None
     generator = torch.Generator().manual_seed(len(FORMS))
     drawn = (torch.randint(WORDS, [S + B * H * T], generator=generator), dropout) if dropout else ()
-    logits = rand(H, dtype=dtype, grad=True) if sinks else None
+    logits = rand(*((H,) if sinks is True else sinks), dtype=dtype, grad=True) if sinks else None
     return q, k, v, seen, added, logits, ids, 0.4, softcap, left, right, fill, *drawn
 
 
@@ -67,7 +68,7 @@ def formula(q, k, v, mask, bias, sinks, ids, scale, softcap, left, right, fill, 
                         s = torch.full_like(s, INF)
                     far = right is not None and j > i + right or left is not None and j < i - left
                     scores.append(torch.full_like(s, INF) if far else s)
-                scores = torch.stack(scores + ([] if sinks is None else [sinks[h]]))
+                scores = torch.stack(scores + ([] if sinks is None else [sinks[h] if sinks.dim() == 1 else sinks.expand(B, H, T)[b, h, i]]))
                 weights = scores.softmax(0)[: k.shape[2]]
                 if words is not None:
                     row = int(words[S + (b * H + h) * T + i])

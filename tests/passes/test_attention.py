@@ -100,6 +100,19 @@ def widened(m, q, k, v):
     return scores.softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
+def sinks_of_rows(m, q, k, v):
+    """A logit that each token's head has of its own, as by a linear of the hidden states."""
+    k, v = repeated(k), repeated(v)
+    scores = scored(q, k).masked_fill(~causal(q, k), INF)
+    return torch.cat([scores, q[..., :1] * 2], -1).softmax(-1)[..., :-1] @ v
+
+
+def sinks_of_tokens(m, q, k, v):
+    """And that heads share."""
+    sinks = q[..., 0].mean(1)[:, None, :, None].expand(-1, H, -1, -1)
+    return torch.cat([scored(q, k) + m.bias, sinks], -1).softmax(-1)[..., :-1] @ v
+
+
 def sinks_first(m, q, k, v):
     sinks = m.sinks[None, :, None, None].expand(q.shape[0], H, q.shape[2], 1)
     return torch.cat([sinks, scored(q, k)], -1).softmax(-1)[..., 1:] @ v
@@ -618,6 +631,8 @@ SPELLINGS = {
     "hugging_face": (lambda: block(hugging_face, groups=2), "right 0"),
     "gpt_oss": (lambda: block(gpt_oss, groups=2), "sinks left 2 right 0"),
     "widened": (lambda: block(widened, groups=2), "sinks right 0"),
+    "sinks_of_rows": (lambda: block(sinks_of_rows, groups=2), "sinks right 0"),
+    "sinks_of_tokens": (lambda: block(sinks_of_tokens), "bias sinks"),
     "sinks_first": (lambda: block(sinks_first), "sinks"),
     "gemma": (lambda: block(gemma), "softcap 50 right 0"),
     "batched": (lambda: block(batched), "right 0"),
@@ -949,10 +964,6 @@ def sinks_kept(m, q, k, v):
     return weights @ torch.cat([v, v[:, :, :1]], 2)
 
 
-def sink_of_each_token(m, q, k, v):
-    return torch.cat([scored(q, k), q[..., :1]], -1).softmax(-1)[..., :-1] @ v
-
-
 def one_more_after_the_maximum(m, q, k, v):
     scores = scored(q, k)
     powers = torch.exp(scores - scores.amax(-1, keepdim=True))
@@ -1140,7 +1151,7 @@ REFUSED = {
     "softmax": [a_little_more, exponentials_masked],
     "scores": [squared, masked_by_scores, negative_cap, scaled_by_key, changed_after_the_mask, scaled_after_the_mask, clamped,
                capped_after_the_mask],
-    "sinks": [sinks_kept, sink_of_each_token, one_more_after_the_maximum],
+    "sinks": [sinks_kept, one_more_after_the_maximum],
     "masks": [mask_and_bias_in_turn],
     "width": [wide_heads],
     "precision": [queries_in_float64],

@@ -8,7 +8,8 @@
     bias       None, or floating point that broadcasts to [b, h, t, s] in four dimensions: added to the scores
     documents  None, or integers [b or 1, s], t == s: a query sees the keys with its own number alone, as of documents
                that are packed into one row
-    sinks      None, or [h]: logits of one more key for each head, whose value is 0 (gpt-oss; arXiv:2309.17453)
+    sinks      None, or [h]: logits of one more key for each head, whose value is 0 (gpt-oss; arXiv:2309.17453); or
+               what broadcasts to [b, h, t] in three dimensions, as logits that each token has of its own
     scale      of the products;  softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118), 0
                for none
     left, right    query i sees keys i - left to i + right; None: all on that side. Causal attention has right = 0, or

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype, kernel_op
 from megacpp_compile.lowerings.attention._layout import empty_like_tokens
+from megacpp_compile.lowerings.attention._sinks import of_rows, sinks_gradient
 
 # Numbers of a chunk's scores, and queries of a chunk at most and at least.
 SCORES, MOST, LEAST = 1 << 20, 128, 16
@@ -130,6 +131,12 @@ def _chunks(q: Tensor, k: Tensor, form: _Form) -> Iterator[_Chunk]:
             yield _Chunk(i, slice(first, end), slice(begin, stop), s, capped, hidden)
 
 
+def _of_chunk(sinks: Tensor, i: int, rows: slice) -> Tensor:
+    """Of what broadcasts to [b, h, t], or to [h, t], what does to [h, queries]."""
+    own = sinks if sinks.dim() == 2 else sinks[min(i, sinks.shape[0] - 1)]
+    return own if own.shape[1] == 1 else own[:, rows]
+
+
 def _exp(s: Tensor) -> Tensor:
     """exp(s), in place, with zeros for numbers too small to be normal, which take a CPU several times as long."""
     return torch.threshold_(s, math.log(torch.finfo(s.dtype).tiny), float("-inf")).exp_()
@@ -152,11 +159,12 @@ def attention_in_chunks(
     for i, rows, keys, s, *_ in _chunks(q, k, form):
         most = s.amax(-1)
         if sinks is not None:
-            most = torch.maximum(most, sinks[:, None].to(dtype))
+            more = _of_chunk(of_rows(sinks), i, rows).to(dtype)
+            most = torch.maximum(most, more)
         _exp(s.sub_(most[..., None]))
         total = s.sum(-1)
         if sinks is not None:
-            total += (sinks[:, None] - most).exp()
+            total += (more - most).exp()
         made = _of_groups(s.to(v.dtype), groups) @ v[i, :, keys]
         out[i, :, rows] = made.view(*s.shape[:2], -1) / total[..., None]
         lse[i, :, rows] = total.log_()
@@ -219,8 +227,7 @@ def attention_in_chunks_backward(
     if dbias is not None:
         found[3].copy_(dbias)
     if sinks is not None:
-        logits = sinks[:, None].to(dtype) - top if top.numel() else sinks[:, None].to(dtype)
-        dsinks.copy_(-((logits - lse).exp() * delta).sum((0, 2)))
+        dsinks.copy_(sinks_gradient(sinks, lse, top, delta))
     return found
 
 

@@ -178,9 +178,9 @@ def within_documents(spans, units, own, first, whole, whole_end, end, OWN: tl.co
 @triton.jit
 def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, left, right, scale, softcap, fill,
                       documents, spans, words, least, factor, units, d_b, s_b, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h,
-                      v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t, prefix, p_b, HEADS: tl.constexpr,
-                      GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
-                      EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
+                      v_s, m_b, m_h, m_t, m_s, b_b, b_h, b_t, b_s, o_b, o_h, o_t, x_b, x_h, x_t, prefix, p_b,
+                      HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, A: tl.constexpr, R: tl.constexpr,
+                      E: tl.constexpr, EP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
                       SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DOCUMENTS: tl.constexpr,
                       PREFIX: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
                       BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
@@ -210,10 +210,10 @@ def attention_forward(q, k, v, mask, bias, sinks, out, lse, top, tokens, keys, l
     most = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     if SINKS:
-        logit = tl.load(sinks + h).to(tl.float32)
+        sinks += b * x_b + h.to(tl.int64) * x_h
+        most = tl.load(sinks + i.to(tl.int64) * x_t, mask=i < tokens, other=0).to(tl.float32)
         if not WIDE:
-            logit *= LOG2_E
-        most = tl.zeros([BM], tl.float32) + logit
+            most *= LOG2_E
         total += 1
     acc = tl.zeros([BM, EP], tl.float32)
     row_a, row_b = i, i

@@ -14,6 +14,7 @@ from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.attention import cpu_chunks, reference
 from megacpp_compile.lowerings.attention._dropout import dropped, factors
 from megacpp_compile.lowerings.attention._layout import laid_out
+from megacpp_compile.lowerings.attention._sinks import of_rows
 
 # Where the op comes late, as under a policy, its backward is the other's.
 from megacpp_compile.lowerings.attention.cpu_chunks import attention_backward
@@ -43,13 +44,13 @@ def attention(
     scores, *_ = reference.scores_of(q, k, mask, bias, documents, scale, softcap, left, right, fill, prefix)
     top = scores.detach().amax(-1)  # of which nothing depends
     if sinks is not None:
-        top = top.maximum(sinks.detach()[:, None].to(dtype))
+        top = top.maximum(of_rows(sinks.detach()).to(dtype))
     total = (scores.detach() - top.unsqueeze(-1)).exp().sum(-1)
     if sinks is None:
         weights = scores.softmax(-1)
     else:
         weights = (scores - top.unsqueeze(-1)).exp()
-        more = (sinks[:, None] - top).exp()
+        more = (of_rows(sinks) - top).exp()
         weights, total = weights / (weights.sum(-1) + more).unsqueeze(-1), total + more.detach()
     weights = dropped(weights, factors(words, dropout, weights)).to(v.dtype)
     out = laid_out((reference.grouped(weights, v.shape[1]) @ v.unsqueeze(2)).flatten(1, 2), q)

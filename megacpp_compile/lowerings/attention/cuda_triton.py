@@ -20,6 +20,7 @@ from megacpp_compile.lowerings.attention import _triton_backward as backward
 from megacpp_compile.lowerings.attention import _triton_kernels as kernels
 from megacpp_compile.lowerings.attention._dropout import factor, least
 from megacpp_compile.lowerings.attention._layout import empty_like_tokens, laid_out
+from megacpp_compile.lowerings.attention._sinks import of_rows, sinks_gradient
 
 __all__ = ["attention", "attention_backward", "supports"]
 
@@ -186,6 +187,13 @@ def _as_before(padded: Tensor, like: Tensor, channels: int) -> Tensor:
     return padded if padded.shape[-1] == channels else laid_out(padded[..., :channels], like)
 
 
+def _steps_of_sinks(sinks: Tensor | None, rows: Tensor) -> dict[str, Any]:
+    """From one sequence, head and row of `rows` to the next."""
+    if sinks is None:
+        return {"x_b": 0, "x_h": 0, "x_t": 0}
+    return strides("x", of_rows(sinks).expand(rows.shape), "bht")
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -211,8 +219,8 @@ def attention(
     top = lse.new_empty(q.shape[:3] if mask is not None or bias is not None else (0,))
     _forward(
         lambda meta: (triton.cdiv(q.shape[2], meta["BM"]), q.shape[1], q.shape[0]), _tile("forward", q, v, documents),
-        sinks=q if sinks is None else sinks.contiguous(), SINKS=int(sinks is not None), out=out, lse=lse, top=top,
-        **strides("o", out, "bht"), **args,
+        sinks=q if sinks is None else sinks, SINKS=int(sinks is not None), out=out, lse=lse, top=top,
+        **strides("o", out, "bht"), **_steps_of_sinks(sinks, lse), **args,
     )  # fmt: skip
     return _as_before(out, like, channels), lse, top
 
@@ -267,8 +275,6 @@ def attention_backward(
         )  # fmt: skip
         dbias = dbias.sum(shared, keepdim=True).to(bias.dtype) if shared else dbias
     if sinks is not None:
-        logits = sinks[:, None].float()
-        logits = logits if mask is None and bias is None else logits - top
-        dsinks = -((logits - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+        dsinks = sinks_gradient(sinks, lse, top, delta)
     dq, dk, dv = (_as_before(x, like, like.shape[-1]) for x, like in zip((dq, dk, dv), operands, strict=True))
     return dq, dk, dv, dbias, dsinks

@@ -10,6 +10,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import compute_dtype, wide
 from megacpp_compile.lowerings.attention._dropout import dropped, factors
 from megacpp_compile.lowerings.attention._layout import laid_out
+from megacpp_compile.lowerings.attention._sinks import of_rows, sinks_gradient
 
 
 class _Scores(NamedTuple):
@@ -80,11 +81,11 @@ def attention(
     scores, *_ = scores_of(q, k, mask, bias, documents, scale, softcap, left, right, fill, prefix)
     top = scores.amax(-1)
     if sinks is not None:
-        top = torch.maximum(top, sinks[:, None].to(top.dtype))
+        top = torch.maximum(top, of_rows(sinks).to(top.dtype))
     weights = (scores - top.unsqueeze(-1)).exp()
     total = weights.sum(-1)
     if sinks is not None:
-        total = total + (sinks[:, None] - top).exp()
+        total = total + (of_rows(sinks) - top).exp()
     weights = dropped(weights / total.unsqueeze(-1), factors(words, dropout, weights))
     out = laid_out((grouped(weights, v.shape[1]) @ v.unsqueeze(2)).flatten(1, 2).to(given), like)
     return (out, total.log() + top, top.new_empty(0)) if mask is None and bias is None else (out, total.log(), top)
@@ -130,9 +131,7 @@ def attention_backward(
     if bias_grad and bias is not None:
         dbias = dscores.sum_to_size(bias.shape).to(bias.dtype)
     if sinks is not None:
-        logits = sinks[:, None].to(lse.dtype)
-        logits = logits - top if mask is not None or bias is not None else logits
-        dsinks = -((logits - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+        dsinks = sinks_gradient(sinks, lse, top, delta)
     if softcap != 0:
         dscores = dscores * (1 - (capped / softcap) ** 2)
     dscores = grouped(dscores * scale, groups)

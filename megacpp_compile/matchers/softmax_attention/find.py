@@ -187,8 +187,6 @@ class _Reader(ScoresReader):
         groups = tuple(shared[1:][-1:])
         heads = groups + tuple(a for a in alone if a not in queries)
         sinks = scores.sinks and (scores.sinks[0], flattened(scores.sinks[1]))
-        if sinks is not None and not {a for d in sinks[1] for a in d} <= set(heads):
-            raise NotAttention(sinks[0], "sinks", "they are not one logit for each head")
         gains = tuple(dataclasses.replace(g, dims=flattened(g.dims)) for g in scores.gains)
         for gain in gains:
             if any(set(d) & set(keys) for d in gain.dims):
