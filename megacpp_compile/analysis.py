@@ -164,7 +164,7 @@ def _analyse(
     if is_backward(gm):
         frame.name, frame.reason = "backward (compiled autograd)", "its ops are lowered, and no pass looks at it"
         return Analysis(frame, calls_ops=calls_ops)
-    if (nothing := _nothing_to_do(gm, config)) is not None:
+    if (nothing := nothing_to_do(gm, config)) is not None:
         frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
         frame.attention = unseen_sites(gm.graph, wanted_by(config), frame.grad)
         return Analysis(frame)
@@ -308,7 +308,7 @@ def frame_name(gm: GraphModule) -> str:
     return next((place for node in gm.graph.nodes if (place := outermost_frame(node))), "(no source known)")
 
 
-def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
+def nothing_to_do(gm: GraphModule, config: Config) -> str | None:
     """Why no pass can possibly fire: every idiom multiplies, and none fits into a handful of nodes, but for a linear
     under a plan for linears and an attention that is to be another's."""
     if config.precision is not None or config.compress is not None or wanted_by(config):

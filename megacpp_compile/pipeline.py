@@ -8,15 +8,15 @@ the ops (`lowerings`) and generates code. `report` records all of it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
 
 from megacpp_compile._torch.dynamo import RestartAnalysis
-from megacpp_compile.analysis import Analysis, analyse, frame_name, retrace, retrace_needed
+from megacpp_compile.analysis import Analysis, analyse, frame_name, nothing_to_do, retrace, retrace_needed
 from megacpp_compile.backends import stitched
 from megacpp_compile.backends._protocol import Backend, Settings, backend_for
 from megacpp_compile.backends.agreement import Meeting, Outcome, form_of, meeting_of, tells_failures
@@ -45,12 +45,13 @@ from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._frame import mixed_documents
 from megacpp_compile.passes._frame.buckets import cut_sites, follow_sites
-from megacpp_compile.passes._frame.required import FrameCount, Requirement, requirement_of_call
+from megacpp_compile.passes._frame.required import FrameCount, Requirement
 from megacpp_compile.passes._frame.sequence_shards import watching
 from megacpp_compile.remat import conflicts
 from megacpp_compile.remat.across_ranks import allocated_under
 from megacpp_compile.remat.tagging import noted_in
-from megacpp_compile.report import collector, log, stages
+from megacpp_compile.report import collector, equal_calls, log, stages
+from megacpp_compile.report.records import Frame, MissedFusion, Site
 from megacpp_compile.sharding.frames import pin_for_frame
 from megacpp_compile.sharding.pinning import SiblingParams
 from megacpp_compile.targets import Target, resolve_target
@@ -63,7 +64,8 @@ class Block:
     name: of the first such block in the model, "" for a frame that is none. copies: how many run its artifact.
     sibling_params: as in `sharding.pinning.pin_frame`. checked: whether rules by name were held against the model.
     required: what `require` asks of the model that the frame is a piece of, None where the frame's own call counts.
-    publish: takes what would report the frame, where it is one of the pieces that a frame of Dynamo's was cut into.
+    publish: takes what is to be reported of the frame, where it is one of the pieces that one of Dynamo's was cut into.
+    others: names of modules in each further call of such a piece, as in `report.equal_calls`.
     model: the whole model, where the frame is known to be a part of it. backend: in the place of the target's.
     """
 
@@ -72,7 +74,8 @@ class Block:
     sibling_params: SiblingParams | None = None
     checked: bool = False
     required: Requirement | None = None
-    publish: Callable[[Callable[[], None]], None] | None = None
+    publish: Callable[[Analysis], None] | None = None
+    others: Sequence[equal_calls.Names] = ()
     model: Any = None
     backend: Backend | None = None
 
@@ -127,8 +130,10 @@ def compile_frame(
     analysis.notes += unbacked_shapes.step_by_step()
     analysis.notes += boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
-    alone = is_whole(gm) and not block.name
+    alone = is_whole(gm) and not block.name and block.publish is None
     documents = mixed_documents.mixed(analysis.captured, analysis.near_misses(), alone, config)
+    if documents is not None:
+        documents.across = equal_calls.records(documents.across, block.others)
     if before is not None:
         analysis.frame.seconds["dynamo"] = before
     rewritten = analysis.rewritten_gm()
@@ -143,7 +148,7 @@ def compile_frame(
         count.saw(analysis.near_misses())
         # What is left of a loop behind a graph break would say the same again.
         if analysis.outcome and analysis.outcome.misses and not collector.reported(analysis.outcome.misses):
-            publish(analysis, config)
+            publish(analysis, config, block.others)
         if ranks is not None:
             ranks.report(Outcome(again="sizes are known at run time only"))
         retrace(analysis)
@@ -162,8 +167,7 @@ def compile_frame(
     compiled = watching(count.counting(compiled, analysis.frame), analysis.op_nodes(), analysis.shards, config)
     compiled = mixed_documents.watching(compiled, documents, analysis.frame, config, block.model)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
-    report = functools.partial(publish, analysis, config)
-    report() if block.publish is None else block.publish(report)
+    publish(analysis, config) if block.publish is None else block.publish(analysis)
     compiled = outputs.adapt(early.adapt(boundary.adapt(compiled)))
     return compiled if block.publish is not None else serializable(compiled, whole, given, patches)
 
@@ -174,27 +178,41 @@ def _in_pieces(
 ) -> Callable[..., Any] | None:  # fmt: skip
     """Code for a frame whose blocks repeat, of which each kind is compiled once; None where it is to be one graph, with
     the reason in the report."""
-    later: list[Callable[[], None]] = []
-    required = block.required or (requirement_of_call(config) if config.require else None)
+    later: list[tuple[Analysis, stitched.Served]] = []
+    count = FrameCount(gm, config, block.required)
+    required = None if count.alone else count.model
+    if count.alone and config.require:
+        config = dataclasses.replace(config, require={})  # which all pieces meet together
 
     def compile_piece(graph: GraphModule, examples: Sequence[Any], piece: stitched.Served) -> Callable[..., Any]:
-        whose = Block(piece.name, piece.blocks, None, True, required, later.append)
+        if not piece.name and nothing_to_do(graph, piece.config) is not None:
+            return graph.forward  # no more than a call or two is not worth a graph
+        done: Callable[[Analysis], None] = lambda analysis: later.append((analysis, piece))  # noqa: E731
+        whose = Block(piece.name, piece.blocks, None, True, required, done, piece.others)
         try:
             return compile_frame(graph, examples, piece.config, patches, whose, inner_compile)
         finally:
             stages.frame_goes_on()
 
     try:
-        if block.name or config.require and required is None:
+        if block.name or not count.alone and required is None:
             raise NotCut("it is a block that is compiled by itself" if block.name else "'require' counts in it")
         compiled, regions = stitched.compile_blocks(gm, example_inputs, config, target, patches, compile_piece)
     except NotCut as why:
         log.logger.info("repeated_blocks: compiled as one graph: %s", why)
         collector.emit_regions([stitched.whole(gm, str(why))])
         return None
+    for analysis, _ in later[1:]:
+        analysis.frame.recompiled = ""  # Dynamo's frame was, once
+    if later:
+        later[-1][0].frame.graph_break = str(graph_breaks.end_of(gm) or "")
+    if count.alone:
+        found = [reported(analysis, piece.others) for analysis, piece in later]
+        fired = sum((Counter(frame.passes) for frame, *_ in found), Counter[str]())
+        count.check(Frame(name=frame_name(gm), passes=fired), [miss for *_, misses in found for miss in misses])
     collector.emit_regions(regions)
-    for report in later:
-        report()
+    for analysis, piece in later:
+        publish(analysis, piece.config, piece.others)
     return compiled
 
 
@@ -209,7 +227,8 @@ def _hand_to_backend(
     frame = analysis.frame
     planned = frame.auto is not None and not frame.auto["reason"]
     settings = Settings(
-        target, config, patches, noted_in(frame, config.own_policy), inner_compile, max(frame.blocks, 1),
+        target, config, patches, noted_in(frame, config.own_policy), inner_compile,
+        max(frame.blocks, 1 + len(block.others)),
         frame.on_cuda_graph, analysis.on_auto if planned else None, frame.on_backward,
         (frame.auto or {}).get("allowed", 0.0), block.publish is not None,
         allocated_under(config.own_policy, example_inputs),
@@ -283,13 +302,20 @@ def _plain(
         return compiled
 
 
-def publish(analysis: Analysis, config: Config) -> None:
+def publish(analysis: Analysis, config: Config, others: Sequence[equal_calls.Names] = ()) -> None:
     """Report the frame to every open `record()`, to the structured log, and on stderr where `explain` asks for it."""
-    outcome = analysis.outcome
-    sites, misses = (outcome.sites, outcome.misses + analysis.notes) if outcome else ([], analysis.notes)
-    collector.emit_frame(analysis.frame, sites, misses, at_exit=config.summary)
-    log.artifact(analysis.frame, sites, misses)
+    frame, sites, misses = reported(analysis, others)
+    collector.emit_frame(frame, sites, misses, at_exit=config.summary)
+    log.artifact(frame, sites, misses)
     if config.explain:
         own = collector.Report(pass_names())
-        own.add(analysis.frame, sites, misses)
+        own.add(frame, sites, misses)
         print(own, file=sys.stderr)
+
+
+def reported(
+    analysis: Analysis, others: Sequence[equal_calls.Names] = ()
+) -> tuple[Frame, list[Site], list[MissedFusion]]:
+    """What is to be reported of a frame. others: as in `Block`."""
+    sites = analysis.outcome.sites if analysis.outcome else []
+    return equal_calls.of_all(analysis.frame, sites, analysis.near_misses(), others)

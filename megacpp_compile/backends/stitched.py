@@ -31,18 +31,17 @@ from megacpp_compile.fx.provenance import module_fqn, modules_called
 from megacpp_compile.report.records import CompiledRegion
 from megacpp_compile.targets import Target
 
-# Fewer calls than this are not worth a graph: they run as they are.
-FEW = 3
-
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What a graph serves: the first block's name and how many there are of its kind, "" and 0 between blocks, and the
-    settings it is compiled with."""
+    """What a graph serves: the first block's name and how many there are of its kind, "" and 0 between blocks, the
+    settings it is compiled with, and of each further call what modules are called there that have a name in the first.
+    """
 
     name: str
     blocks: int
     config: Config
+    others: Sequence[Mapping[str, str]]
 
 
 # (graph of a piece, what it is called with, what it serves) -> what runs in its place.
@@ -83,13 +82,14 @@ def compile_blocks(
     runs: dict[Hashable, Callable[..., Any]] = {}
     for kind, (first, *others) in kinds.items():
         graph = first.graph_of(gm)
-        if not first.outputs or not first.name and len(first.calls) < FEW:
+        if not first.outputs:
             runs[kind] = graph.forward
             continue
         examples = [_example(gm, n, given, mode) for n in first.inputs]
         blocks = 1 + len(others) if first.name else 0
         own = _config_of(first, last, config)
-        runs[kind] = compile_piece(graph, examples, Served(first.name, blocks, own))
+        names = [first.names_in(other, gm) for other in others]
+        runs[kind] = compile_piece(graph, examples, Served(first.name, blocks, own, names))
     return _Stitched(gm, pieces, runs), [_region(like, given) for like in kinds.values() if like[0].name]
 
 

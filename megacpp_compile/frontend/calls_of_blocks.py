@@ -7,7 +7,7 @@ import enum
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,14 @@ class Piece:
     inputs: Sequence[Node]
     outputs: Sequence[Node]
     kind: Hashable
+
+    def names_in(self, other: Piece, gm: GraphModule) -> dict[str, str]:
+        """Name of each module of its calls -> name of that module in a piece that is equal to it."""
+        found: dict[str, str] = {}
+        for one, like in zip(_all_calls(self.calls, gm), _all_calls(other.calls, gm), strict=False):
+            for (_, name, _), (_, new, _) in zip([*_modules(one)][::-1], [*_modules(like)][::-1], strict=False):
+                found.setdefault(name, new)
+        return found
 
     def graph_of(self, gm: GraphModule) -> GraphModule:
         """It as a graph by itself, which returns a tuple."""
@@ -238,14 +246,25 @@ class Reader:
         return self.codes.setdefault(what, len(self.codes))
 
     def bodies(self, node: Node) -> list[GraphModule]:
-        held = [attribute_of(self.gm, n.target) for n in node.all_input_nodes if is_body(self.gm, n)]
-        return [body for body in held if isinstance(body, GraphModule)]
+        return _bodies(node, self.gm)
 
     def _all_modules(self, node: Node) -> Iterator[tuple[str, str, str]]:
-        yield from _modules(node)
-        for body in self.bodies(node):
-            for inner in body.graph.nodes:
-                yield from _modules(inner)
+        for inner in _all_calls([node], self.gm):
+            yield from _modules(inner)
+
+
+def _bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
+    """The graphs that a call of Dynamo's graph `gm` is given."""
+    held = [attribute_of(gm, n.target) for n in node.all_input_nodes if is_body(gm, n)]
+    return [body for body in held if isinstance(body, GraphModule)]
+
+
+def _all_calls(calls: Iterable[Node], gm: GraphModule) -> Iterator[Node]:
+    """`calls`, each before those of the graphs that it is given."""
+    for node in calls:
+        yield node
+        for body in _bodies(node, gm):
+            yield from (inner for inner in body.graph.nodes if inner.op != "get_attr")
 
 
 def _modules(node: Node) -> Iterator[tuple[str, str, str]]:

@@ -7,13 +7,14 @@ its own modules; as blocks that repeat, they are one code again (`frontend.repea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.fx.inlining import inlined
+from megacpp_compile.fx.module_names import renamed
 from megacpp_compile.fx.provenance import input_path, local_path, module_fqn
 
 HOP = torch.ops.higher_order.invoke_subgraph
@@ -38,24 +39,24 @@ def _renames(first: Node, call: Node) -> Callable[[Node, Node], object]:
     if call is first:
         return lambda *_: None
     outside, own = first.meta.get(_STACK) or {}, call.meta.get(_STACK) or {}
-    pairs = _names(first, call)
+    names = _names(first, call)
 
     def rename(_: Node, copy: Node) -> None:
         inside = {key: entry for key, entry in (copy.meta.get(_STACK) or {}).items() if key not in outside}
         # Keys are numbers of modules, of which those inside are the first call's.
-        renamed = {f"{call.name}/{key}": (_renamed(path, pairs), kind) for key, (path, kind) in inside.items()}
-        copy.meta[_STACK] = own | renamed
+        copy.meta[_STACK] = own | {
+            f"{call.name}/{key}": (_renamed(path, names), kind) for key, (path, kind) in inside.items()
+        }
 
     return rename
 
 
-def _names(first: Node, call: Node) -> Sequence[tuple[str, str]]:
-    """(name in the first call, name in this one) of modules, by the names of weights and of the calling modules."""
+def _names(first: Node, call: Node) -> dict[str, str]:
+    """Name in the first call -> name in this one of modules, by the names of weights and of the calling modules."""
     weights = zip(first.args[_OPERANDS:], call.args[_OPERANDS:], strict=True)
     paths = [(input_path(a)[1], input_path(b)[1]) for a, b in weights if isinstance(a, Node) and isinstance(b, Node)]
     paths.insert(0, (module_fqn(first), module_fqn(call)))
-    pairs = dict(_without_end(a, b) for a, b in paths if a != b)
-    return sorted(pairs.items(), key=lambda pair: -len(pair[0]))
+    return dict(_without_end(a, b) for a, b in paths if a != b)
 
 
 def _without_end(a: str, b: str) -> tuple[str, str]:
@@ -67,10 +68,8 @@ def _without_end(a: str, b: str) -> tuple[str, str]:
     return ".".join(one), ".".join(other)
 
 
-def _renamed(path: Any, pairs: Sequence[tuple[str, str]]) -> str:
+def _renamed(path: Any, names: Mapping[str, str]) -> str:
     """The path of a module, as Dynamo has it, with its name in another call."""
     root, name = local_path(str(path))
-    for old, new in pairs:
-        if f"{name}.".startswith(f"{old}."):
-            return f"L['{root}'].{new}{name[len(old) :]}" if root else f"{new}{name[len(old) :]}"
-    return str(path)
+    new = renamed(name, names)
+    return str(path) if new == name else f"L['{root}'].{new}" if root else new

@@ -8,7 +8,7 @@ these segments, and a wrapper has the name of what it wraps.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -49,3 +49,11 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, object]]:
     yield from named_parameters(model)
     for name, module in named_modules(model):
         yield from ((f"{name}.{own}".strip("."), b) for own, b in module.named_buffers(recurse=False))
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """The module `name` in other words: by its own entry in `names`, or by that of the nearest module around it."""
+    above = name
+    while above and above not in names:
+        above = above.rpartition(".")[0]
+    return f"{names[above]}{name[len(above) :]}" if above in names and (above or not name) else name

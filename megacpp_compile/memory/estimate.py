@@ -251,9 +251,14 @@ def _levers(frames: Sequence[Frame]) -> tuple[dict[str, dict[str, int]], int, fl
         for kind, numbers in (frame.remat or {}).items():
             levers = found.setdefault(kind, dict.fromkeys(_LEVERS, 0))
             for name in _LEVERS:
-                levers[name] += max(frame.blocks, 1) * numbers[name]
-    seconds = sum(max(f.blocks, 1) * n["seconds"] for f in places.values() for n in (f.remat or {}).values())
+                levers[name] += _times(frame) * numbers[name]
+    seconds = sum(_times(f) * n["seconds"] for f in places.values() for n in (f.remat or {}).values())
     return found, max(((f.peak or {})["transient"] for f in places.values()), default=0), seconds
+
+
+def _times(frame: Frame) -> int:
+    """How often a step runs it, beyond the calls that its numbers are of."""
+    return max(frame.blocks, 1) if frame.calls == 1 else 1
 
 
 def _kept(frame: Frame) -> int:

@@ -63,6 +63,12 @@ class AutoPlan:
         return cls(taken, reason, plan.recomputed, plan.saved, plan.peak, none.saved, none.peak, plan.more, seconds,
                    asdict(latents), rates, selective.saved, selective.peak, selective.more)  # fmt: skip
 
+    def of_calls(self, calls: int) -> AutoPlan:
+        """It for a graph that runs so often in a step; peaks are of all of them already."""
+        once = ("taken", "reason", "rates", "peak", "peak_none", "peak_selective", "allowed")
+        return AutoPlan(**{name: value if name in once else _times(value, calls)
+                           for name, value in asdict(self).items()})  # fmt: skip
+
     @property
     def told(self) -> bool:
         """Whether a report's text speaks of it: not of frames too small for a choice."""
@@ -97,6 +103,12 @@ class AutoPlan:
 
     def _percent(self, seconds: float | None) -> float:
         return 100 * (seconds or 0.0) / self.seconds_none if self.seconds_none else 0.0
+
+
+def _times(value: Any, calls: int) -> Any:
+    if isinstance(value, dict):
+        return {name: _times(part, calls) for name, part in value.items()}
+    return calls * value if isinstance(value, (int, float)) else value
 
 
 def _memory(saved: int | None, peak: int | None) -> str:

@@ -180,6 +180,8 @@ class Frame:
         modules: name -> class of the modules that it has code of, "" being the one whose code is compiled, in the order
             of their first calls; empty where no report was open.
         recompiled: what has changed since it was compiled before, of the guard that failed; "" at the first time.
+        calls: how often one call of Dynamo's frame runs it, under `repeated_blocks`. What is counted here is of all of
+            them but for `nodes` and `seconds`, and so are the frame's sites and near misses.
     """
 
     index: int = 0
@@ -214,6 +216,7 @@ class Frame:
     modules: dict[str, str] = field(default_factory=dict)
     recompiled: str = ""
     pieces: list[dict[str, Any]] = field(default_factory=list)
+    calls: int = 1
 
     @property
     def outcome(self) -> str:

@@ -160,6 +160,7 @@ def _frames(report: Collected) -> _Section:
         name = frame.name
         if frame.block:
             name += f", {frame.block}" + (f", one of {frame.blocks} equal blocks" if frame.blocks > 1 else "")
+        name += f" ×{frame.calls}" if frame.calls > 1 else ""
         rows.append(
             (str(frame.index), name, frame.outcome, fired or "-", str(frame.nodes), target, frame.mode, seconds)
         )

@@ -218,6 +218,9 @@ def test_sites_and_one_code_for_all_calls(no_kernels):
         call = torch.compile(model, backend="megacpp", fullgraph=True)
         for a, b in zip(step(call, model, token_ids()), step(eager, eager, token_ids()), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert report.counts["down_norm_up"] == 2 and report.counts["mla_rope_kv"] == 1
+    assert report.counts["down_norm_up"] == 2 * 5 and report.counts["mla_rope_kv"] == 5
+    assert {site.fqn for site in report.sites if site.pass_name == "mla_rope_kv"} == {
+        f"layers.{i}.attention" for i in range(5)
+    }
     (found,) = report.regions
     assert found.reason == "compiled once, called 5 times" and found.fqns[0] == "layers.0"
