@@ -105,8 +105,10 @@ def mla(layers: int, device: str) -> tuple[Any, Any]:
 
 _IN_A_ROW = 5
 
-# As `--one` names them. By blocks: `megacpp_compile.compile`, one artifact for all layers.
-COMPILERS = ("inductor", "megacpp", "megacpp-by-blocks")
+# As `--one` names them; the first three are the default. By blocks: `megacpp_compile.compile`, one artifact for all
+# layers, of which `repeated_blocks` makes one graph.
+COMPILERS = ("inductor", "megacpp", "megacpp-by-blocks", "megacpp-repeated-blocks")
+_OPTIONS: dict[str, Any] = {"megacpp-repeated-blocks": {"options": {"repeated_blocks": True}}}
 MODELS: dict[str, Callable[[int, str], tuple[Any, Any]]] = {
     "deepseek_v3": deepseek_v3, "plain": plain, "mla": mla,
     **{kind: functools.partial(hybrid, kind) for kind in ("mamba2", "bamba", "nemotron_h")},
@@ -138,8 +140,8 @@ def compiled_by(backend: str, model: Any) -> Any:
     if backend == "megacpp-by-blocks":
         return megacpp_compile.compile(model, whole_below=1)
     # By object, as the name is known to torch only where the package is installed.
-    chosen: Any = megacpp_compile.backend if backend == "megacpp" else backend
-    return torch.compile(model, backend=chosen)
+    chosen: Any = backend if backend == "inductor" else megacpp_compile.backend
+    return torch.compile(model, backend=chosen, **_OPTIONS.get(backend, {}))
 
 
 def measure_here(backend: str, layers: int, model_name: str, device: str) -> dict[str, Any]:
@@ -231,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--model", choices=MODELS, help="default: mla on CUDA, else deepseek_v3, or plain without transformers"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compile for")
-    parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=COMPILERS, help="which, in turns")
+    parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=COMPILERS[:3], help="which, in turns")
     parser.add_argument("--warm", action="store_true", help="also a process on the caches that each has left")
     parser.add_argument("--out", help="also write the measurements as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -99,6 +99,8 @@ class Reader:
         # Switches of modes belong to no module, wherever they stand.
         self.nobodys = [not n.meta.get("nn_module_stack") for n in self.calls]
         self.place = {n: i for i, n in enumerate(self.calls)}
+        self.modules = {n: list(_modules(n)) for n in self.calls}
+        self.held = {n: _bodies(n, gm) for n in self.calls}
         inputs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
         self.given = {
             n: (_described(dynamo_value(n)), isinstance(x, torch.nn.Parameter), _other_gradient(x)) for n, x in inputs
@@ -120,7 +122,7 @@ class Reader:
         first, last, count = dict[str, int](), dict[str, int](), Counter[str]()
         about: dict[str, tuple[str, str]] = {}
         for i, node in enumerate(self.calls):
-            for key, path, module in _modules(node):
+            for key, path, module in self.modules[node]:
                 first.setdefault(key, i)
                 about.setdefault(key, (path, module))
                 last[key] = i
@@ -131,7 +133,7 @@ class Reader:
             if count[key] + nobodys[end] - nobodys[begin] == end - begin < len(self.calls):
                 yield self._closed(Run(*about[key], begin, self._after_parts(last[key])))
         for i, node in enumerate(self.calls):
-            around = {key for key, _, _ in _modules(node)}
+            around = {key for key, _, _ in self.modules[node]}
             inside = (m for body in self.bodies(node) for n in body.graph.nodes for m in _modules(n))
             if (own := next((m for m in inside if m[0] not in around), None)) is not None:
                 yield Run(own[1], own[2], i, self._after_parts(i))
@@ -179,7 +181,8 @@ class Reader:
     def piece(self, run: Run, kind: Hashable = None) -> Piece:
         calls = self.calls[run.first : run.end]
         inputs = dict.fromkeys(n for i in range(run.first, run.end) for n in self.read[i] if not self._inside(n, run))
-        wanted = {s for n in (*inputs, *calls) for s in symbols_of(dynamo_value(n))}
+        sized = (*inputs, *calls) if self.symbols else ()
+        wanted = {s for n in sized for s in symbols_of(dynamo_value(n))}
         inputs |= dict.fromkeys(n for symbol, n in self.symbols.items() if symbol in wanted)
         kind = self.kind_of(run) if kind is None else kind
         return Piece(run.name, run.module, calls, list(inputs), self._outputs(run), kind)
@@ -246,11 +249,13 @@ class Reader:
         return self.codes.setdefault(what, len(self.codes))
 
     def bodies(self, node: Node) -> list[GraphModule]:
-        return _bodies(node, self.gm)
+        return self.held.get(node, [])
 
     def _all_modules(self, node: Node) -> Iterator[tuple[str, str, str]]:
-        for inner in _all_calls([node], self.gm):
-            yield from _modules(inner)
+        yield from self.modules[node]
+        for body in self.bodies(node):
+            for inner in body.graph.nodes:
+                yield from _modules(inner)
 
 
 def _bodies(node: Node, gm: GraphModule) -> list[GraphModule]:

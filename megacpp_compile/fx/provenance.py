@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -64,6 +65,7 @@ def modules_called(graph: Graph) -> dict[str, str]:
     return found
 
 
+@functools.lru_cache(4096)  # there are many nodes of one module
 def local_path(path: str) -> tuple[str, str]:
     """("self", "layers.0.weight") of Dynamo's "L['self']._modules['layers']._modules['0']._parameters['weight']"; the
     variable is "" for a path that begins with none. The name is canonical (`module_names`)."""
