@@ -184,23 +184,31 @@ def _in_pieces(
     if count.alone and config.require:
         config = dataclasses.replace(config, require={})  # which all pieces meet together
 
-    def compile_piece(graph: GraphModule, examples: Sequence[Any], piece: stitched.Served) -> Callable[..., Any]:
+    def compile_piece(
+        graph: GraphModule, examples: Sequence[Any], piece: stitched.Served
+    ) -> tuple[Callable[..., Any], Counter[str]]:
         if not piece.name and nothing_to_do(graph, piece.config) is not None:
-            return graph.forward  # no more than a call or two is not worth a graph
+            return graph.forward, Counter()  # no more than a call or two is not worth a graph
         done: Callable[[Analysis], None] = lambda analysis: later.append((analysis, piece))  # noqa: E731
         whose = Block(piece.name, piece.blocks, None, True, required, done, piece.others)
         try:
-            return compile_frame(graph, examples, piece.config, patches, whose, inner_compile)
+            compiled = compile_frame(graph, examples, piece.config, patches, whose, inner_compile)
+            return compiled, Counter(later[-1][0].frame.passes)
         finally:
             stages.frame_goes_on()
 
+    def fires(graph: GraphModule, examples: Sequence[Any], settings: Config) -> Counter[str]:
+        return Counter(analyse(graph, examples, settings.without_auto(), target, patches).frame.passes)
+
     try:
         if block.name or not count.alone and required is None:
-            raise NotCut("it is a block that is compiled by itself" if block.name else "'require' counts in it")
-        compiled, regions = stitched.compile_blocks(gm, example_inputs, config, target, patches, compile_piece)
+            why = "it is a block that is compiled by itself" if block.name else "'require' counts in it"
+            raise NotCut(why, few=bool(block.name))
+        compiled, regions = stitched.compile_blocks(gm, example_inputs, config, target, patches, compile_piece, fires)
     except NotCut as why:
         log.logger.info("repeated_blocks: compiled as one graph: %s", why)
-        collector.emit_regions([stitched.whole(gm, str(why))])
+        if config.repeated_blocks is True or not why.few:
+            collector.emit_regions([stitched.whole(gm, str(why))])
         return None
     for analysis, _ in later[1:]:
         analysis.frame.recompiled = ""  # Dynamo's frame was, once

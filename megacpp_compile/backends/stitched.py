@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.frontend.calls_of_blocks import NotCut, Piece
 from megacpp_compile.frontend.opaque_ops import refake
 from megacpp_compile.frontend.repeated_blocks import cut
+from megacpp_compile.frontend.worth_cutting import fires_across, worth
 from megacpp_compile.fx.edit import attribute_of, dynamo_value
 from megacpp_compile.fx.provenance import module_fqn, modules_called
 from megacpp_compile.report.records import CompiledRegion
@@ -44,8 +47,10 @@ class Served:
     others: Sequence[Mapping[str, str]]
 
 
-# (graph of a piece, what it is called with, what it serves) -> what runs in its place.
-CompilePiece = Callable[[GraphModule, Sequence[Any], Served], Callable[..., Any]]
+# (graph of a piece, what it is called with, what it serves) -> what runs in its place, and what fired in it.
+CompilePiece = Callable[[GraphModule, Sequence[Any], Served], tuple[Callable[..., Any], Counter[str]]]
+# (graph, what it is called with, settings) -> what would fire in it.
+Fires = Callable[[GraphModule, Sequence[Any], Config], Counter[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,35 +67,47 @@ class _Step:
 
 def compile_blocks(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target, patches: Mapping[str, Any],
-    compile_piece: CompilePiece,
+    compile_piece: CompilePiece, fires: Fires,
 ) -> tuple[Callable[..., Any], list[CompiledRegion]]:  # fmt: skip
     """What does what Dynamo's graph `gm` does, with one code for each kind of block, and how the report has the blocks.
     Raises NotCut where the frame is to be one graph. patches: Inductor's settings for it."""
-    if why := _why_whole(gm, example_inputs, config, target, patches):
+    why, auto = _why_whole(gm, example_inputs, config, target, patches), config.repeated_blocks == "auto"
+    if why and not auto:
         raise NotCut(why)
     mode = _fake_mode(example_inputs)
     try:
         pieces, last = _cut(gm, example_inputs, config)
+        spared = worth(gm, pieces) if auto else ""
     except Exception as error:  # a defect of ours must not become the user's
         if config.strict or isinstance(error, NotCut):
             raise
         raise NotCut(f"internal error: {type(error).__name__}: {error}"[:300]) from error
+    if why:
+        raise NotCut(why)
     given: dict[Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
     kinds: dict[Hashable, list[Piece]] = {}
     for piece in pieces:
         kinds.setdefault(piece.kind, []).append(piece)
     runs: dict[Hashable, Callable[..., Any]] = {}
+    fired: dict[Hashable, Counter[str]] = {}
     for kind, (first, *others) in kinds.items():
         graph = first.graph_of(gm)
         if not first.outputs:
-            runs[kind] = graph.forward
+            runs[kind], fired[kind] = graph.forward, Counter()
             continue
         examples = [_example(gm, n, given, mode) for n in first.inputs]
         blocks = 1 + len(others) if first.name else 0
         own = _config_of(first, last, config)
         names = [first.names_in(other, gm) for other in others]
-        runs[kind] = compile_piece(graph, examples, Served(first.name, blocks, own, names))
-    return _Stitched(gm, pieces, runs), [_region(like, given) for like in kinds.values() if like[0].name]
+        runs[kind], fired[kind] = compile_piece(graph, examples, Served(first.name, blocks, own, names))
+    neighbours = {(a.kind, b.kind): (a, b) for a, b in itertools.pairwise(pieces)} if auto else {}
+    for a, b in neighbours.values():
+        both = a.joined(b)
+        examples = [_example(gm, n, given, mode) for n in both.inputs]
+        found = fires(both.graph_of(gm), examples, _config_of(a, last, config))
+        if across := fires_across(fired[a.kind] + fired[b.kind], found):
+            raise NotCut(f"{across} fires across blocks")
+    return _Stitched(gm, pieces, runs), [_region(like, given, spared) for like in kinds.values() if like[0].name]
 
 
 def whole(gm: GraphModule, why: str) -> CompiledRegion:
@@ -98,9 +115,10 @@ def whole(gm: GraphModule, why: str) -> CompiledRegion:
     return CompiledRegion(("",), modules_called(gm.graph).get("", ""), 0, "compiled", f"as one: {why}")
 
 
-def _region(like: Sequence[Piece], given: Mapping[Node, Any]) -> CompiledRegion:
+def _region(like: Sequence[Piece], given: Mapping[Node, Any], spared: str) -> CompiledRegion:
     held = {n: given[n] for piece in like for n in piece.inputs if isinstance(given.get(n), torch.nn.Parameter)}
     reason = f"compiled once, called {len(like)} times" if len(like) > 1 else "compiled once"
+    reason += f" (auto: {spared})" if spared else ""
     names = tuple(dict.fromkeys(piece.name for piece in like))
     return CompiledRegion(names, like[0].module, sum(p.numel() for p in held.values()), "compiled", reason)
 

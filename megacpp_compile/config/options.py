@@ -135,7 +135,7 @@ class Config(_Asked):
     cache_weight_casts: bool = False
     compress: CompressionPlan | None = None
     sharding: ShardingPlan | None = None
-    repeated_blocks: bool = False
+    repeated_blocks: bool | Literal["auto"] = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class Config(_Asked):
             "cache_weight_casts": checks.boolean("cache_weight_casts", self.cache_weight_casts),
             "compress": CompressionPlan.of(self.compress),
             "sharding": ShardingPlan.of(self.sharding),
-            "repeated_blocks": checks.boolean("repeated_blocks", self.repeated_blocks),
+            "repeated_blocks": checks.boolean_or_auto("repeated_blocks", self.repeated_blocks),
             "inductor": checks.mapping("inductor", self.inductor, lambda _key, value: value),
         }
         for name, value in checked.items():

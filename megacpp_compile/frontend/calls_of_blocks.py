@@ -52,10 +52,17 @@ class Piece:
     def names_in(self, other: Piece, gm: GraphModule) -> dict[str, str]:
         """Name of each module of its calls -> name of that module in a piece that is equal to it."""
         found: dict[str, str] = {}
-        for one, like in zip(_all_calls(self.calls, gm), _all_calls(other.calls, gm), strict=False):
+        for one, like in zip(all_calls(self.calls, gm), all_calls(other.calls, gm), strict=False):
             for (_, name, _), (_, new, _) in zip([*_modules(one)][::-1], [*_modules(like)][::-1], strict=False):
                 found.setdefault(name, new)
         return found
+
+    def joined(self, behind: Piece) -> Piece:
+        """It and the piece right behind it, as one."""
+        calls = dict.fromkeys((*self.calls, *behind.calls))
+        inputs = dict.fromkeys((*self.inputs, *(n for n in behind.inputs if n not in calls)))
+        outputs = [n for n in calls if any(user not in calls for user in n.users)]
+        return Piece("", "", [*calls], [*inputs], outputs, (self.kind, behind.kind))
 
     def graph_of(self, gm: GraphModule) -> GraphModule:
         """It as a graph by itself, which returns a tuple."""
@@ -77,7 +84,11 @@ class Piece:
 
 
 class NotCut(Exception):
-    """Why a graph is left whole, in words."""
+    """Why a graph is left whole, in words. few: as there is next to nothing to spare."""
+
+    def __init__(self, why: str, few: bool = False) -> None:
+        super().__init__(why)
+        self.few = few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +275,7 @@ def _bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
     return [body for body in held if isinstance(body, GraphModule)]
 
 
-def _all_calls(calls: Iterable[Node], gm: GraphModule) -> Iterator[Node]:
+def all_calls(calls: Iterable[Node], gm: GraphModule) -> Iterator[Node]:
     """`calls`, each before those of the graphs that it is given."""
     for node in calls:
         yield node

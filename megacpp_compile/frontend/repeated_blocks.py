@@ -64,9 +64,9 @@ def _choose(reader: Reader, rules: Rules) -> list[Run]:
                 free[run.first : run.end] = [False] * (run.end - run.first)
             taken += runs
     if not taken:
-        raise NotCut("no block repeats")
+        raise NotCut("no block repeats", few=True)
     if len(taken) < LEAST:
-        raise NotCut(f"{len(taken)} blocks, fewer than {LEAST}")
+        raise NotCut(f"{len(taken)} blocks, fewer than {LEAST}", few=True)
     return sorted(taken, key=lambda run: run.first)
 
 
