@@ -75,7 +75,7 @@ class Automatic:
         """Both halves of the joint graph `gm`, which is edited. cut: torch's partitioner; outputs: how many of the
         forward's results are the model's own."""
         _, needed = joint(gm.graph)
-        if read_by_backward(needed) < LEAST_READ:
+        if self.settings.copies * read_by_backward(needed) < LEAST_READ:
             self._say(AutoPlan(reason=f"{SMALL} {LEAST_READ >> 20} MiB of the forward"))
             return cut(gm)
         first = None

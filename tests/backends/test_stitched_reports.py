@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megacpp_compile import errors, record
-from megacpp_compile.backends import stitched
+from megacpp_compile.backends import automatic, stitched
+from megacpp_compile.report.auto_plan import SMALL
 from megacpp_compile.report.report import Report
 from megacpp_compile.report.summary import headline, saved_bytes
 from megacpp_compile.report.text import plain
@@ -108,3 +109,17 @@ def test_what_is_required_is_known_before_anything_runs(no_kernels, monkeypatch,
     with pytest.raises(errors.RequirementError) as caught:
         compiled(model, {"require": {"moe": 4}})(ids())
     assert {miss.fqn for miss in caught.value.misses} == {f"layers.{i}.mlp.experts.0" for i in range(4, 8)}
+
+
+@pytest.mark.end_to_end
+def test_equal_blocks_are_large_enough_for_a_plan_together(no_kernels, monkeypatch):
+    monkeypatch.setattr(automatic, "LEAST_READ", 30)
+    monkeypatch.setattr(automatic, "read_by_backward", lambda needed: 10)
+    torch._dynamo.reset()
+    model = Model(9, dense=4)
+    with record() as report:
+        step(compiled(model, dynamic=False), model, ids())
+    small = {frame.block: frame.auto["reason"].startswith(SMALL) for frame in report.frames if frame.block}
+    assert small == {"layers.0": False, "layers.4": False}
+    (dense,) = (frame.auto for frame in report.frames if frame.block == "layers.0")
+    assert dense["latents"]["recomputed"] == 2 * 4, "of each layer two"
