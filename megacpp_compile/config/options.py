@@ -105,7 +105,8 @@ class Config(_Asked):
             Parameters of fused ops are pinned, to a whole copy on every device where no rule hits them.
         repeated_blocks: compile blocks that repeat in a frame once for each kind, and call that code for each block, in
             place of one graph for all: less to compile, by as much as there are blocks. The frame stays whole, with the
-            reason in the report, where its blocks cannot be told apart from what is around them.
+            reason in the report, where its blocks cannot be told apart from what is around them; under "auto" also
+            where that spares little, or loses fusions across blocks (`frontend/worth_cutting.py`).
         inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`. They override the
             backend's own: `{"static_launch_user_defined_triton_kernels": False}` makes Triton, not torch, launch
             kernels on CUDA.

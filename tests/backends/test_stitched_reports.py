@@ -15,6 +15,8 @@ from megacpp_compile.report.report import Report
 from megacpp_compile.report.summary import headline, saved_bytes
 from megacpp_compile.report.text import plain
 from tests.backends.test_stitched import compiled, step
+from tests.frontend.test_repeated_blocks import Layer, Stack
+from tests.frontend.test_repeated_blocks import ids as token_ids
 from tests.memory.layered import Model, ids
 
 # Of equal layers these differ from the whole's: names in another graph.
@@ -123,3 +125,23 @@ def test_equal_blocks_are_large_enough_for_a_plan_together(no_kernels, monkeypat
     assert small == {"layers.0": False, "layers.4": False}
     (dense,) = (frame.auto for frame in report.frames if frame.block == "layers.0")
     assert dense["latents"]["recomputed"] == 2 * 4, "of each layer two"
+
+
+class Broken(Stack):
+    def forward(self, ids):
+        hidden = super().forward(ids)
+        torch._dynamo.graph_break()
+        return hidden.exp()
+
+
+def test_a_graph_break_and_what_recompiled_are_told_once(no_kernels):
+    torch._dynamo.reset()
+    model = Broken([Layer(i) for i in range(4)])
+    eager = copy.deepcopy(model)
+    with record() as report:
+        call = torch.compile(model, backend="megacpp", options={"repeated_blocks": True}, dynamic=False)
+        for tokens in (token_ids(), token_ids()[:, :4]):
+            torch.testing.assert_close(call(tokens), eager(tokens), rtol=1e-4, atol=1e-5)
+    assert [frame.calls for frame in report.frames if frame.block] == [4, 4]
+    assert len([frame for frame in report.frames if frame.graph_break]) == 2
+    assert len([frame for frame in report.frames if frame.recompiled]) == 2, "before the break, and behind it"
