@@ -135,9 +135,8 @@ class TestLying:
         assert hopper_grouped._lying(narrow) is None and hopper_grouped._lying(narrow, transposed=True)
 
     def test_too_far_apart(self):
-        unit, units, places = hopper_grouped._places((0, 16, 2**36), torch.device("cpu"))
-        assert (unit, units) == (16, 2**32 + 1) and not places.numel()
-        assert units > hopper_grouped.MOST_UNITS
+        assert hopper_grouped._places((0, 16, 2**36)) == (16, 2**32 + 1, (0, 1, 2**32))
+        assert 2**32 + 1 > hopper_grouped.MOST_UNITS
 
     def test_one(self):
         lying = hopper_grouped._lying([torch.empty(24, 64, dtype=BF16)])

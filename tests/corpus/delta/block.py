@@ -116,7 +116,7 @@ class PlainDelta(nn.Module):
         if self.gate_proj is None:
             return self.rates.to(torch.promote_types(u.dtype, torch.float32)) if self.spelling.gate else None
         raw = self.gate_proj(u).to(torch.promote_types(u.dtype, torch.float32))
-        raw = raw.unflatten(-1, (self.shape[1], -1)) if self.spelling.gate == "channel" else raw
+        raw = raw.reshape(*raw.shape[:-1], self.shape[1], -1) if self.spelling.gate == "channel" else raw
         rate = -self.A_log.to(raw.dtype).exp()
         return (rate[:, None] if raw.dim() == 4 else rate) * F.softplus(raw)
 
