@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacpp_compile import record
 from megacpp_compile.passes._frame.sites import OF_AUTOGRAD
+from tests.corpus.delta.block import PlainDelta
 from tests.corpus.retention import PlainRetention, blocks, one_triangle
 from tests.corpus.selective_scans import PlainMamba1
 from tests.frames import largest_error, train
@@ -33,10 +34,16 @@ class GatedNorm(nn.Module):
         return (torch.randn(2, 5, 10, requires_grad=True),)
 
 
+class DeltaChunks(PlainDelta):
+    def example_inputs(self):
+        return super().example_inputs(24)[:1]
+
+
 MODELS = {
     "triangle": lambda: PlainRetention(one_triangle, learned=True),
     "chunks": lambda: PlainRetention(blocks, learned=True, state=True, given=True),
     "steps": PlainMamba1,
+    "delta": DeltaChunks,
     "norm": GatedNorm,
 }
 

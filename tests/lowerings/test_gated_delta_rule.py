@@ -256,11 +256,17 @@ def test_operands_that_do_not_go_together(wrong, words, device):
         gated_delta_rule(q, k, v, g, None, None, cu_seqlens, 1.0, None, chunk, torch.float32)
 
 
-@pytest.mark.parametrize(("gate", "t", "initial"), [("head", 16, True), ("channel", 5, False), ("none", 1, True)])
+@pytest.mark.parametrize(
+    ("gate", "t", "initial", "chunk"),
+    [("head", 16, True, 16), ("channel", 5, False, 64), ("none", 1, True, 32), ("head", 17, False, 64),
+     ("head", 40, True, 32), ("none", 150, False, 16), ("head", 200, False, 16), ("head", 530, True, 64)],
+)  # fmt: skip
 @pytest.mark.parametrize("beta", [False, True], ids=["no_beta", "beta"])
-def test_autograd_on_a_cpu(rand, gate, t, initial, beta):
-    """What autograd makes of steps is the op's backward."""
-    args = as_leaves(rule(rand, torch.float64, gate=gate, t=t, initial=initial, beta=beta))
+def test_autograd_on_a_cpu(rand, gate, t, initial, chunk, beta):
+    """What autograd makes of steps and of chunks is the op's backward."""
+    eps = 1e-6 if beta else None
+    args = as_leaves(rule(rand, torch.float64, gate=gate, t=t, initial=initial, beta=beta, chunk=chunk, eps=eps))
+    assert cpu_autograd.supports("gated_delta_rule", args) is None
     seeds = seeds_for(rand, gated_delta_rule, args, 2)
     got, want = (differentiate(f, args, seeds, 4) for f in (cpu_autograd.gated_delta_rule, gated_delta_rule))
     agree(got, want, 1e-11)
