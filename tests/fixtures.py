@@ -175,7 +175,7 @@ def vectorised():
 
 def held(node):
     """Whether a graph for CPU keeps this op: one that cannot be traced, or that is called as it is."""
-    if any(name in str(node.target) for name in ("fa4_attention", "mtp_loss_gradient")):
+    if any(name in str(node.target) for name in ("fa4_attention", "mtp_loss_gradient", "entering_states")):
         return True
     found = semantic_ops().get(node.target)
     return found is not None and not choose(node.target, "cpu", fx.map_arg(node.args, value)).traced

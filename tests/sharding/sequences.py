@@ -57,6 +57,10 @@ def convolving(**kwargs):
     return Convolving(**kwargs), (torch.randn(2, LENGTH, 12),)
 
 
+def layers():
+    return Layers(), (torch.randn(2, LENGTH, 12),)
+
+
 def selective():
     module = PlainMamba1(einsums)
     return module, module.example_inputs(LENGTH)
@@ -65,7 +69,8 @@ def selective():
 @dataclasses.dataclass(frozen=True)
 class Case:
     """make: a model and its inputs, of which the first is [b, t, ...]. ops: what takes states of the rank before.
-    torchs: whether torch's own context says that sequences are in parts."""
+    torchs: whether torch's own context says that sequences are in parts. kernels: whether Inductor's C++ runs, else what
+    its passes leave runs in eager."""
 
     make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
     ops: tuple[str, ...]
@@ -74,36 +79,45 @@ class Case:
     torchs: bool = False
     dynamic: bool | None = None
     grad: bool = True
+    kernels: bool = False
 
 
 GLA = {"passes": {"gated_linear_attention": True}}
 CASES = {
     "scan": Case(scan, ("ssd_scan",)),
-    "scan_in_two_pieces": Case(scan, ("ssd_scan",), "head_tail"),
+    "scan_in_two_pieces": Case(scan, ("ssd_scan",), "head_tail", kernels=True),
     "scan_under_torchs": Case(scan, ("ssd_scan",), "head_tail", torchs=True),
-    "convolution": Case(convolving, ("causal_conv1d",)),
+    "convolution": Case(convolving, ("causal_conv1d",), kernels=True),
     "convolution_in_two_pieces": Case(convolving, ("causal_conv1d",), "head_tail"),
     "delta_rule": Case(functools.partial(deltas.delta, CHUNKED["rows_in_place"], LENGTH), ("gated_delta_rule",)),
     "delta_rule_of_channels": Case(
-        functools.partial(deltas.delta, CHUNKED["channel_gates"], LENGTH), ("gated_delta_rule",), "head_tail"),
+        functools.partial(deltas.delta, CHUNKED["channel_gates"], LENGTH), ("gated_delta_rule",), "head_tail", kernels=True),
     "linear_attention": Case(
         functools.partial(deltas.linear, LINEAR["one_triangle"], LENGTH), ("gated_linear_attention",), options=GLA),
     "linear_attention_of_channels": Case(
-        functools.partial(deltas.linear, LINEAR["by_token_channel_gates"], 8), ("gated_linear_attention",)),
-    "delta_rule_by_token": Case(functools.partial(deltas.delta, TOKENS["no_gate"], 8), ("gated_delta_rule",)),
+        functools.partial(deltas.linear, LINEAR["by_token_channel_gates"], 8), ("gated_linear_attention",), kernels=True),
+    "delta_rule_by_token": Case(
+        functools.partial(deltas.delta, TOKENS["no_gate"], 8), ("gated_delta_rule",), kernels=True),
     "selective_scan": Case(selective, ("selective_scan",)),
-    "layers": Case(lambda: (Layers(), (torch.randn(2, LENGTH, 12),)), ("causal_conv1d", "ssd_scan"), "head_tail"),
-    "layers_dynamic": Case(lambda: (Layers(), (torch.randn(2, LENGTH, 12),)), ("causal_conv1d", "ssd_scan"), dynamic=True),
-    "inference": Case(scan, ("ssd_scan",), grad=False),
+    "selective_scan_in_two_pieces": Case(selective, ("selective_scan",), "head_tail", kernels=True),
+    "layers": Case(layers, ("causal_conv1d", "ssd_scan"), "head_tail", kernels=True),
+    "layers_dynamic": Case(layers, ("causal_conv1d", "ssd_scan"), dynamic=True, kernels=True),
+    "inference": Case(scan, ("ssd_scan",), grad=False, kernels=True),
 }  # fmt: skip
 
 
 def around() -> Any:
-    return nullcontext()
+    return nullcontext()  # each case says what it is compiled with
 
 
 def run(name: str, mesh: Any) -> dict[str, Any]:
-    case = CASES[name]
+    from tests.fixtures import kernels_left_out
+
+    with nullcontext() if CASES[name].kernels else kernels_left_out():
+        return _run(CASES[name], mesh)
+
+
+def _run(case: Case, mesh: Any) -> dict[str, Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, (x, *others) = case.make()

@@ -11,7 +11,7 @@ pytestmark = [
     *ON_RANKS, pytest.mark.end_to_end,
     pytest.mark.rare(
         "scan", "scan_in_two_pieces", "convolution", "delta_rule_of_channels", "delta_rule_by_token",
-        "linear_attention_of_channels", "layers_dynamic", "inference",
+        "linear_attention_of_channels", "layers_dynamic", "inference", "selective_scan_in_two_pieces",
     ),
 ]  # fmt: skip
 CASES_OF = sequences
