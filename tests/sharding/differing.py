@@ -128,10 +128,6 @@ def _seen(report: Any, want: list[torch.Tensor], got: list[torch.Tensor]) -> dic
     return {"frames": [[f.captured, f.reason] for f in report.frames], "sites": dict(report.counts)}
 
 
-def alike(mesh: DeviceMesh) -> dict[str, Any]:
-    return one_frame(mesh, contextlib.nullcontext)
-
-
 def one_is_refused(mesh: DeviceMesh) -> dict[str, Any]:
     return one_frame(mesh, refuses)
 
@@ -246,7 +242,7 @@ def _error(call: Callable[[], Any]) -> str:
 
 CASES = {
     f.__name__: f
-    for f in (alike, one_is_refused, one_has_a_defect, one_has_other_options, one_is_refused_the_second_time,
+    for f in (one_is_refused, one_has_a_defect, one_has_other_options, one_is_refused_the_second_time,
               one_is_strict_and_refused, one_does_not_come, one_is_refused_later, one_is_refused_when_the_other_went_on, one_compiles_again, under_ddp)
 }  # fmt: skip
 
