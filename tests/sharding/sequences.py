@@ -88,7 +88,7 @@ CASES = {
     "scan_in_two_pieces": Case(scan, ("ssd_scan",), "head_tail", kernels=True),
     "scan_under_torchs": Case(scan, ("ssd_scan",), "head_tail", torchs=True),
     "convolution": Case(convolving, ("causal_conv1d",), kernels=True),
-    "convolution_in_two_pieces": Case(convolving, ("causal_conv1d",), "head_tail"),
+    "convolution_in_two_pieces": Case(convolving, ("causal_conv1d",), "head_tail", kernels=True),
     "delta_rule": Case(functools.partial(deltas.delta, CHUNKED["rows_in_place"], LENGTH), ("gated_delta_rule",)),
     "delta_rule_of_channels": Case(
         functools.partial(deltas.delta, CHUNKED["channel_gates"], LENGTH), ("gated_delta_rule",), "head_tail", kernels=True),
@@ -100,7 +100,7 @@ CASES = {
         functools.partial(deltas.delta, TOKENS["no_gate"], 8), ("gated_delta_rule",), kernels=True),
     "selective_scan": Case(selective, ("selective_scan",)),
     "selective_scan_in_two_pieces": Case(selective, ("selective_scan",), "head_tail", kernels=True),
-    "layers": Case(layers, ("causal_conv1d", "ssd_scan"), "head_tail", kernels=True),
+    "layers": Case(layers, ("causal_conv1d", "ssd_scan"), "head_tail"),
     "layers_dynamic": Case(layers, ("causal_conv1d", "ssd_scan"), dynamic=True, kernels=True),
     "inference": Case(scan, ("ssd_scan",), grad=False, kernels=True),
 }  # fmt: skip
