@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import os
 import pickle
 import tempfile
@@ -34,6 +35,7 @@ from megacpp_compile.frontend.capture import Captured
 from tests.fingerprint import Unkeyed, digest_of_sources, fingerprint
 
 try:
+    from torch.fx import _graph_pickler
     from torch.fx._graph_pickler import GraphPickler
 except ImportError:  # an older torch: nothing is kept
     GraphPickler = None  # type: ignore[assignment,misc]
@@ -168,13 +170,39 @@ def _store(file: Path, key: str, gm: GraphModule) -> None:
         return  # symbols belong to this trace; ops of ours are made by more than MAKERS
     metas = [{k: n.meta[k] for k in _PLAIN if k in n.meta} for n in gm.graph.nodes]
     try:
-        packed = zlib.compress(pickle.dumps((GraphPickler.dumps(gm), metas)), 1)
+        packed = zlib.compress(pickle.dumps((_dumps(gm), metas)), 1)
     except Exception:  # some meta that cannot be written
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as out:
         out.write(f"{key} {zlib.crc32(packed)}\n".encode() + packed)
     os.replace(out.name, file)  # whole or not at all, whoever else writes it
+
+
+class _Pickler(pickle.Pickler):
+    """GraphPickler on Python's own pickler. Where dill is installed torch's is on dill's, which takes as long to write a
+    graph down as it takes to trace it."""
+
+    _PASSTHROUGH_TYPES = getattr(GraphPickler, "_PASSTHROUGH_TYPES", frozenset())
+    reducer_override = getattr(GraphPickler, "reducer_override", None)
+    persistent_id = getattr(GraphPickler, "persistent_id", None)
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.options = _graph_pickler.Options()
+        self._unpickle_state = _graph_pickler._UnpickleStateToken(object())
+        self._meta_tensor_describer = _graph_pickler.MetaTensorDescriber(copy_data=False)
+
+
+def _dumps(gm: GraphModule) -> bytes:
+    """As GraphPickler writes it, and by it where Python's pickler cannot, or this torch has other parts."""
+    slices = getattr(_graph_pickler, "patch_pytree_map_over_slice", contextlib.nullcontext)
+    try:
+        with slices(), io.BytesIO() as file:
+            _Pickler(file).dump(gm)
+            return file.getvalue()
+    except Exception:
+        return GraphPickler.dumps(gm)
 
 
 def _is_symbolic(node: Node) -> bool:

@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacpp_compile.frontend.canonicalize import canonicalize
 from tests import capture, fingerprint
@@ -167,6 +169,16 @@ def test_a_kept_graph_is_the_traced_one(monkeypatch, case):
     fresh = run_graph(module, args)
     assert render(loaded.graph) == render(fresh.graph) and loaded.counts == fresh.counts
     assert bool(loaded.fired) == (case != "near miss")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_graph_is_written_without_dill(monkeypatch, case):
+    module, args = CASES[case]()
+    called = capture.Called(module)
+    graph = capture.traced(called, (*called.state.values(), *args))
+    monkeypatch.setattr(capture.GraphPickler, "dumps", lambda gm: pytest.fail("by torch's pickler"))
+    again = capture.GraphPickler.loads(capture._dumps(graph.gm), FakeTensorMode(shape_env=ShapeEnv()))
+    assert render(again) == render(graph.gm)
 
 
 def test_no_file_is_served_for_another_key(kept_here, monkeypatch):
