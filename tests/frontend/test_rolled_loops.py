@@ -78,8 +78,10 @@ def test_is_traced_once_and_a_second_length_too(name):
         assert {site.pass_name for site in report.sites} == {"token_loop"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SAME)
 def test_batch_that_is_a_symbol_is_traced_once(name):
+    """Which each of them is without, too, at two lengths."""
     report, short = compiled(SAME[name], dynamic_batch=True)
     assert short and {site.pass_name for site in report.sites} == {"token_loop"}
 
