@@ -190,7 +190,7 @@ def test_frames_that_are_compiled_as_they_were_written(monkeypatch):
             with monkeypatch.context() as patch, megacpp_compile.record() as report:
                 if capture is not None:
                     patch.setattr(analysis, "capture", capture)
-                    patch.setattr(analysis, "_nothing_to_do", lambda *_: None)
+                    patch.setattr(analysis, "nothing_to_do", lambda *_: None)
                 torch.compile(Inner(), backend="megacpp", options=options)(*x)
             [row] = report.frames[0].attention
             assert (row["requested"], row["effective"], row["tag"], row["kernel"]) == expected
