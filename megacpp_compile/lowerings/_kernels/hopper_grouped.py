@@ -249,14 +249,10 @@ def _lying(weights: list[Tensor], transposed: bool = False, halves: bool = False
         return None
     begins = addresses(weights)
     begin = min(begins)
-    places = [a - begin for a in begins]
-    if first.dim() == 3:
-        between = first.stride(0) * size
-        places = [a + e * between for a in places for e in range(first.shape[0])]
-    if halves:
-        rows //= 2
-        places = places + [a + rows * step * size for a in places]
-    unit, units, behind = _places(tuple(places))
+    between, each = (first.stride(0) * size, first.shape[0]) if first.dim() == 3 else (0, 1)
+    rows //= 1 + halves
+    half = rows * step * size if halves else 0
+    unit, units, behind = _places(tuple([a - begin for a in begins]), between, each, half)
     aligned = not any(byte % ALIGNED for byte in (begin, unit, step * size, lanes * size))
     if not aligned or units > MOST_UNITS or unit > LARGEST_UNIT:
         return None
@@ -265,9 +261,15 @@ def _lying(weights: list[Tensor], transposed: bool = False, halves: bool = False
 
 
 @functools.lru_cache(256)
-def _places(places: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-    """(bytes of a unit, how many units all span, how many units each lies behind the first), of how many bytes it does.
-    FSDP gathers weights elsewhere in each step: addresses would be others each time."""
+def _places(
+    begins: tuple[int, ...], between: int = 0, each: int = 1, half: int = 0
+) -> tuple[int, int, tuple[int, ...]]:
+    """(bytes of a unit, how many units all span, how many units each lies behind the first). begins: by how many bytes
+    tensors do, of `each` weights with so many bytes `between` them; half: bytes of the first halves of weights, the
+    second of which are weights of their own, if they are. FSDP gathers weights elsewhere in each step: addresses would
+    be others each time."""
+    places = [a + e * between for a in begins for e in range(each)]
+    places += [a + half for a in places] if half else []
     unit = math.gcd(*places) or ANY_UNIT
     behind = tuple(place // unit for place in places)
     return unit, max(behind) + 1, behind
