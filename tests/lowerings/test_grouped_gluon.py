@@ -134,9 +134,14 @@ class TestLying:
         narrow = [w.to(FP8) for w in weights]
         assert hopper_grouped._lying(narrow) is None and hopper_grouped._lying(narrow, transposed=True)
 
-    def test_too_far_apart(self):
-        assert hopper_grouped._places((0, 16, 2**36)) == (16, 2**32 + 1, (0, 1, 2**32))
+    def test_too_far_apart(self, monkeypatch):
+        """Which is known before their places are put on the device."""
+        places = (0, 16, 2**36)
+        assert hopper_grouped._places(places) == (16, 2**32 + 1, (0, 1, 2**32))
         assert 2**32 + 1 > hopper_grouped.MOST_UNITS
+        monkeypatch.setattr(hopper_grouped, "addresses", lambda weights: [*places])
+        monkeypatch.setattr(hopper_grouped, "table", lambda *_: pytest.fail("a table is made"))
+        assert hopper_grouped._lying([torch.empty(24, 64, dtype=BF16) for _ in places]) is None
 
     def test_one(self):
         lying = hopper_grouped._lying([torch.empty(24, 64, dtype=BF16)])

@@ -784,6 +784,10 @@ def test_fires_verified_and_recomputed(name, how):
     assert error <= TOLERANCE[torch.float32], (which, error)
 
 
+def test_sinks_of_rows_of_any_number():
+    assert_dynamic(NAME, *lengths(sinks_of_rows, 2))
+
+
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("body", [gemma, mask_by_values_of_keys])
 def test_numbers_of_a_module_that_are_inputs(body):
