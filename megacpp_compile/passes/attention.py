@@ -225,9 +225,13 @@ def _rewrite(build: Builder, found: Attention, plan: Plan) -> tuple[Node, list[N
 
 def _broadcast(build: Builder, found: Attention, node: Node, dims: Groups) -> Node:
     """What broadcasts to the scores, as it does to the op's four dimensions."""
+    return _spread(build, node, dims, (found.batch, found.heads, found.queries, found.keys))
+
+
+def _spread(build: Builder, node: Node, dims: Groups, over: Groups) -> Node:
+    """`node` in the dimensions `over`, each of which has size 1 where it has none of them."""
     own = {a for d in dims for a in d}
-    wanted = (found.batch, found.heads, found.queries, found.keys)
-    return arrange(build, (node, dims), [group if own & set(group) else () for group in wanted])
+    return arrange(build, (node, dims), [group if own & set(group) else () for group in over])
 
 
 def _sinks(build: Builder, found: Attention, q: Node) -> Node | None:
@@ -236,11 +240,9 @@ def _sinks(build: Builder, found: Attention, q: Node) -> Node | None:
     node, dims = found.scores.sinks
     if node is found.softmax:
         return build(aten.new_zeros.default, q, [length([*found.heads])])
-    own = {a for d in dims for a in d}
-    if own <= {*found.heads}:
+    if {a for d in dims for a in d} <= {*found.heads}:
         return arrange(build, (node, dims), (found.heads,))
-    wanted = (found.batch, found.heads, found.queries)
-    return arrange(build, (node, dims), [group if own & set(group) else () for group in wanted])
+    return _spread(build, node, dims, (found.batch, found.heads, found.queries))
 
 
 def _documents(build: Builder, found: Attention, plan: Plan, q: Node) -> Node | None:

@@ -131,12 +131,6 @@ def _chunks(q: Tensor, k: Tensor, form: _Form) -> Iterator[_Chunk]:
             yield _Chunk(i, slice(first, end), slice(begin, stop), s, capped, hidden)
 
 
-def _of_chunk(sinks: Tensor, i: int, rows: slice) -> Tensor:
-    """Of what broadcasts to [b, h, t], or to [h, t], what does to [h, queries]."""
-    own = sinks if sinks.dim() == 2 else sinks[min(i, sinks.shape[0] - 1)]
-    return own if own.shape[1] == 1 else own[:, rows]
-
-
 def _exp(s: Tensor) -> Tensor:
     """exp(s), in place, with zeros for numbers too small to be normal, which take a CPU several times as long."""
     return torch.threshold_(s, math.log(torch.finfo(s.dtype).tiny), float("-inf")).exp_()
@@ -159,7 +153,7 @@ def attention_in_chunks(
     for i, rows, keys, s, *_ in _chunks(q, k, form):
         most = s.amax(-1)
         if sinks is not None:
-            more = _of_chunk(of_rows(sinks), i, rows).to(dtype)
+            more = of_rows(sinks).expand(lse.shape)[i, :, rows].to(dtype)
             most = torch.maximum(most, more)
         _exp(s.sub_(most[..., None]))
         total = s.sum(-1)
