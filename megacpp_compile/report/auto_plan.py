@@ -66,7 +66,7 @@ class AutoPlan:
     def of_calls(self, calls: int) -> AutoPlan:
         """It for a graph that runs so often in a step; peaks are of all of them already."""
         once = ("taken", "reason", "rates", "peak", "peak_none", "peak_selective", "allowed")
-        return AutoPlan(**{name: value if name in once else _times(value, calls)
+        return AutoPlan(**{name: value if name in once else times(value, calls)
                            for name, value in asdict(self).items()})  # fmt: skip
 
     @property
@@ -105,9 +105,10 @@ class AutoPlan:
         return 100 * (seconds or 0.0) / self.seconds_none if self.seconds_none else 0.0
 
 
-def _times(value: Any, calls: int) -> Any:
+def times(value: Any, calls: int) -> Any:
+    """A number, or those in dicts, of so many calls; what is none stays as it is."""
     if isinstance(value, dict):
-        return {name: _times(part, calls) for name, part in value.items()}
+        return {name: times(part, calls) for name, part in value.items()}
     return calls * value if isinstance(value, (int, float)) else value
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from megacpp_compile.fx.module_names import renamed
-from megacpp_compile.report.auto_plan import AutoPlan
+from megacpp_compile.report.auto_plan import AutoPlan, times
 from megacpp_compile.report.records import Frame, MissedFusion, Site
 
 # Name of a module in the first call -> what that module is called in another.
@@ -27,11 +27,11 @@ def of_all(
         return frame, [*sites], [*misses]
     calls = 1 + len(others)
     whole = replace(
-        frame, calls=calls, passes={name: calls * count for name, count in frame.passes.items()},
+        frame, calls=calls, passes=times(frame.passes, calls),
         expert_loops=calls * frame.expert_loops, recognised=_rows(frame.recognised, others),
         precision=_rows(frame.precision, others), attention=_rows(frame.attention, others),
         modules=frame.modules | {renamed(n, names): kind for names in others for n, kind in frame.modules.items()},
-        remat=frame.remat and {kind: _remat(found, calls) for kind, found in frame.remat.items()},
+        remat=times(frame.remat, calls),
         auto=frame.auto and asdict(AutoPlan(**frame.auto).of_calls(calls)),
     )  # fmt: skip
     return whole, records(sites, others), records(misses, others)
@@ -47,7 +47,3 @@ def records(of: Sequence[Record], others: Sequence[Names]) -> list[Record]:
 
 def _rows(rows: Sequence[dict[str, Any]], others: Sequence[Names]) -> list[dict[str, Any]]:
     return [*rows, *({**row, "fqn": renamed(row["fqn"], names)} for names in others for row in rows)]
-
-
-def _remat(found: Mapping[str, Any], calls: int) -> dict[str, Any]:
-    return {name: calls * value if isinstance(value, (int, float)) else value for name, value in found.items()}
