@@ -113,6 +113,13 @@ def sinks_of_tokens(m, q, k, v):
     return torch.cat([scored(q, k) + m.bias, sinks], -1).softmax(-1)[..., :-1] @ v
 
 
+def transposed_wider(m, q, k, v):
+    """GPT-J's: keys are cast first and transposed then, in one more dtype than the products with values."""
+    k = k.double().transpose(-1, -2)
+    scores = (q.double() @ k * D**-0.5).masked_fill(~causal(q, k.mT), INF)
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
 def sinks_first(m, q, k, v):
     sinks = m.sinks[None, :, None, None].expand(q.shape[0], H, q.shape[2], 1)
     return torch.cat([sinks, scored(q, k)], -1).softmax(-1)[..., 1:] @ v
@@ -633,6 +640,7 @@ SPELLINGS = {
     "widened": (lambda: block(widened, groups=2), "sinks right 0"),
     "sinks_of_rows": (lambda: block(sinks_of_rows, groups=2), "sinks right 0"),
     "sinks_of_tokens": (lambda: block(sinks_of_tokens), "bias sinks"),
+    "transposed_wider": (lambda: block(transposed_wider), "right 0"),
     "sinks_first": (lambda: block(sinks_first), "sinks"),
     "gemma": (lambda: block(gemma), "softcap 50 right 0"),
     "batched": (lambda: block(batched), "right 0"),

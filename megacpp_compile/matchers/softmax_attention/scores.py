@@ -48,15 +48,15 @@ class ScoresReader:
         return stem in self.weights and value(stem).dim() <= 2
 
     def operand(self, node: Node) -> Operand:
-        """A factor of a product, before what repeats it."""
+        """A factor of a product, before what repeats it or casts it to more bits."""
         *views, base = chain(node, VIEWS, is_cast)
-        repeats = [i for i, n in enumerate(views) if _repeats(n)]
-        if not repeats:
+        grown = [i for i, n in enumerate(views) if _repeats(n) or _has_more_bits(n)]
+        if not grown:
             dims = grouped(fresh(n) for n in value(node).shape)
             return Operand(node, dims, dims)
-        base = views[repeats[-1]].args[0]
+        base = views[grown[-1]].args[0]
         own = wide = [fresh(n) for n in value(base).shape]
-        for n in reversed(views[: repeats[-1] + 1]):
+        for n in reversed(views[: grown[-1] + 1]):
             wide = self.view(n, wide)
         return Operand(base, grouped(own), grouped(wide))
 
@@ -288,6 +288,11 @@ def _repeats(node: Node) -> bool:
         return isinstance(node.args[1], int) and len(node.args) > 2
     here, there = value(node).shape, value(node.args[0]).shape
     return node.target in EXPANSIONS and not (len(here) == len(there) and all(map(same_size, here, there)))
+
+
+def _has_more_bits(node: Node) -> bool:
+    """Whether `node` is a cast to a dtype that holds all of its operand's numbers."""
+    return is_cast(node) and value(node).dtype.itemsize > value(node.args[0]).dtype.itemsize
 
 
 def times(node: Any) -> float | None:
