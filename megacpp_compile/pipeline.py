@@ -22,7 +22,7 @@ from megacpp_compile.backends._protocol import Backend, Settings, backend_for
 from megacpp_compile.backends.agreement import Meeting, Outcome, form_of, meeting_of, tells_failures
 from megacpp_compile.backends.cache_hits import cache_hits
 from megacpp_compile.backends.delayed_scaling import thread_amax_history
-from megacpp_compile.backends.serialized import serializable
+from megacpp_compile.backends.serialized import serializable, wanted
 from megacpp_compile.backends.weight_casts import take_casts
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
@@ -35,6 +35,7 @@ from megacpp_compile.frontend import (
     nested_regions,
     rolled_loops,
     tensor_subclasses,
+    triangular_buffers,
     unbacked_shapes,
 )
 from megacpp_compile.frontend.calls_of_blocks import NotCut
@@ -107,12 +108,13 @@ def compile_frame(
         config = dataclasses.replace(config, repeated_blocks=True)
         return compile_frame(regions, example_inputs, config, patches, block, inner_compile)
     follow_sites(gm, config)
+    whole, gm = gm, gm if wanted() else triangular_buffers.as_code(gm, example_inputs)
     before = stages.since_frame_began()
     target = resolve_target(config.target, example_inputs)
     given, config = config, config.without_auto()
     if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
         raise GraphBreakError(cut.place, cut.reason)
-    whole, outputs = gm, dropped_outputs.without(gm, example_inputs, config)
+    outputs = dropped_outputs.without(gm, example_inputs, config)
     gm = (early := ahead_of(outputs.gm)).gm
     conflicts.check(gm, config)
     if not block.checked:

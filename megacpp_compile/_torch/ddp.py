@@ -87,5 +87,10 @@ def keep_together(split: Split, behind: Collection[str]) -> bool:
     return True
 
 
+def writes_buffers() -> bool:
+    """Whether the frame is one of a model in DDP that has all ranks take the buffers of the first before each step."""
+    return getattr(find("torch.nn.parallel.DistributedDataParallel._active_ddp_module"), "broadcast_buffers", False)
+
+
 def _named(node: Any) -> bool:
     return isinstance(getattr(node, "target", None), str)

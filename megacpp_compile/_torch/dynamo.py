@@ -94,6 +94,19 @@ def failed_guard(given: Mapping[str, Any]) -> str:
     return str(found)
 
 
+def guard_of(source: Any, holds: Callable[[Any], bool], says: str) -> Any:
+    """A guard, for `install_guard`, that `holds` of what `source` finds. says: it, in a reason to compile again."""
+
+    def create(builder: Any, guard: Any) -> None:
+        add = builder.get_guard_manager(guard).add_lambda_guard
+        try:
+            add(holds, [says], guard.user_stack)
+        except TypeError:  # until torch 2.12
+            add(holds, [says])
+
+    return source.make_guard(create)
+
+
 def _earlier(given: Mapping[str, Any]) -> Iterable[Any]:
     """What a frame was compiled to before; until torch 2.12 each has the next one."""
     entries = given.get("cache_entries_for_reasons") or given.get("cache_entries")

@@ -228,6 +228,7 @@ _ROWS = (
            "the report does not say which sites are cut", instead=lambda: None),
     Symbol("", "torch._dynamo.backends.distributed.DDPOptimizer.add_param_args", "having DDP cut between sites",
            "its buckets end where they are full, and the report says which sites are cut"),
+    Symbol("", "torch.nn.parallel.DistributedDataParallel._active_ddp_module", "masks in buffers", "DDP writes them"),
     Symbol("dynamo.", "torch._dynamo.convert_frame.CatchErrorsWrapper", "finding the call that a frame is compiled for",
            "every frame counts as a whole model", instead=lambda: _NoInstance),
     Symbol("dynamo.", "torch._dynamo.eval_frame", "finding the call that a frame is compiled for",
