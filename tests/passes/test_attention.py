@@ -120,6 +120,18 @@ def transposed_wider(m, q, k, v):
     return scores.softmax(-1).to(v.dtype) @ v
 
 
+def times_flags(m, q, k, v):
+    """GPT-1's and GPT-2's first: scores times flags, and a number where these are 0."""
+    b = torch.ones(q.shape[2], k.shape[2]).tril()
+    return (scored(q, k) * b - 1e10 * (1 - b)).softmax(-1) @ v
+
+
+def times_flags_and_more(m, q, k, v, seen):
+    """The same with a number that leaves weight, of flags that are handed in."""
+    seen = seen[:, None, None].float()
+    return (seen * scored(q, k) + -1e4 * (1 - seen)).softmax(-1) @ v
+
+
 def sinks_first(m, q, k, v):
     sinks = m.sinks[None, :, None, None].expand(q.shape[0], H, q.shape[2], 1)
     return torch.cat([sinks, scored(q, k)], -1).softmax(-1)[..., 1:] @ v
@@ -641,6 +653,8 @@ SPELLINGS = {
     "sinks_of_rows": (lambda: block(sinks_of_rows, groups=2), "sinks right 0"),
     "sinks_of_tokens": (lambda: block(sinks_of_tokens), "bias sinks"),
     "transposed_wider": (lambda: block(transposed_wider), "right 0"),
+    "times_flags": (lambda: block(times_flags), "right 0"),
+    "times_flags_and_more": (lambda: block(times_flags_and_more, THERE), "mask"),
     "sinks_first": (lambda: block(sinks_first), "sinks"),
     "gemma": (lambda: block(gemma), "softcap 50 right 0"),
     "batched": (lambda: block(batched), "right 0"),

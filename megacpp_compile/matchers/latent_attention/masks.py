@@ -100,7 +100,7 @@ def _parts(node: Node, kind: str) -> list[_Limits]:
 
 def conditions(node: Node, hidden: bool) -> list[_Limits]:
     """The parts of a condition that all have to hold."""
-    if (truth := _truth(node)) is not None:
+    if (truth := truth_of(node)) is not None:
         parts = conditions(truth[0], hidden != truth[1])
         return parts if all(isinstance(p, list) or _is_bool(p[0]) or _is_read(*p) for p in parts) else [(node, hidden)]
     both = [n for n in node.args[:2] if isinstance(n, Node)] if node.target in (OR if hidden else AND) else []
@@ -124,19 +124,19 @@ def _is_read(node: Node, hidden: bool) -> bool:
         return False
 
 
-def _truth(node: Node) -> tuple[Node, bool] | None:
+def truth_of(node: Node) -> tuple[Node, bool] | None:
     """(of 0s and 1s, whether `node` holds where they are 0 and not where they are 1); None where it is none of such."""
     target, args = node.target, node.args
-    if target in NOT and _is_flags(args[0]):
+    if target in NOT and is_flags(args[0]):
         return (args[0], True) if target is aten.logical_not.default or _is_bool(args[0]) else None  # type: ignore[arg-type,return-value]
-    if target in BY_NUMBER and _is_flags(args[0]) and (number := constant(args[1])) is not None:
+    if target in BY_NUMBER and is_flags(args[0]) and (number := constant(args[1])) is not None:
         at = [BY_NUMBER[target](n, number) for n in (0, 1)]  # type: ignore[index]
         return None if at[0] == at[1] else (args[0], at[0])  # type: ignore[return-value]
-    if target is aten.rsub.Scalar and args[1] == 1 and _is_flags(args[0]):
+    if target is aten.rsub.Scalar and args[1] == 1 and is_flags(args[0]):
         return args[0], True  # type: ignore[return-value]
-    if target is aten.sub.Tensor and not node.kwargs and constant(args[0]) == 1 and _is_flags(args[1]):
+    if target is aten.sub.Tensor and not node.kwargs and constant(args[0]) == 1 and is_flags(args[1]):
         return args[1], True  # type: ignore[return-value]
-    return (args[0], False) if target in DTYPES and _is_flags(args[0]) else None  # type: ignore[return-value]
+    return (args[0], False) if target in DTYPES and is_flags(args[0]) else None  # type: ignore[return-value]
 
 
 def _is_ones(node: Any) -> bool:
@@ -144,17 +144,17 @@ def _is_ones(node: Any) -> bool:
     return constant(node) == 1
 
 
-def _is_flags(node: Any) -> bool:
+def is_flags(node: Any) -> bool:
     """Whether all elements of `node` are 0 or 1."""
     if not isinstance(node, Node) or not isinstance(value(node), torch.Tensor):
         return False
     if _is_bool(node) or constant(node) in (0, 1):
         return True
     if node.target in (aten.tril.default, aten.triu.default) or is_through(node):
-        return _is_flags(node.args[0])
+        return is_flags(node.args[0])
     if node.target is aten.mul.Tensor:
-        return all(map(_is_flags, node.args))
-    return node.target in (aten.rsub.Scalar, aten.sub.Tensor) and _truth(node) is not None
+        return all(map(is_flags, node.args))
+    return node.target in (aten.rsub.Scalar, aten.sub.Tensor) and truth_of(node) is not None
 
 
 def _least(found: list[Seen], tokens: Any) -> list[Seen]:
@@ -192,10 +192,10 @@ def added(node: Node) -> list[_Limits]:
             return conditions(node.args[1], True)  # type: ignore[arg-type]
         if is_low(node.args[0]) and constant(node.args[2]) == 0:
             return conditions(node.args[1], False)  # type: ignore[arg-type]
-    if node.target is aten.mul.Tensor and _is_flags(node.args[0]) and is_low(node.args[1]):
+    if node.target is aten.mul.Tensor and is_flags(node.args[0]) and is_low(node.args[1]):
         if constant(node.args[1]) != float("-inf"):  # times 0
             return conditions(node.args[0], True)  # type: ignore[arg-type]
-    if node.target is aten.log.default and _is_flags(node.args[0]):
+    if node.target is aten.log.default and is_flags(node.args[0]):
         return conditions(node.args[0], False)  # type: ignore[arg-type]
     if node.target is aten.triu.default and is_low(node.args[0]):
         return [[beside_diagonal(node).plus(1)]]
@@ -219,7 +219,7 @@ def limits_of(node: Any, hidden: bool) -> list[Sum]:
     if not isinstance(node, Node):
         raise NotRows("it is data")
     target = node.target
-    if (truth := _truth(node)) is not None:
+    if (truth := truth_of(node)) is not None:
         return limits_of(truth[0], hidden != truth[1])
     joined = OR if hidden else AND
     if target in joined:
@@ -233,7 +233,7 @@ def limits_of(node: Any, hidden: bool) -> list[Sum]:
         limit = beside_diagonal(node) if target is aten.tril.default else -beside_diagonal(node)
         if _is_ones(node.args[0]):
             return [(-limit).plus(1) if hidden else limit]
-        if _is_flags(node.args[0]) and not hidden:
+        if is_flags(node.args[0]) and not hidden:
             return [limit, *limits_of(node.args[0], False)]
     if is_through(node):
         return viewed(node, limits_of(node.args[0], hidden))
