@@ -21,7 +21,14 @@ from megacpp_compile.backend import check_torch, raises_own_errors
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import ForwardError, GraphBreakError, NotAModuleError, wrapped_in
-from megacpp_compile.frontend import dropped_outputs, graph_breaks, nested_regions, rolled_loops, unbacked_shapes
+from megacpp_compile.frontend import (
+    dropped_outputs,
+    graph_breaks,
+    nested_regions,
+    rolled_loops,
+    triangular_buffers,
+    unbacked_shapes,
+)
 from megacpp_compile.frontend.hoisted_input_writes import ahead_of
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
@@ -59,7 +66,7 @@ def explain(
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if rolled_loops.rolled(gm):
             return unbacked_shapes.with_few_steps(gm, lambda few: backend(few, example_inputs))
-        gm = nested_regions.inline_regions(gm)
+        gm = triangular_buffers.as_code(nested_regions.inline_regions(gm), example_inputs)
         before = stages.since_frame_began()
         if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
             raise GraphBreakError(cut.place, cut.reason)

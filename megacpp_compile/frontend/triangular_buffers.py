@@ -23,11 +23,11 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.ddp import writes_buffers
 from megacpp_compile._torch.dynamo import guard_of, install_guard
-from megacpp_compile._torch.fakes import FakeTensor
 from megacpp_compile._torch.modes import in_own_thread
 from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
 from megacpp_compile.fx.copies import changed
 from megacpp_compile.fx.edit import dynamo_value
+from megacpp_compile.fx.fake_state import STANDS_FOR
 
 # Numbers of the largest buffer that is looked at, as of 16384 tokens, and of what is compared at once.
 LARGEST, AT_ONCE = 2**28, 2**24
@@ -65,7 +65,8 @@ def as_code(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
 
 def band_of(tensor: Any) -> Band | None:
     """What `tensor` is as a band; None where it is none, or has been written to too often."""
-    if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or type(tensor) not in _PLAIN:
+    tensor = getattr(tensor, STANDS_FOR, tensor)
+    if type(tensor) not in _PLAIN or tensor.device.type == "meta":
         return None
     unlike = tensor.requires_grad or tensor.is_inference() or tensor.is_complex() or tensor.layout != torch.strided
     if unlike or tensor.dim() < 2 or not 3 < tensor.numel() <= LARGEST:

@@ -9,6 +9,9 @@ from torch import nn
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 
+# The attribute of a fake that has the tensor it stands for.
+STANDS_FOR = "_megacpp_stands_for"
+
 
 class fake_state:
     """Inside `with fake_state(model, mode)` the parameters and buffers of `model` are fake tensors of `mode`.
@@ -29,6 +32,7 @@ class fake_state:
             return value
         if id(value) not in self._memo:
             self._memo[id(value)] = value, self._made(value)
+            setattr(self._memo[id(value)][1], STANDS_FOR, value)
         return self._memo[id(value)][1]
 
     def _made(self, value: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,7 @@ def added(s, mask):
 
 SPELLINGS = {
     "nanogpt": lambda: (equal_to_zero, ones(1, 1).float()),
+    "gpt1": lambda: (lambda s, m: s * cut(m, s) + -1e9 * (1 - cut(m, s)), ones(1, 1).float()),
     "gpt2": lambda: (where, ones(1, 1)),
     "above": lambda: (lambda s, mask: s.masked_fill_(cut(mask, s).bool(), -INF), torch.ones(N, N).triu(1)),
     "not_below": lambda: (lambda s, mask: s.masked_fill(cut(mask, s), -1e9), ~ones()),
@@ -104,6 +105,13 @@ def irregular():
     mask = ones().float()
     mask[20, 3] = 0
     return mask
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_explain_sees_the_numbers(device, inputs):
+    draws, x, _ = inputs
+    module = Attention(equal_to_zero, ones().float(), draws).to(device)
+    assert reads_a_mask(megacpp_compile.explain(module, x.to(device))) == (device == "meta")
 
 
 @pytest.mark.parametrize("mask", {
