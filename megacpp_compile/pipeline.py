@@ -40,6 +40,7 @@ from megacpp_compile.frontend import (
 )
 from megacpp_compile.frontend.calls_of_blocks import NotCut
 from megacpp_compile.frontend.hoisted_input_writes import ahead_of
+from megacpp_compile.frontend.later_gradients import LaterGradients, places_of
 from megacpp_compile.frontend.sdpa_regions import restore_sdpa_regions
 from megacpp_compile.fx.provenance import is_backward, is_whole
 from megacpp_compile.lowerings._registry import semantic_ops
@@ -68,6 +69,7 @@ class Block:
     publish: takes what is to be reported of the frame, where it is one of the pieces that one of Dynamo's was cut into.
     others: names of modules in each further call of such a piece, as in `report.equal_calls`.
     model: the whole model, where the frame is known to be a part of it. backend: in the place of the target's.
+    all_gradients: whether what is beside a loss is differentiated with it (`frontend.later_gradients`).
     """
 
     name: str = ""
@@ -79,6 +81,7 @@ class Block:
     others: Sequence[equal_calls.Names] = ()
     model: Any = None
     backend: Backend | None = None
+    all_gradients: bool = False
 
 
 WHOLE = Block()
@@ -115,7 +118,8 @@ def compile_frame(
     if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
         raise GraphBreakError(cut.place, cut.reason)
     outputs = dropped_outputs.without(gm, example_inputs, config)
-    gm = (early := ahead_of(outputs.gm)).gm
+    later = _later(outputs.gm, example_inputs, given, patches, block, inner_compile)
+    gm = (early := ahead_of(later.gm)).gm
     conflicts.check(gm, config)
     if not block.checked:
         rules.check_frame(gm, config)
@@ -124,7 +128,7 @@ def compile_frame(
     if given.repeated_blocks and block.publish is None:
         pieces = _in_pieces(gm, example_inputs, given, target, patches, block, inner_compile)
         if pieces is not None:
-            return serializable(outputs.adapt(early.adapt(pieces)), whole, given, patches)
+            return serializable(outputs.adapt(later.adapt(early.adapt(pieces))), whole, given, patches)
     ranks = meeting_of(gm, frame_name(gm), conflicts.trains(example_inputs), config) if inner_compile is None else None
     boundary = tensor_subclasses.enter(gm, example_inputs, config.strict)
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
@@ -170,8 +174,22 @@ def compile_frame(
     compiled = mixed_documents.watching(compiled, documents, analysis.frame, config, block.model)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
     publish(analysis, config) if block.publish is None else block.publish(analysis)
-    compiled = outputs.adapt(early.adapt(boundary.adapt(compiled)))
+    compiled = outputs.adapt(later.adapt(early.adapt(boundary.adapt(compiled))))
     return compiled if block.publish is not None else serializable(compiled, whole, given, patches)
+
+
+def _later(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any], block: Block,
+    inner_compile: Any,
+) -> LaterGradients:  # fmt: skip
+    """The frame `gm` without gradients of what is seldom asked for any, and what it is compiled by where they are."""
+    whose = dataclasses.replace(block, all_gradients=True)
+
+    def again(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        return compile_frame(graph, examples, config, patches, whose, inner_compile)
+
+    none = block.all_gradients or block.publish is not None or wanted()
+    return LaterGradients(gm, [] if none else places_of(gm, example_inputs), again)
 
 
 def _in_pieces(

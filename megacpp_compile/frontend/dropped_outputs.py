@@ -86,13 +86,13 @@ def without(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> O
     if not config.drop_outputs or not trains or not torch.is_grad_enabled():
         return Outputs(gm, {})
     outputs = gm.graph.output_node().args[0]
-    losses = [n for n in outputs if isinstance(n, Node) and _is_loss(dynamo_value(n))]  # type: ignore[union-attr]
+    losses = [n for n in outputs if isinstance(n, Node) and is_loss(dynamo_value(n))]  # type: ignore[union-attr]
     dropped = {
         i: name for i, node in enumerate(outputs)  # type: ignore[arg-type]
         if isinstance(node, Node) and (name := _dropped(node, losses, config))
     }  # fmt: skip
     if not dropped:
-        beside = [n for n in outputs if isinstance(n, Node) and _computed_from(losses, n)]  # type: ignore[union-attr]
+        beside = [n for n in outputs if isinstance(n, Node) and computed_from(losses, n)]  # type: ignore[union-attr]
         if beside:
             _check_names(config, sorted({re.sub(r"_\d+$", "", n.name) for n in beside}))
         return Outputs(gm, {})
@@ -117,7 +117,7 @@ def _check_names(config: Config, beside: Sequence[str]) -> None:
 def _dropped(output: Node, losses: Sequence[Node], config: Config) -> str:
     """The name by which `output`, or what it is a cast of, is dropped; "" where it stays."""
     nodes = chain(output, lambda n: n.op == "call_method" and n.target in _CASTS)
-    found = (name for n in nodes if isinstance(n, Node) and (name := _named(n, config)) and _computed_from(losses, n))
+    found = (name for n in nodes if isinstance(n, Node) and (name := _named(n, config)) and computed_from(losses, n))
     return "" if output in losses else next(found, "")
 
 
@@ -126,9 +126,9 @@ def _named(node: Node, config: Config) -> str:
     return next((n for n in config.drop_outputs if re.fullmatch(rf"{re.escape(n)}(_\d+)?", node.name)), "")
 
 
-def _is_loss(fake: Any) -> bool:
+def is_loss(fake: Any) -> bool:
     return isinstance(fake, torch.Tensor) and fake.is_floating_point() and same_size(fake.numel(), 1)
 
 
-def _computed_from(losses: Sequence[Node], output: Node) -> bool:
+def computed_from(losses: Sequence[Node], output: Node) -> bool:
     return output not in losses and output in ancestors(losses)

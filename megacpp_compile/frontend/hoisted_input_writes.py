@@ -26,7 +26,7 @@ from megacpp_compile.fx.walks import ancestors, reached
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _DETACHED = ("detach", "_get_data_attr")
-_RANDOM = re.compile("rand|normal_?$|uniform|dropout|bernoulli|multinomial|exponential|cauchy|geometric|poisson|seed")
+RANDOM = re.compile("rand|normal_?$|uniform|dropout|bernoulli|multinomial|exponential|cauchy|geometric|poisson|seed")
 # An autocast or a transform that begins: ahead of it writes would be others.
 _MODE = re.compile("_enter_|.*_increment_nesting$")
 
@@ -107,7 +107,7 @@ def _apart(gm: GraphModule) -> set[Node]:
             recording = bool(node.args[0])
         elif isinstance(dynamo_value(node), _NUMBERS) and given.issuperset(node.all_input_nodes):
             given.add(node)
-        elif node.op in ("call_function", "call_method") and not _RANDOM.search(called(node)):
+        elif node.op in ("call_function", "call_method") and not RANDOM.search(called(node)):
             sources = node.all_input_nodes
             begins = given.issuperset(sources) and (not recording or called(node) in _DETACHED)
             goes_on = any(a in apart for a in sources) and all(
