@@ -94,15 +94,22 @@ def failed_guard(given: Mapping[str, Any]) -> str:
     return str(found)
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def guard_of(source: Any, holds: Callable[[Any], bool], says: str) -> Any:
     """A guard, for `install_guard`, that `holds` of what `source` finds. says: it, in a reason to compile again."""
 
     def create(builder: Any, guard: Any) -> None:
-        add = builder.get_guard_manager(guard).add_lambda_guard
+        # What is behind an accessor is asked at each call; up to torch 2.12 guards on tensors of modules are not, where
+        # no module's dictionary has changed.
+        kind = builder.get_guard_manager_type(guard.originating_source, None)
+        held = builder.get_guard_manager(guard).lambda_manager(_same, says, None, kind)
         try:
-            add(holds, [says], guard.user_stack)
-        except TypeError:  # until torch 2.12
-            add(holds, [says])
+            held.add_lambda_guard(holds, [says], guard.user_stack)
+        except TypeError:  # up to torch 2.12
+            held.add_lambda_guard(holds, [says])
 
     return source.make_guard(create)
 

@@ -193,3 +193,14 @@ def test_without_a_loss_or_gradients(graphs, request):
     assert set(tangents(graphs)) == {2}
     with torch.no_grad():
         assert not torch.compile(module, backend="megacpp")(x, ids)[1].requires_grad
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gradient_of_the_logits_on_cuda(request):
+    """Where a thread of autograd's own comes to compile the frame again."""
+    draws, x, ids = inputs(request.node.name)
+    module, x = Model(draws).cuda(), x.detach().cuda().requires_grad_()
+    assert held_against_eager(module, x, ids.cuda(), loss_alone) == [1, 0]
+    torch._dynamo.reset()
+    assert held_against_eager(module, x, ids.cuda(), both) == [2, 0]

@@ -247,3 +247,14 @@ def test_one_buffer_of_all_layers(inputs):
         3,
         3,
     ]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda(inputs):
+    draws, x, g = (one.detach().cuda() if isinstance(one, torch.Tensor) else one for one in inputs)
+    module = Attention(equal_to_zero, ones().float(), draws).cuda()
+    report, made = compiled(module, x.requires_grad_(), g)
+    assert not reads_a_mask(report)
+    made.mask.fill_(1)
+    torch.testing.assert_close(step(made, x, g), step(module, x, g))
