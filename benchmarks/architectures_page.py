@@ -42,6 +42,8 @@ def page(document: dict[str, Any], picture: str | None) -> str:
     models = document["architectures"]
     runs = Counter(_conditions(model["conditions"]) for model in models)
     parts = [HEAD, "\n".join(f"- {where}: {count} of {len(models)}" for where, count in runs.items()) + "\n"]
+    later = Counter(tuple(run.values()) for model in models if (run := model.get("megacpp", {}).get("peak_run")))
+    parts += [f"- megacpp's peaks: commit {at}, {when}: {n} of {len(models)}\n" for (when, at), n in later.items()]
     parts += [f"![Training steps as ratios to Inductor's]({picture})\n"] if picture else []
     parts.append("\n".join(f"- {text}" for text in summary(models)) + "\n")
     heads = ("architecture", "M parameters", "Inductor", "megacpp", "of Inductor", "policy none", "peak", "first step",
