@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.ddp import writes_buffers
 from megacpp_compile._torch.dynamo import guard_of, install_guard
+from megacpp_compile._torch.guards import TracingContext
 from megacpp_compile._torch.modes import in_own_thread
 from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
 from megacpp_compile.fx.copies import changed
@@ -50,14 +51,15 @@ class Band(NamedTuple):
 def as_code(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
     """Dynamo's graph `gm` itself where no module's tensor in it is a band, else a copy that makes them where they are
     read, and guards on what it knows of them."""
-    if writes_buffers():
+    if writes_buffers() or TracingContext.try_get() is None:
         return gm
     holders = gm.graph.find_nodes(op="placeholder")
-    written = {storage_of(w) for n in gm.graph.nodes for w in written_tensors(n)}
+    kept = {storage_of(w) for n in gm.graph.nodes for w in written_tensors(n)}
+    kept |= {storage_of(n) for n in gm.graph.output_node().all_input_nodes}  # whose memory others see
     found = dict[str, Band]()
     for node, given in zip(holders, example_inputs, strict=True):
         source = getattr(node, "_dynamo_source", None)
-        if node.users and _of_a_module(source) and storage_of(node) not in written and (band := band_of(given)):
+        if node.users and _of_a_module(source) and storage_of(node) not in kept and (band := band_of(given)):
             install_guard(guard_of(source, functools.partial(_still, band), f"{node.name} has the numbers of a band"))
             found[node.name] = band
     return changed(gm, [n for n in holders if n.name in found], lambda n: _compute(n, found[n.name]))

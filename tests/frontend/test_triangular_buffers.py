@@ -219,6 +219,17 @@ def test_a_buffer_that_the_frame_writes_to(inputs):
         torch.testing.assert_close(made.mask, twin.mask)
 
 
+def test_a_buffer_that_is_returned_is_itself(inputs):
+    class Showing(Attention):
+        def forward(self, x):
+            return super().forward(x), self.mask[:3]
+
+    draws, x, _ = inputs
+    made = torch.compile(Showing(equal_to_zero, ones().float(), draws), backend="megacpp")
+    made(x)[1].zero_()
+    assert not made.mask[:3].any()
+
+
 @pytest.mark.parametrize("repeated", [False, True], ids=["whole", "repeated_blocks"])
 def test_each_layer_has_a_buffer(repeated, inputs):
     draws, x, g = inputs

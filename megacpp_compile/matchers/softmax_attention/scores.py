@@ -132,9 +132,9 @@ class ScoresReader:
                 return self.masked(node, a, condition, "seen", b)
             return self.masked(node, b, condition, "hidden", a) if constant(a) is not None else None
         if (hidden := _hidden_by_product(node)) is not None:
-            kept, flags, number = hidden
+            kept, of, flags, number = hidden
             self.inside.append(kept)
-            return self.masked(node, *(kept.args if kept.args[1] is flags else kept.args[::-1]), "seen", number)
+            return self.masked(node, of, flags, "seen", number)
         if target is aten.add.Tensor and not node.kwargs:
             return self.sum(node, *args[:2])
         if target is aten.sub.Tensor and not node.kwargs and (maximum := less_maximum(node)):
@@ -301,9 +301,9 @@ def _has_more_bits(node: Node) -> bool:
     return is_cast(node) and value(node).dtype.itemsize > value(node.args[0]).dtype.itemsize
 
 
-def _hidden_by_product(node: Node) -> tuple[Node, Node, float] | None:
-    """(scores times flags, the flags, the number in the place of scores whose flag is 0) of `s * m - 1e10 * (1 - m)`,
-    m of 0s and 1s."""
+def _hidden_by_product(node: Node) -> tuple[Node, Any, Node, float] | None:
+    """(the product, scores, flags, the number in the place of scores whose flag is 0) of `s * m - 1e10 * (1 - m)`, m of
+    0s and 1s."""
     if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
         return None
     sign = 1 if node.target is aten.add.Tensor else -1
@@ -311,10 +311,10 @@ def _hidden_by_product(node: Node) -> tuple[Node, Node, float] | None:
         number = times(rest)
         if number is None or sign * number >= 0 or getattr(kept, "target", None) is not aten.mul.Tensor:
             continue
-        left = truth_of(rest.args[0])
-        for flags in kept.args if left is not None and left[1] else ():
-            if is_flags(flags) and alike(flags, left[0]):
-                return kept, flags, sign * number
+        of_zeros, left = truth_of(rest.args[0]) or (None, False)
+        for of, flags in (kept.args, kept.args[::-1]) if left else ():
+            if is_flags(flags) and alike(flags, of_zeros):
+                return kept, of, flags, sign * number
     return None
 
 
