@@ -204,16 +204,13 @@ def _in_pieces(
     if count.alone and config.require:
         config = dataclasses.replace(config, require={})  # which all pieces meet together
 
-    def compile_piece(
-        graph: GraphModule, examples: Sequence[Any], piece: stitched.Served
-    ) -> tuple[Callable[..., Any], Counter[str]]:
+    def compile_piece(graph: GraphModule, examples: Sequence[Any], piece: stitched.Served) -> Callable[..., Any]:
         if not piece.name and nothing_to_do(graph, piece.config) is not None:
-            return graph.forward, Counter()  # no more than a call or two is not worth a graph
+            return graph.forward  # no more than a call or two is not worth a graph
         done: Callable[[Analysis], None] = lambda analysis: later.append((analysis, piece))  # noqa: E731
         whose = Block(piece.name, piece.blocks, None, True, required, done, piece.others)
         try:
-            compiled = compile_frame(graph, examples, piece.config, patches, whose, inner_compile)
-            return compiled, Counter(later[-1][0].frame.passes)
+            return compile_frame(graph, examples, piece.config, patches, whose, inner_compile)
         finally:
             stages.frame_goes_on()
 

@@ -47,8 +47,8 @@ class Served:
     others: Sequence[Mapping[str, str]]
 
 
-# (graph of a piece, what it is called with, what it serves) -> what runs in its place, and what fired in it.
-CompilePiece = Callable[[GraphModule, Sequence[Any], Served], tuple[Callable[..., Any], Counter[str]]]
+# (graph of a piece, what it is called with, what it serves) -> what runs in its place.
+CompilePiece = Callable[[GraphModule, Sequence[Any], Served], Callable[..., Any]]
 # (graph, what it is called with, settings) -> what would fire in it.
 Fires = Callable[[GraphModule, Sequence[Any], Config], Counter[str]]
 
@@ -88,26 +88,34 @@ def compile_blocks(
     kinds: dict[Hashable, list[Piece]] = {}
     for piece in pieces:
         kinds.setdefault(piece.kind, []).append(piece)
+
+    def alone(piece: Piece) -> tuple[GraphModule, list[Any]]:
+        return piece.graph_of(gm), [_example(gm, n, given, mode) for n in piece.inputs]
+
+    if auto:
+        _check_across(pieces, kinds, lambda piece, of: fires(*alone(piece), _config_of(of, last, config)))
     runs: dict[Hashable, Callable[..., Any]] = {}
-    fired: dict[Hashable, Counter[str]] = {}
     for kind, (first, *others) in kinds.items():
-        graph = first.graph_of(gm)
+        graph, examples = alone(first)
         if not first.outputs:
-            runs[kind], fired[kind] = graph.forward, Counter()
+            runs[kind] = graph.forward
             continue
-        examples = [_example(gm, n, given, mode) for n in first.inputs]
         blocks = 1 + len(others) if first.name else 0
         own = _config_of(first, last, config)
         names = [first.names_in(other, gm) for other in others]
-        runs[kind], fired[kind] = compile_piece(graph, examples, Served(first.name, blocks, own, names))
-    neighbours = {(a.kind, b.kind): (a, b) for a, b in itertools.pairwise(pieces)} if auto else {}
-    for a, b in neighbours.values():
-        both = a.joined(b)
-        examples = [_example(gm, n, given, mode) for n in both.inputs]
-        found = fires(both.graph_of(gm), examples, _config_of(a, last, config))
-        if across := fires_across(fired[a.kind] + fired[b.kind], found):
-            raise NotCut(f"{across} fires across blocks")
+        runs[kind] = compile_piece(graph, examples, Served(first.name, blocks, own, names))
     return _Stitched(gm, pieces, runs), [_region(like, given, spared) for like in kinds.values() if like[0].name]
+
+
+def _check_across(
+    pieces: Sequence[Piece], kinds: Mapping[Hashable, Sequence[Piece]], fires: Callable[[Piece, Piece], Counter[str]]
+) -> None:
+    """Raises NotCut where a pass finds more in two neighbouring pieces than in one and the other. fires: what passes
+    find in a piece with the settings of another."""
+    fired = {kind: fires(first, first) if first.outputs else Counter[str]() for kind, (first, *_) in kinds.items()}
+    for a, b in {(a.kind, b.kind): (a, b) for a, b in itertools.pairwise(pieces)}.values():
+        if across := fires_across(fired[a.kind] + fired[b.kind], fires(a.joined(b), a)):
+            raise NotCut(f"{across} fires across blocks")
 
 
 def whole(gm: GraphModule, why: str) -> CompiledRegion:
