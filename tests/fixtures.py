@@ -80,8 +80,15 @@ def _enabled_nowhere():
     assert torch.compile is before, "torch.compile is not what it was before the test"
 
 
+@pytest.fixture(scope="session")
+def _installed():
+    """What installed packages register is there before the first test: each would otherwise look for it anew."""
+    _registered.rules()
+    semantic_ops()
+
+
 @pytest.fixture(autouse=True)
-def _registered_nowhere():
+def _registered_nowhere(_installed):
     """Rules and lowerings that a test registers, or an entry point of its own, are gone after it."""
     kept = [(held, held.copy()) for held in (_registered._rules, registered.CODE, registered._loaded, _registry.ADDED)]
     yield
