@@ -153,6 +153,15 @@ def pytest_make_collect_report(collector):
 
 
 @pytest.fixture
+def few_objects():
+    """Garbage is looked for among what the test makes alone: among a worker's millions of objects that takes a second."""
+    gc.collect(1)  # but for the oldest, which would be kept with the rest
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
 def hopper():
     """A driver that names a GPU to compile for; Triton then says what a kernel writes, and nothing runs."""
     from triton.backends.compiler import GPUTarget

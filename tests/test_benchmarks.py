@@ -43,7 +43,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys, no_kernels):
+def run(tmp_path, monkeypatch, capsys, no_kernels, few_objects):
     """Runs the suite in this process; gives its exit code, what it wrote about each subject, and what it printed."""
     # `no_kernels` has no C++ for our rows, and the row of Inductor stops short too.
     monkeypatch.setattr(variants, "VARIANTS", {})
@@ -299,7 +299,7 @@ def test_models_on_xla_are_judged_by_sites_and_errors(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.end_to_end
-def test_coverage_is_what_explain_says_of_the_model():
+def test_coverage_is_what_explain_says_of_the_model(few_objects):
     """One of its rows again, on the releases that it was made with."""
     document = json.loads(coverage.RESULTS.read_text())
     where, wanted = document["conditions"], {model["name"]: model for model in document["models"]}
@@ -530,7 +530,7 @@ def test_rates_are_of_model_flops_and_of_the_slowest_row():
 
 
 @pytest.mark.end_to_end
-def test_whole_path_of_rates_on_one_rank(no_kernels, tmp_path, monkeypatch, capsys):
+def test_whole_path_of_rates_on_one_rank(no_kernels, few_objects, tmp_path, monkeypatch, capsys):
     on_one_rank(monkeypatch)
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     out = tmp_path / "rates.json"

@@ -238,8 +238,7 @@ def test_forward_without_backward_counts(rand):
 
 
 @pytest.mark.end_to_end
-def test_a_model_that_is_gone_leaves_nothing(rand):
-    gc.collect()
+def test_a_model_that_is_gone_leaves_nothing(rand, few_objects):
     before = len(maxima._FRAMES)
     model = Stack(1)
     step(compiled(model), model, *batch(rand))

@@ -194,7 +194,7 @@ def test_inference_keeps_one_orientation(rand, made, monkeypatch):
 
 @pytest.mark.end_to_end
 @on_a_cpu
-def test_nothing_outlives_the_context(rand, monkeypatch):
+def test_nothing_outlives_the_context(rand, few_objects, monkeypatch):
     model = block()
     run, refs, plain = compiled(model), [], cache._made
 

@@ -320,7 +320,7 @@ def files() -> dict[Path, int]:
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("cheap", [cheap for cheap in RUNS if not cheap.startswith("make")])
-def test_it_runs(cheap, tmp_path, no_kernels, monkeypatch):
+def test_it_runs(cheap, tmp_path, no_kernels, few_objects, monkeypatch):
     """In this process and from the repository's root, without code generation, which is not what these are about."""
     monkeypatch.chdir(ROOT)
     made(tmp_path)

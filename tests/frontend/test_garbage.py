@@ -12,9 +12,9 @@ from megacpp_compile.frontend.garbage import no_full_collections
 
 
 @pytest.fixture(autouse=True)
-def thresholds():
+def thresholds(few_objects):
     before = gc.get_threshold()
-    gc.collect()
+    gc.collect()  # from now on Python counts old objects from none
     gc.set_threshold(10, 1, 1)
     yield
     gc.set_threshold(*before)
@@ -32,8 +32,9 @@ def collected():
 
 
 def objects():
-    """More than a quarter of those that there are, from which on Python collects them all."""
-    return [[] for _ in range(len(gc.get_objects()) // 2)]
+    """More than a quarter of those that there are, from which on Python collects them all; so many that while frames are
+    compiled it would, too."""
+    return [[] for _ in range(200_000)]
 
 
 def test_old_objects_wait_and_young_ones_are_collected(collected):

@@ -129,7 +129,7 @@ def test_ranks_take_the_costliest_policy_that_one_of_them_needs(monkeypatch, one
 
 
 @pytest.mark.end_to_end
-def test_out_of_memory_goes_one_lever_on_and_keeps_every_setting(monkeypatch):
+def test_out_of_memory_goes_one_lever_on_and_keeps_every_setting(few_objects, monkeypatch):
     """Regression: a retry once compiled with its defaults, and so without remat."""
     given = []
     monkeypatch.setattr(fit, "compile", lambda model, **settings: given.append(settings))

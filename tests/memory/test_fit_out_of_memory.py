@@ -79,7 +79,7 @@ def model_and_input(device, monkeypatch):
 @pytest.mark.end_to_end
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_next_lever_serves(device, monkeypatch, request):
+def test_the_next_lever_serves(device, few_objects, monkeypatch, request):
     if device == "cpu":
         request.getfixturevalue("no_kernels")
     memory = Saved if device == "cpu" else Allowed
@@ -152,7 +152,7 @@ def test_no_lever_runs_in_eager(estimated, no_kernels):
 
 
 @pytest.fixture
-def small(estimated, monkeypatch):
+def small(estimated, few_objects, monkeypatch):
     """Fitted, and compiled by nothing."""
     monkeypatch.setattr(fit, "compile", lambda model, **_: model)
     return megacpp_compile.fit(Model(1, block=Small), ids(), limit_gib=1.0)

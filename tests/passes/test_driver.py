@@ -312,7 +312,7 @@ def alive(graphs):
 
 
 @pytest.mark.end_to_end
-def test_no_analysis_outlives_its_frame():
+def test_no_analysis_outlives_its_frame(few_objects):
     block = PlainMLA()
     frames = run(block, block.example_inputs())
     graph = weakref.ref(frames.analyses[0].captured.gm.graph)
@@ -321,7 +321,7 @@ def test_no_analysis_outlives_its_frame():
 
 
 @pytest.mark.end_to_end
-def test_nothing_of_the_backend_s_outlives_its_frame(no_kernels, monkeypatch):
+def test_nothing_of_the_backend_s_outlives_its_frame(no_kernels, few_objects, monkeypatch):
     graphs = []
 
     def captured(*args):
