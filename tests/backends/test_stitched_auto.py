@@ -29,6 +29,12 @@ def stack(count):
     return Stack([Layer(i, scale=0.1) for i in range(count)])
 
 
+@pytest.fixture
+def spared(monkeypatch):
+    """A third of the calls suffices: half as many blocks would be cut if nothing stood against it."""
+    monkeypatch.setattr(worth_cutting, "SPARED", worth_cutting.SPARED // 3)
+
+
 def test_many_equal_blocks_are_cut(no_kernels):
     report = reported(stack(16), ids())
     assert blocks(report) == [("layers.0", 16)]
@@ -37,21 +43,21 @@ def test_many_equal_blocks_are_cut(no_kernels):
     assert region.reason.endswith(" calls to compile)")
 
 
-@pytest.mark.parametrize("count", [3, 7, 9])
+@pytest.mark.parametrize("count", [3, 7, 8])
 def test_where_little_is_spared_nothing_is_said(no_kernels, count):
     report = reported(stack(count), ids())
     assert not report.regions and len(report.frames) == 1 and not blocks(report)
 
 
-def test_what_stands_against_it_is_said(no_kernels):
-    assert "verify" in why_whole(reported(stack(16), ids(), verify="each"))
+def test_what_stands_against_it_is_said(no_kernels, spared):
+    assert "verify" in why_whole(reported(stack(8), ids(), verify="each"))
     torch._dynamo.reset()
-    assert "'sharding' and 'policy.peak_gib'" in why_whole(reported(stack(16), ids(), policy={"peak_gib": 4.0}))
+    assert "'sharding' and 'policy.peak_gib'" in why_whole(reported(stack(8), ids(), policy={"peak_gib": 4.0}))
 
 
-def test_blocks_that_hand_on_much_are_one_graph(no_kernels, monkeypatch):
+def test_blocks_that_hand_on_much_are_one_graph(no_kernels, spared, monkeypatch):
     monkeypatch.setattr(worth_cutting, "HANDED_ON", 0.01)
-    assert "of what they make" in why_whole(reported(stack(16), ids()))
+    assert "of what they make" in why_whole(reported(stack(8), ids()))
 
 
 class Overlapping(nn.Module):
@@ -69,9 +75,9 @@ class Overlapping(nn.Module):
         return self.narrow(self.down(x))
 
 
-def test_sites_across_blocks_keep_a_frame_whole(no_kernels):
+def test_sites_across_blocks_keep_a_frame_whole(no_kernels, spared):
     torch.manual_seed(2)
-    model = Stack([Overlapping() for _ in range(14)], dim=6)
+    model = Stack([Overlapping() for _ in range(8)], dim=6)
     report = reported(model, ids())
     assert why_whole(report) == "as one: down_norm_up fires across blocks"
-    assert report.counts["down_norm_up"] == 13 and len(report.frames) == 1
+    assert report.counts["down_norm_up"] == 7 and len(report.frames) == 1
