@@ -13,8 +13,9 @@ PADDING[0, :3] = 0
 TWO_DOCUMENTS = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(2, -1)
 
 
-def model(implementation="sdpa"):
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+def model(implementation="sdpa", layers=1):
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    sizes["num_hidden_layers"] = layers
     return LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation=implementation))
 
 
@@ -48,10 +49,12 @@ def compared(model, **given):
     return seen, [f for f in report.frames if f.name.startswith("create_causal_mask") and f.left_to == "eager"]
 
 
-@pytest.mark.parametrize("given", [{}, {"attention_mask": torch.ones(2, 12, dtype=torch.long)}], ids=["none", "ones"])
-def test_layers_are_handed_no_mask(given):
-    seen, (frame,) = compared(model(), **given)
-    assert seen == [None] * 4 and "is_causal" in frame.reason and not frame.captured
+@pytest.mark.parametrize(("layers", "given"), [
+    (2, {}), (1, {"attention_mask": torch.ones(2, 12, dtype=torch.long)}),
+], ids=["none", "ones"])  # fmt: skip
+def test_layers_are_handed_no_mask(layers, given):
+    seen, (frame,) = compared(model(layers=layers), **given)
+    assert seen == [None] * 2 * layers and "is_causal" in frame.reason and not frame.captured
 
 
 @pytest.mark.parametrize(("implementation", "given", "left"), [
@@ -59,7 +62,7 @@ def test_layers_are_handed_no_mask(given):
 ], ids=["padding", "written out", "documents"])  # fmt: skip
 def test_masks_that_hide_more_are_handed_on(implementation, given, left):
     seen, frames = compared(model(implementation), **given)
-    assert len(seen) == 4 and all(m.shape == (2, 1, 12, 12) for m in seen) and len(frames) == left
+    assert len(seen) == 2 and all(m.shape == (2, 1, 12, 12) for m in seen) and len(frames) == left
 
 
 def test_the_mask_of_a_whole_graph_is_traced():
@@ -75,4 +78,4 @@ def test_other_backends_trace_it_as_before():
     seen = between_layers(both)
     for backend in ("megacpp", "eager", "megacpp"):
         step(torch.compile(both, backend=backend), [*both.parameters()])
-    assert [m is None for m in seen] == [True] * 2 + [False] * 2 + [True] * 2
+    assert [m is None for m in seen] == [True, False, True]

@@ -94,14 +94,14 @@ class Twice(Stack):
 
 
 STACKS = {
-    "layers": lambda: Stack([Nested(i) for i in range(5)]),
-    "a_function": lambda: Handed([Layer(i) for i in range(5)]),
-    "in_checkpoints": lambda: Checkpointed([Nested(i) for i in range(5)]),
-    "with_checkpoints": lambda: Stack([Recomputed(i) for i in range(5)]),
-    "called_twice": lambda: Twice([Nested(i) for i in range(3)]),
-    "in_regions": lambda: Stack([Inner(i) for i in range(5)]),
-    "under_autocast": lambda: Stack([Cast(i) for i in range(5)]),
-    "of_two_kinds": lambda: Stack([Nested(i) if i % 2 else Random(i) for i in range(6)]),
+    "layers": lambda: Stack([Nested(i) for i in range(4)]),
+    "a_function": lambda: Handed([Layer(i) for i in range(3)]),
+    "in_checkpoints": lambda: Checkpointed([Nested(i) for i in range(3)]),
+    "with_checkpoints": lambda: Stack([Recomputed(i) for i in range(3)]),
+    "called_twice": lambda: Twice([Nested(i) for i in range(2)]),
+    "in_regions": lambda: Stack([Inner(i) for i in range(3)]),
+    "under_autocast": lambda: Stack([Cast(i) for i in range(3)]),
+    "of_two_kinds": lambda: Stack([Nested(i) if i % 2 else Random(i) for i in range(4)]),
 }
 
 
@@ -191,9 +191,12 @@ def results(call, model, of, how):
     return [call(of)] if how == "inference" else step(call, model, of)
 
 
+LAYERS = 4
+
+
 def of_latents():
     """Layers of MLA, each a region."""
-    model = Model(5)
+    model = Model(LAYERS)
     for layer in model.layers:
         layer.__class__ = type("Region", (type(layer),), {"forward": region(type(layer).forward)})
     return model
@@ -201,9 +204,9 @@ def of_latents():
 
 def test_explain_sees_every_site():
     report = explain(of_latents(), token_ids())
-    assert report.counts["down_norm_up"] == 2 * 5 and not report.misses
+    assert report.counts["down_norm_up"] == 2 * LAYERS and not report.misses
     assert [site.fqn for site in report.sites if site.fqn.endswith("q_b")] == [
-        f"layers.{i}.attention.q_b" for i in range(5)
+        f"layers.{i}.attention.q_b" for i in range(LAYERS)
     ]
 
 
@@ -218,9 +221,9 @@ def test_sites_and_one_code_for_all_calls(no_kernels):
         call = torch.compile(model, backend="megacpp", fullgraph=True)
         for a, b in zip(step(call, model, token_ids()), step(eager, eager, token_ids()), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert report.counts["down_norm_up"] == 2 * 5 and report.counts["mla_rope_kv"] == 5
+    assert report.counts["down_norm_up"] == 2 * LAYERS and report.counts["mla_rope_kv"] == LAYERS
     assert {site.fqn for site in report.sites if site.pass_name == "mla_rope_kv"} == {
-        f"layers.{i}.attention" for i in range(5)
+        f"layers.{i}.attention" for i in range(LAYERS)
     }
     (found,) = report.regions
-    assert found.reason == "compiled once, called 5 times" and found.fqns[0] == "layers.0"
+    assert found.reason == f"compiled once, called {LAYERS} times" and found.fqns[0] == "layers.0"
