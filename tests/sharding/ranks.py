@@ -334,14 +334,13 @@ def reads_counts():
 
 
 CASES: dict[str, Case] = {
-    "tensor_parallel": Case(tensor_parallel, count_graphs=True),
+    "tensor_parallel": Case(tensor_parallel, batches=(2, 3), count_graphs=True),
     "tensor_parallel_inference": Case(tensor_parallel, torch.inference_mode),
     "tensor_parallel_autocast": Case(
         tensor_parallel, around=lambda: torch.autocast(DEVICE, torch.bfloat16), tolerance=2e-2
     ),
     "tensor_parallel_policy": Case(tensor_parallel, options={"policy": "selective", "verify": "each", "strict": True}),
     "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad),
-    "tensor_parallel_second_batch": Case(tensor_parallel, batches=(2, 3)),
     "tensor_parallel_dynamic": Case(tensor_parallel, dynamic=True, batches=(2, 3)),  # a RecursionError in Inductor
     "written_out": Case(lambda mesh: tensor_parallel(mesh, WrittenOut())),
     "decoding": Case(lambda mesh: tensor_parallel(mesh, Decoding()), torch.no_grad),

@@ -46,7 +46,7 @@ ELSEWHERE = {
     "planned": [{"all_reduce": 4}, {"all_reduce": 6}],
 }
 OTHER_SITES = {
-    "tensor_parallel_second_batch": TWICE,
+    "tensor_parallel": TWICE,
     # Later, Dynamo knows the first batch's size in a frame with DTensors, and compiles for the second anew.
     "tensor_parallel_dynamic": SITES if OLD else TWICE,
     "written_out": SITES | {"attention": 1},
