@@ -69,7 +69,7 @@ def trained(batches):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", HOW)
 def test_sites_and_recompilations_are_those_of_current_scaling(trained, how):
     found = {}
@@ -82,7 +82,7 @@ def test_sites_and_recompilations_are_those_of_current_scaling(trained, how):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", HOW)
 def test_numbers_are_those_of_static_sizes(trained, batches, how):
     """Bit for bit, from the first step, whose scales come from samples; and the past is every batch's."""
@@ -96,7 +96,7 @@ def test_numbers_are_those_of_static_sizes(trained, batches, how):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", HOW)
 def test_as_near_as_current_scaling(trained, batches, how):
     eager = Folded(1)

@@ -143,7 +143,7 @@ def test_through_inductor_s_kernels_and_its_caches(rand):
 
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.end_to_end
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("policy", ["none", "auto", "selective", "full", "regions"])
 def test_whatever_is_recomputed(rand, recipe, policy):

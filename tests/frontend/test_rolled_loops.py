@@ -78,7 +78,7 @@ def test_is_traced_once_and_a_second_length_too(name):
         assert {site.pass_name for site in report.sites} == {"token_loop"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5, unit=9)
 @pytest.mark.parametrize("name", SAME)
 def test_batch_that_is_a_symbol_is_traced_once(name):
     """Which each of them is without, too, at two lengths."""
@@ -143,7 +143,7 @@ def test_checkpointed_block_is_traced_step_by_step(name):
     assert not short
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5, unit=9)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_is_traced_step_by_step(name):
     _, short = compiled(DIFFERENT[name])

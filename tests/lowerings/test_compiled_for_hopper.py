@@ -94,7 +94,7 @@ def compile_for_hopper(name, operands):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "label"), KERNELS, ids=lambda part: part)
 def test_a_kernel(rand, name, label):
     compiled, _ = compile_for_hopper(name, on_hopper(CASES[name][label](rand, torch.bfloat16)))
@@ -119,7 +119,7 @@ IN_GLUON = {("gated_delta_rule", "gate_a_head"): ["walk"], ("gated_delta_rule", 
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("gluon", [True, False], ids=["in_gluon", "in_triton"])
 @pytest.mark.parametrize(("name", "label"), IN_GLUON)
 def test_a_recurrence_over_symbolic_tokens(monkeypatch, name, label, gluon):

@@ -774,7 +774,7 @@ TOO_LOW = {"mask_by_values_of_keys", "one_row_of_documents", "padded_before", "p
 ROUNDED = {name for name in SPELLINGS if name.startswith("normalised_")}
 
 
-@pytest.mark.sampled(4, unit=8)
+@pytest.mark.sampled(8, unit=8)
 @pytest.mark.parametrize("name", sorted({*SPELLINGS} - TOO_LOW - ROUNDED))
 def test_fires_under_autocast(name):
     assert_autocast(NAME, *SPELLINGS[name][0]())
@@ -790,7 +790,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("name", SPELLINGS)
 @pytest.mark.parametrize("how", ["verify", "checkpoint", "full", "selective"])
 def test_fires_verified_and_recomputed(name, how):

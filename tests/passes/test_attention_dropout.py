@@ -429,8 +429,8 @@ def stepped(compiled, x, v):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("how", ["alone", "full", "selective"])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("how", ["selective", "alone", "full"])
 def test_inductor_s_own_code(how):
     """Draws words by Inductor's generator, perhaps in backward again, and drops by them in the code that it compiles: the
     mean of many results is that without dropout."""

@@ -57,7 +57,7 @@ def test_every_scan(name, at_once):
 
 
 @pytest.mark.end_to_end
-@sampled(3, "at_once", [False, True])
+@sampled(4, "at_once", [False, True])
 @pytest.mark.parametrize("name", ["Mamba", "Jamba"])
 def test_in_bfloat16(name, at_once):
     every, misses = fired(run(Logits(name, at_once).bfloat16(), ids()), name, at_once)

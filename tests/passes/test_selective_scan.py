@@ -30,7 +30,7 @@ def test_spellings(form, state):
     assert not {n.target for n in frames.graph.graph.nodes} & {torch.ops.aten.cat.default, torch.ops.aten.stack.default}
 
 
-@sampled(3, "length", [2, 3, 4, 7, 8, 33, 64])
+@sampled(4, "length", [2, 3, 4, 7, 8, 33, 64])
 def test_lengths(length):
     assert_fires(NAME, *block(length=length, state=True), dynamo=True)
 
