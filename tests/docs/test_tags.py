@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import html
 import re
 from collections.abc import Iterator
@@ -20,18 +21,24 @@ from megacpp_compile.report.tags import TAGS, meaning, with_table
 from tests.docs.commands import ROOT
 
 PACKAGE = ROOT / "megacpp_compile"
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")) if path.name != "tags.py"}
 # Where refusals are written as (tag, reason), whatever they are handed to.
 REFUSING = ("matchers", "passes", "frontend")
 # Words beside a sentence there that are no tags, with what they are.
 NO_TAGS = {"attention": "a pass", "spelled out": "a call", "data-dependent": "torch's word", "unbacked": "torch's word"}
+ON_ONE_WORKER = pytest.mark.xdist_group("tags")  # it takes a second to parse the package
 
 
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")) if path.name != "tags.py"}
+
+
+@ON_ONE_WORKER
 def test_every_tag_of_the_code_is_explained_and_no_other():
-    tags = {tag for path, tree in TREES.items() for tag in tags_of(path, tree)} - set(NO_TAGS)
+    tags = {tag for path, tree in trees().items() for tag in tags_of(path, tree)} - set(NO_TAGS)
     tags.update(bodies.TAGS, eligibility.TAGS)
     assert len(tags) > 150 and not [tag for tag in sorted(tags) if meaning(tag) is None]
-    words = {n.value for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    words = {n.value for tree in trees().values() for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     assert not set(TAGS) - words, "explained, and nowhere in the code"
     assert [*TAGS] == sorted(TAGS)
     assert all(one.endswith(".") and "|" not in one for said in TAGS.values() for one in said)
@@ -69,6 +76,7 @@ def plain(row: AttentionSite) -> dict[str, object]:
     return {name: getattr(row, name) for name in row.__dataclass_fields__}
 
 
+@ON_ONE_WORKER
 def test_a_tag_without_a_row_is_seen():
     planted = ast.parse('from a import MatchFailure\nTAG = "new-one"\nMatchFailure(n, TAG, why)\nself.fail(n, "other-one", f"{n} is odd")')
     assert set(tags_of(PACKAGE / "passes" / "planted.py", planted)) == {"new-one", "other-one"}
@@ -88,10 +96,10 @@ def tags_of(path: Path, tree: ast.Module) -> Iterator[str]:
         if refusing and isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and is_sentence(node.value.elts[-1]):
             keys = (target.slice for target in node.targets if isinstance(target, ast.Subscript))
             yield from (key.value for key in keys if isinstance(key, ast.Constant) and is_tag(key.value))
-        if isinstance(node, ast.Call) and (place := PLACES.get(getattr(node.func, "id", ""))) is not None:
+        if isinstance(node, ast.Call) and (place := places().get(getattr(node.func, "id", ""))) is not None:
             given = node.args[place : place + 1] or [k.value for k in node.keywords if k.arg == "tag"]
             for one in ast.walk(given[0]) if given else ():
-                named = own.get(one.id, ALL.get(one.id)) if isinstance(one, ast.Name) else getattr(one, "value", None)
+                named = own.get(one.id, named_constants().get(one.id)) if isinstance(one, ast.Name) else getattr(one, "value", None)
                 if is_tag(named):
                     yield named
 
@@ -115,10 +123,11 @@ def constants(tree: ast.Module) -> dict[str, object]:
     return {t.id: v.value for t, v in pairs if isinstance(t, ast.Name) and isinstance(v, ast.Constant)}
 
 
+@functools.cache
 def places() -> dict[str, int]:
     """Class with a field `tag` -> the field's place."""
     found = {}
-    for one in (n for path, tree in TREES.items() if path.parent.name != "doctor" for n in ast.walk(tree)):
+    for one in (n for path, tree in trees().items() if path.parent.name != "doctor" for n in ast.walk(tree)):
         if isinstance(one, ast.ClassDef):
             fields = [s.target.id for s in one.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
             if "tag" in fields:
@@ -126,5 +135,7 @@ def places() -> dict[str, int]:
     return found
 
 
-ALL = {name: value for tree in TREES.values() for name, value in constants(tree).items() if not name.startswith("_")}
-PLACES = places()
+@functools.cache
+def named_constants() -> dict[str, object]:
+    """Those of all modules."""
+    return {name: value for tree in trees().values() for name, value in constants(tree).items() if not name.startswith("_")}
