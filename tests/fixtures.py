@@ -154,11 +154,10 @@ def pytest_make_collect_report(collector):
 
 @pytest.fixture
 def few_objects():
-    """Garbage is looked for among what the test makes alone: among a worker's millions of objects that takes a second."""
-    gc.collect(1)  # but for the oldest, which would be kept with the rest
+    """Garbage is looked for among what is made from now on: among a worker's millions of objects that takes a second.
+    They stay frozen, as what was imported is, which would come back with them."""
+    gc.collect(1)  # but for the oldest
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -386,7 +386,7 @@ def test_multi_token_prediction_is_scaled_by_what_is_set_behind_forward(compiled
 
 @pytest.mark.parametrize("change", [plain_mla, lambda model: replace_linears(model, "bf16")], ids=["plain_mla", "linears"])
 @pytest.mark.parametrize("how", ["wrapped", "called", "in place", "by blocks"])
-def test_compiled_models_are_refused(change, how, no_kernels):
+def test_compiled_models_are_refused(change, how, no_kernels, few_objects):
     given = model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
     if how in ("wrapped", "called"):
         compiled = torch.compile(model, backend="megacpp")
