@@ -156,7 +156,7 @@ def pytest_make_collect_report(collector):
 def few_objects():
     """Garbage is looked for among what is made from now on: among a worker's millions of objects that takes a second.
     They stay frozen, as what was imported is, which would come back with them."""
-    gc.collect(1)  # but for the oldest
+    gc.collect()  # among what was made since the last of these tests
     gc.freeze()
 
 
