@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -22,6 +23,26 @@ def reached(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[T
         new = [one for one in dict.fromkeys(step(at)) if one not in seen]
         seen.update(new)
         pending += new
+
+
+def levels(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[list[T]]:
+    """`starts`, then all that one `step` leads to from these, all that another leads to, and so on, each once."""
+    level = list(dict.fromkeys(starts))
+    seen = set(level)
+    while level:
+        yield level
+        level = [one for one in dict.fromkeys(one for at in level for one in step(at)) if one not in seen]
+        seen.update(level)
+
+
+def within_steps(start: T, most: int, step: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """`start` and all that at most `most` of `step` lead to, each once, the nearest first."""
+    return itertools.chain.from_iterable(itertools.islice(levels([start], step), most + 1))
+
+
+def nearest(starts: Iterable[T], most: int, step: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """The first `most` of `starts` and all that `step` leads to from these, each once, the nearest first."""
+    return itertools.islice(itertools.chain.from_iterable(levels(starts, step)), most)
 
 
 def near(node: Node, most: int, step: Callable[[Node], Iterable[Node]] = _inputs) -> list[Node]:

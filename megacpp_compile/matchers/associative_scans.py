@@ -10,6 +10,7 @@ products, two that agree on random operands are the same.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import RESHAPES
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.ssd.atoms import number
 from megacpp_compile.matchers.ssd.resize import agree
 from megacpp_compile.matchers.ssd.tensor_algebra import tensors
@@ -56,19 +58,10 @@ def _states(root: Node) -> States | None:
     if not _of_numbers(fake) or fake.dim() < 3 or (number(fake.shape[0]) or 0) < FEWEST:
         return None
     rest = tuple(fake.shape[1:])
-    tree, leaves, pending = set[Node](), list[Node](), [root]
-    while pending:
-        n = pending.pop()
-        if n in tree or n in leaves:
-            continue
-        if _is_of_tree(n, rest):
-            tree.add(n)
-            pending += tensors(n)
-        else:
-            leaves.append(n)
-        if len(leaves) > 2 or len(tree) > MOST_NODES:
-            return None
-    if len(leaves) != 2 or not all(same_shape(n, root) for n in leaves):
+    found = [*itertools.islice(reached([root], lambda n: tensors(n) if _is_of_tree(n, rest) else []), MOST_NODES + 3)]
+    tree = {n for n in found if _is_of_tree(n, rest)}
+    leaves = [n for n in found if n not in tree]
+    if len(leaves) != 2 or len(tree) > MOST_NODES or not all(same_shape(n, root) for n in leaves):
         return None
     for a, b in (leaves, leaves[::-1]):
         if _is_recurrence(root, sorted(tree), a, b, len(rest)):

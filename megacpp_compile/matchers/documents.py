@@ -16,7 +16,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PADS, RESHAPES, UNIT_DIMS
-from megacpp_compile.fx.walks import ancestors, reached
+from megacpp_compile.fx.walks import ancestors, descendants, reached
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.reader.links import through
 
@@ -216,16 +216,8 @@ def _lengths(node: Any) -> Offsets | None:
 
 def _sums_of(lengths: Node) -> list[Node]:
     """The rows of offsets made of `lengths`: 0 and the sums up to each of them."""
-    found, seen, pending = [], {lengths}, [lengths]
-    while pending:
-        for user in pending.pop().users:
-            if user in seen or user.target not in {*IDENTITIES, *CASTS, aten.cumsum.default, *_JOINS}:
-                continue
-            seen.add(user)
-            pending.append(user)
-            if user.target in _JOINS and _sums_before(user, lengths, behind=True):
-                found.append(user)
-    return found
+    made = descendants([lengths], lambda n: n.target in {*IDENTITIES, *CASTS, aten.cumsum.default, *_JOINS})
+    return [n for n in made if n.target in _JOINS and _sums_before(n, lengths, behind=True)]
 
 
 _JOINS = PADS | {aten.cat.default}

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, value
 from megacpp_compile.fx.views import EXPANSIONS
+from megacpp_compile.fx.walks import within_steps
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.recurrences import find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
@@ -31,17 +32,12 @@ def given_decays(view: GraphView) -> Iterator[Node]:
 
 
 def _table_met(state: Node, computed: set[Node]) -> Node | None:
-    seen, pending = {state}, [(state, _BETWEEN)]
-    while pending:
-        node, left = pending.pop(0)
+    for node in within_steps(state, _BETWEEN, lambda n: filter(computed.__contains__, n.all_input_nodes)):
         others = [a for a in node.all_input_nodes if a not in computed]
         if node.target is aten.einsum.default and any(map(_is_given, others)):
             return node
         if node.target is aten.mul.Tensor and of_tensors(node) and any(_of_tokens(a, node) for a in others):
             return node
-        new = [a for a in node.all_input_nodes if a not in seen and a in computed]
-        seen.update(new)
-        pending += [(a, left - 1) for a in new if left]
     return None
 
 

@@ -23,7 +23,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import long_dimensions, of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import is_cast, uncast
-from megacpp_compile.fx.walks import ancestors
+from megacpp_compile.fx.walks import ancestors, within_steps
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
 from megacpp_compile.reader.links import chain
 from megacpp_compile.reader.products import BROADCAST, contraction
@@ -282,14 +282,7 @@ def _corrects(update: _Update, of_one_token: bool = False) -> bool:
 
 def _within(node: Node) -> Iterator[Node]:
     """`node` and the values it is computed from by products, contractions and views; other ops end the walk."""
-    seen, pending = {node}, [(node, _STEPS)]
-    while pending:
-        node, left = pending.pop()
-        yield node
-        if _algebra(node) and left:
-            new = [a for a in node.all_input_nodes if a not in seen]
-            seen.update(new)
-            pending += [(a, left - 1) for a in new]
+    return within_steps(node, _STEPS, lambda n: n.all_input_nodes if _algebra(n) else [])
 
 
 def _contracts(node: Node) -> bool:

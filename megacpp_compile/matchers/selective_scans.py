@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import long_dimensions, value
+from megacpp_compile.fx.walks import descendants, reached
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.associative_scans import States, find_states
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, number
@@ -97,17 +98,10 @@ class _Candidate:
 
     def _read(self) -> tuple[Node, list[Node]] | None:
         """(what a product with the states makes, what the last of them is); None where they are read otherwise."""
-        views, pending, made, finals = set[Node](), [self.states.node], list[Node](), list[Node]()
-        while pending:
-            n = pending.pop()
-            for u in n.users:
-                if u.target in SAME | VIEWS:
-                    views.add(u)
-                    pending.append(u)
-                elif u.target is aten.select.int and u.args[2] in (-1, number(value(n).shape[u.args[1]] - 1)):  # type: ignore[index]
-                    finals.append(u)  # of tokens, which `_proved` holds it to
-                else:
-                    made.append(u)
+        views = list(descendants([self.states.node], lambda u: u.target in SAME | VIEWS))
+        readers = [(u, n) for n in views for u in n.users if u not in views]
+        finals = [u for u, n in readers if _is_last(u, n)]  # of tokens, which `_proved` holds it to
+        made = [u for u, _ in readers if u not in finals]
         if len(made) != 1 or made[0] not in self.algebra.nodes:
             return None
         y = made[0]
@@ -116,7 +110,7 @@ class _Candidate:
                 return None
             self.inside.add(y)
             (y,) = y.users
-        self.inside |= views | {y}
+        self.inside |= {*views[1:], y}
         fewer = y.target in CONTRACTIONS | {aten.sum.dim_IntList}
         return (y, finals) if fewer and long_dimensions(y) < long_dimensions(self.states.node) else None
 
@@ -144,19 +138,13 @@ class _Candidate:
 
     def _beside(self, y: Node) -> list[Node]:
         """What the states are multiplied by on the way to `y`."""
-        pending, seen, found = [y], set[Node](), list[Node]()
-        made = {self.states.node, *self.algebra.descendants(self.states.node)}
-        while pending:
-            n = pending.pop()
-            for a in tensors(n):
-                if a in made:
-                    pending += [a] * (a is not self.states.node and a not in seen)
-                    seen.add(a)
-                else:
-                    leaf, between = operand_of(self.algebra, a)
-                    self.inside |= between
-                    found += [leaf] * (leaf not in found)
-        return found
+        found, made = dict[Node, None](), {self.states.node, *self.algebra.descendants(self.states.node)}
+        way = reached([y], lambda n: [a for a in tensors(n) if a in made and a is not self.states.node])
+        for a in (a for n in way for a in tensors(n) if a not in made):
+            leaf, between = operand_of(self.algebra, a)
+            self.inside |= between
+            found[leaf] = None
+        return list(found)
 
     # -- the proof
 
@@ -205,3 +193,8 @@ def _expected(states: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Te
     """Decays, inputs and results of a selective scan with these states."""
     return {"a": (dt[..., None] * A).exp(), "b": (dt * u)[..., None] * B[:, :, None],
             "y": torch.einsum("btdn,btn->btd", states, C)}  # fmt: skip
+
+
+def _is_last(user: Node, n: Node) -> bool:
+    """Whether `user` is the last entry of `n` along a dimension."""
+    return user.target is aten.select.int and user.args[2] in (-1, number(value(n).shape[user.args[1]] - 1))  # type: ignore[index]

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import FOLDS, PERMUTATIONS, RESHAPES
+from megacpp_compile.fx.walks import within_steps
 from megacpp_compile.matchers.delta_rule.rules import POWERS, ROOTS, RULES, SCATTERS, SOLVES, WHEN
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, LIKE, REPEATS, VIEWS
@@ -207,14 +208,8 @@ def corrects(nodes: list[Node]) -> Node | None:
 
 def _made_of(node: Node, source: Node, inside: Set[Node], steps: int = 8) -> bool:
     """Whether a product leads from `source` to `node` in a few steps, as in a row of forward substitution."""
-    pending, seen = [(node, steps, False)], set[tuple[Node, bool]]()
-    while pending:
-        n, left, product = pending.pop()
-        if n is source and product:
-            return True
-        if n not in inside or not left or (n, product) in seen:
-            continue
-        seen.add((n, product))
-        product |= n.target in PRODUCTS | {aten.mul.Tensor}
-        pending += [(a, left - 1, product) for a in n.all_input_nodes]
-    return False
+    def made_of(at: tuple[Node, bool]) -> list[tuple[Node, bool]]:
+        n, product = at[0], at[1] or at[0].target in PRODUCTS | {aten.mul.Tensor}
+        return [(a, product) for a in n.all_input_nodes] if n in inside else []
+
+    return (source, True) in within_steps((node, False), steps, made_of)

@@ -90,23 +90,12 @@ class Operands:
                 ends.update(dict.fromkeys(a for a in self.algebra.inputs(source) if a not in self.inside))
 
     def _made_of_others(self, ends: Iterable[Node], sources: Set[Node]) -> set[Node]:
-        known: dict[Node, bool] = {}
-
-        def reaches(n: Node) -> bool:
-            """Whether something `n` is made of, beside itself, is a source."""
-            stack = [n]
-            while stack:
-                m = stack[-1]
-                inputs = self.algebra.inputs(m) if m in self.algebra.nodes else []
-                todo = [a for a in inputs if a not in known and a not in sources]
-                if todo:
-                    stack += todo
-                    continue
-                known[m] = any(a in sources or known[a] for a in inputs)
-                stack.pop()
-            return known[n]
-
-        return {n for n in ends if reaches(self.algebra.source(n))}
+        """Those of `ends` that are made of any of `sources` beside their own."""
+        made = set[Node]()
+        for n in sorted(self.algebra.ancestors(sources) & self.algebra.nodes):
+            if any(a in sources or a in made for a in self.algebra.inputs(n)):
+                made.add(n)
+        return {n for n in ends if self.algebra.source(n) in made}
 
     def _last_pieces(self, ends: list[Node]) -> dict[Node, _Piece]:
         """Those of `ends` that are pieces of the last tensor of which several are, and of those that are cut alike: a

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import DETACH, UNIT_DIMS, is_identity
+from megacpp_compile.fx.walks import descendants
 from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.links import above, chain, only_user, onward, through
 
@@ -78,16 +79,13 @@ def without_the_largest(node: Node, of: Node, dim: int) -> tuple[Node, ...] | No
         return None
     if len(largest.args) < 2 or reduced_dims(largest)[0] != [dim]:
         return None
-    found, pending = list[Node](), [largest]
-    while pending:
-        one = pending.pop()
-        found.append(one)  # type: ignore[arg-type]
-        for user in one.users:  # type: ignore[union-attr]
-            if user.target is operator.getitem and user.args[1] == 0 or _is_view(user) or user.target is DETACH:
-                pending.append(user)
-            elif user is not node and not _adds_again(user, node):
-                return None
-    return tuple(found)
+    found = tuple(descendants([largest], _is_same_entry))  # type: ignore[list-item]
+    others = {user for one in found for user in one.users if not _is_same_entry(user)} - {node}
+    return found if all(_adds_again(user, node) for user in others) else None
+
+
+def _is_same_entry(user: Node) -> bool:
+    return user.target is operator.getitem and user.args[1] == 0 or _is_view(user) or user.target is DETACH
 
 
 def is_added_again(log_sum: LogSumExp) -> Node | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Set
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import of_tensors, same_shape, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, REARRANGEMENTS, SHAPE_ONLY, values_read
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.rope.lanes import EMPTY
 
 aten = torch.ops.aten
@@ -28,29 +30,22 @@ def handed_in(graph: fx.Graph, weights: frozenset[Node]) -> set[Node]:
     """Inputs that score products read through products with what is broadcast to them, as heads meet tables: behind a
     graph break queries or keys are inputs of the frame, and where they have no gradient nothing else tells them from
     tables."""
-    found, seen = set[Node](), set[Node]()
-    pending = [a for node in graph.nodes if node.target in _SCORES for a in node.all_input_nodes[:2]]
-    while pending:
-        node = pending.pop()
-        if node in seen or not isinstance(value(node), torch.Tensor | tuple | list):
-            continue
-        seen.add(node)
-        if node.op == "placeholder":
-            fake = value(node)
-            floats = isinstance(fake, torch.Tensor) and (fake.is_floating_point() or fake.is_complex())
-            found |= {node} if floats and fake.dim() > 2 and node not in weights else set()
-        elif node.target is aten.mul.Tensor and of_tensors(node):
-            shape = value(node).shape
-            whole = [a for a in node.all_input_nodes if _has_shape(a, shape)]
-            pending += whole if len(whole) == 1 else []
-        elif node.target in _LINEAR or node.target in REARRANGEMENTS or node.target in COMPOSITE_PERMUTATIONS:
-            pending += node.all_input_nodes
-    return found
+    scored = [a for node in graph.nodes if node.target in _SCORES for a in node.all_input_nodes[:2]]
+    inputs = (n for n in reached(scored, _put_together) if n.op == "placeholder" and n not in weights)
+    return {n for n in inputs if _is_wide(value(n))}
 
 
-def _has_shape(node: Node, shape: torch.Size) -> bool:
-    own = value(node).shape
-    return len(own) == len(shape) and all(map(same_size, own, shape))
+def _put_together(node: Node) -> list[Node]:
+    """What the lanes of `node` may be lanes of."""
+    if node.target is aten.mul.Tensor and of_tensors(node):
+        whole = [a for a in node.all_input_nodes if same_shape(a, node)]
+        return whole if len(whole) == 1 else []
+    linear = node.target in _LINEAR or node.target in REARRANGEMENTS or node.target in COMPOSITE_PERMUTATIONS
+    return [a for a in node.all_input_nodes if isinstance(value(a), torch.Tensor | tuple | list)] if linear else []
+
+
+def _is_wide(fake: Any) -> bool:
+    return isinstance(fake, torch.Tensor) and (fake.is_floating_point() or fake.is_complex()) and fake.dim() > 2
 
 
 def _computed_from(graph: fx.Graph, roots: Set[Node]) -> set[Node]:
@@ -64,22 +59,13 @@ def _computed_from(graph: fx.Graph, roots: Set[Node]) -> set[Node]:
 def _makes_tables(buffer: Node, found: set[Node]) -> bool:
     """Whether all that `found`, which is computed from weights, does with `buffer` is to be multiplied by what is
     computed of it, such as cosines of frequencies some of which are zeros."""
-    pending, seen = [(buffer, False)], set[tuple[Node, bool]]()
-    multiplied = False
-    while pending:
-        at = pending.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        node, computed = at
-        for user in node.users:
-            if user in found:
-                if not computed or user.target is not aten.mul.Tensor:
-                    return False
-                multiplied = True
-            elif user.target not in SHAPE_ONLY:
-                pending.append((user, computed or user.target not in REARRANGEMENTS))
-    return multiplied
+    def onward(at: tuple[Node, bool]) -> list[tuple[Node, bool]]:
+        others = [u for u in at[0].users if u not in found and u.target not in SHAPE_ONLY]
+        return [(u, at[1] or u.target not in REARRANGEMENTS) for u in others]
+
+    way = reached([(buffer, False)], onward)
+    met = {(user, computed) for node, computed in way for user in node.users if user in found}
+    return bool(met) and all(computed and user.target is aten.mul.Tensor for user, computed in met)
 
 
 _SCORES = (aten.scaled_dot_product_attention.default, aten.matmul.default, aten.bmm.default, aten.einsum.default)

@@ -8,12 +8,15 @@ activations, element by element.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.view_chains import beyond_views
+from megacpp_compile.fx.walks import descendants
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.matchers.rope.lanes import is_one
@@ -58,33 +61,17 @@ def _contracts(node: Node) -> bool:
 
 def _makes_angles(parameter: Node) -> bool:
     """Whether all that is computed from `parameter` is angles, whose cosines and sines alone are read."""
-    reached, pending = {parameter}, [parameter]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output" or len(reached) > _MOST:
-                return False
-            if user.target not in _ANGLES and user not in reached:
-                reached.add(user)
-                pending.append(user)
-    return len(reached) > 1 and all(n.users for n in reached)
+    made = list(itertools.islice(descendants([parameter], lambda user: user.target not in _ANGLES), _MOST + 1))
+    return 1 < len(made) <= _MOST and all(n.users for n in made)
 
 
 def _used_as_table(parameter: Node, acts: set[Node]) -> bool | None:
     """None where something computed from `parameter` alone is read in another way than a table is; else whether all of
     it meets activations."""
     wide = sum(not is_one(n) for n in value(parameter).shape) > 1
-    reached, pending, met, rotated, returned = {parameter}, [parameter], False, False, False
-    while pending:
-        for user in pending.pop().users:
-            if user in acts:
-                if user.target not in _MEETS:
-                    return None
-                met = True
-            elif user not in reached:
-                if wide and _contracts(user):
-                    return None
-                returned |= user.op == "output"
-                rotated |= user.target in _FUNCTIONS
-                reached.add(user)
-                pending.append(user)
-    return met and not returned if wide or rotated else None
+    made = set(descendants([parameter], lambda user: user not in acts))
+    met = {user for n in made for user in n.users if user in acts}
+    if any(user.target not in _MEETS for user in met) or wide and any(map(_contracts, made)):
+        return None
+    returned, rotated = any(n.op == "output" for n in made), any(n.target in _FUNCTIONS for n in made)
+    return bool(met) and not returned if wide or rotated else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.mode_states import ModeStates
 from megacpp_compile.fx.views import CASTS, UNIT_DIMS, is_cast
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.rope.lanes import (
     EMPTY,
     MAX_LANES,
@@ -66,25 +67,16 @@ class LaneInterpreter:
 
     def __call__(self, node: Node) -> Lanes | None:
         """The lanes of `node`, or None for a value without a static feature dimension."""
-        if node in self._memo:
-            return self._memo[node]
-        result = None
-        if isinstance(value(node), torch.Tensor):
+        if node not in self._memo and isinstance(value(node), torch.Tensor):
             # Graphs are deep: collect what is needed, then evaluate in graph order, without recursion.
-            order, stack = [], [node]
-            seen = set[Node]()
-            while stack:
-                n = stack.pop()
-                if n in seen or n in self._memo:
-                    continue
-                seen.add(n)
-                order.append(n)
-                if (n.target in self.rules or is_multi(n)) and n not in self.stops and not self.is_table(n):
-                    stack.extend(n.all_input_nodes)
-            for n in sorted(order):
+            for n in sorted(reached([node], self._needed)):
                 self._memo[n] = self._evaluate(n)
-            result = self._memo[node]
-        return result
+        return self._memo.get(node)
+
+    def _needed(self, n: Node) -> list[Node]:
+        """What has to be evaluated for `n`."""
+        read = (n.target in self.rules or is_multi(n)) and n not in self.stops and not self.is_table(n)
+        return [a for a in n.all_input_nodes if a not in self._memo] if read else []
 
     def opaque(self, node: Node) -> bool:
         """Whether `node` was taken as a source rather than interpreted."""
@@ -92,21 +84,13 @@ class LaneInterpreter:
 
     def cone(self, root: Node) -> set[Node]:
         """The interpreted nodes `root` is made of, itself included."""
-        found, stack = set(), [root]
-        while stack:
-            n = stack.pop()
-            if (
-                n in found
-                or n not in self.activations
-                or self.opaque(n)
-                or self._memo.get(n) is None
-                and not is_multi(n)
-            ):
-                continue
-            found.add(n)
-            if n.target not in EMPTY:  # its argument lends shape and dtype only
-                stack.extend(n.all_input_nodes)
-        return found
+        def interpreted(nodes: Iterable[Node]) -> list[Node]:
+            own = [n for n in nodes if n in self.activations and not self.opaque(n)]
+            return [n for n in own if self._memo.get(n) is not None or is_multi(n)]
+
+        # The argument of an empty one lends shape and dtype only.
+        way = reached(interpreted([root]), lambda n: interpreted(n.all_input_nodes) if n.target not in EMPTY else [])
+        return set(way)
 
     def source_id(self, source: Source) -> int:
         source = dataclasses.replace(source, node=self._numbering.leader(source.node))

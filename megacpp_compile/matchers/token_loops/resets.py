@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import REARRANGEMENTS
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers.documents import is_constant
 from megacpp_compile.matchers.latent_attention.core import WHERES
 from megacpp_compile.matchers.linear import is_projection
@@ -68,16 +70,7 @@ def _from_one(node: Node) -> Any:
 
 def cleared_in_front(nodes: Iterable[Node]) -> bool:
     """Whether flags of the model's clear anything that `nodes` are computed from, behind the projections."""
-    pending = list(nodes)
-    seen = set(pending)
-    while pending and len(seen) < _MOST:
-        node = pending.pop()
-        if clears(node):
-            return True
-        new = [a for a in node.all_input_nodes if a not in seen and not is_projection(a)]
-        seen.update(new)
-        pending += new
-    return False
+    return any(map(clears, itertools.islice(ancestors(nodes, lambda a: not is_projection(a)), _MOST)))
 
 
 def _is_nothing(given: Any) -> bool:

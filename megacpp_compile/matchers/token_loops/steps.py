@@ -133,18 +133,13 @@ class _Steps:
     def _of_tokens(self, made: list[Node]) -> bool:
         """Whether any position that `made`, of one step, comes from is one of a tensor of several dimensions, and none
         of its operands is one of as many parts of another: a state that goes from chunk to chunk."""
-        pending, seen, found = list(made), set(made), False
-        while pending:
-            node = pending.pop()
-            if node in self.reads:
-                found = found or value(self.reads[node].source).dim() > 1
-                continue
-            if any(a not in self.step and part_of_several(a) == self.count for a in node.all_input_nodes):
-                return False
-            new = [a for a in node.all_input_nodes if self.step.get(a) == self.step[node] and a not in seen]
-            seen.update(new)
-            pending += new
-        return found
+        def of_step(n: Node) -> list[Node]:
+            return [a for a in n.all_input_nodes if self.step.get(a) == self.step[n]] if n not in self.reads else []
+
+        way = list(reached(made, of_step))
+        given = {a for n in way if n not in self.reads for a in n.all_input_nodes if a not in self.step}
+        of_tokens = any(value(self.reads[n].source).dim() > 1 for n in way if n in self.reads)
+        return of_tokens and not any(part_of_several(a) == self.count for a in given)
 
     def _ahead(self, state: Node) -> list[Node]:
         """What the next step makes of `state`, in graph order."""

@@ -16,6 +16,7 @@ from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.fx.walks import descendants
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.matchers._match import MatchFailure
@@ -40,13 +41,10 @@ def saved_elsewhere(view: GraphView, x: Node, linears: Iterable[Node]) -> MatchF
     base, asking = storage_owner(x), set(linears)
     if base.op != "call_function":
         return MatchFailure(x, "input", "its input is one of the frame, whose caller holds it")
-    pending = [base]
-    while pending:
-        for user in pending.pop().users:
-            if storage_owner(user) is base:
-                pending.append(user)
-            elif user not in asking and not _keeps_nothing(view, user, base):
-                return MatchFailure(user, "alive", _why(user))
+    memory = list(descendants([base], lambda user: storage_owner(user) is base))
+    for user in (user for n in memory for user in n.users if user not in memory and user not in asking):
+        if not _keeps_nothing(view, user, base):
+            return MatchFailure(user, "alive", _why(user))
     if _keeps_its_result(base, view.fake_mode):
         made = f"{name_of(_made_by(base)[0])}, which made its input"
         return MatchFailure(base, "alive", f"{made}, keeps it for its own backward")

@@ -6,7 +6,8 @@ before its residual, the norm of queries or keys over the whole width. A report 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.fx import Node
@@ -15,6 +16,7 @@ from megacpp_compile.frontend.dtensors import described
 from megacpp_compile.frontend.tensor_subclasses import LINEARS
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import is_reshape
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear, match_projection
@@ -40,18 +42,18 @@ _STEPS = 32  # nodes of one normalisation
 
 def after_a_latent(source: Node, up: Linear) -> bool:
     """Whether `source`, which `up` projects, is some normalisation of a latent, and no residual stream."""
-    stack, seen = [source], set[Node]()
-    while stack and len(seen) < _STEPS:
-        node = stack.pop()
-        if node in seen or node.op != "call_function" or any(map(is_residual, node.users)):
-            continue
-        seen.add(node)
-        if isinstance(value(node), torch.Tensor) and value(node).dim() and (latent := latent_of(node)) is not None:
-            if latent.narrows(up):
-                return True
-        elif _name(node) in _ARITHMETIC and not is_residual(node) or is_cast(node) or is_reshape(node):
-            stack += node.all_input_nodes
-    return False
+    def inner(nodes: Iterable[Node]) -> list[Node]:
+        return [n for n in nodes if n.op == "call_function" and not any(map(is_residual, n.users))]
+
+    def latent_at(node: Node) -> Latent | None:
+        return latent_of(node) if isinstance(value(node), torch.Tensor) and value(node).dim() else None
+
+    def made_of(node: Node) -> list[Node]:
+        seen = _name(node) in _ARITHMETIC and not is_residual(node) or is_cast(node) or is_reshape(node)
+        return inner(node.all_input_nodes) if seen and latent_at(node) is None else []
+
+    found = map(latent_at, itertools.islice(reached(inner([source]), made_of), _STEPS))
+    return any(latent is not None and latent.narrows(up) for latent in found)
 
 
 def beside_no_path(norm: RmsNorm, up: Linear) -> MatchFailure | None:

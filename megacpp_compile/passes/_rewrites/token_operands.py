@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import Builder, same_size, same_sizes, value
 from megacpp_compile.fx.filled import is_filled, padded_with
 from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, PARTS, SPLITS
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.ssd.atoms import Atom, flat
@@ -201,16 +203,11 @@ def _has_own(decay: Node) -> bool:
 
 def _bounded(build: Builder, logarithm: Node) -> Node:
     """A decay's logarithm that is no infinity, as one is where a document begins, and no sum of which becomes one."""
-    pending, seen = [logarithm], {logarithm}
-    while pending and len(seen) < 200:
-        node = pending.pop()
+    for node in itertools.islice(ancestors([logarithm], lambda a: not is_projection(a)), 200):
         fills = [number_of(a) for a in node.args if not isinstance(a, (Node, list, tuple)) and a is not None]
         low = any(fill is not None and fill < _NOTHING for fill in fills)
         if node.target is aten.log.default or low and isinstance(value(node), torch.Tensor):
             return build(aten.clamp_min.default, logarithm, _NOTHING)
-        new = [a for a in node.all_input_nodes if a not in seen and not is_projection(a)]
-        seen.update(new)
-        pending += new
     return logarithm
 
 
