@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.walks import descendants
+
 aten = torch.ops.aten
 
 
@@ -17,14 +19,8 @@ def overwritable(tensor: Any, reader: Node) -> bool:
     base = memory_of(tensor)
     if not isinstance(base, Node) or base.op != "call_function":
         return False
-    pending = [base]
-    while pending:
-        for user in pending.pop().users:
-            if user is not reader and _viewed(user) is not None:
-                pending.append(user)
-            elif user > reader:
-                return False
-    return True
+    memory = list(descendants([base], lambda user: user is not reader and _viewed(user) is not None))
+    return not any(user > reader for n in memory for user in n.users if user not in memory)
 
 
 def memory_of(tensor: Any) -> Any:

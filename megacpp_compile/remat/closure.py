@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.fx.views import is_view
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.remat.plan import FREE, MUST_RECOMPUTE, RECOMPUTE, SAVE, Plan
 
 _ROUNDS = 8
@@ -34,20 +35,10 @@ def settle(forward: Sequence[Node], needed: Sequence[Node], decisions: dict[Node
 
 def _closure(forward: Sequence[Node], needed: Sequence[Node], decisions: Mapping[Node, str]) -> Plan:
     """The decisions of what backward reads, and of what it takes to recompute that."""
-    found: dict[str, set[Node]] = {SAVE: set(), RECOMPUTE: set(), FREE: set()}
-    todo, seen = list(needed), set(needed)
-    while todo:
-        node = todo.pop()
-        decision = decisions.get(node)
-        if decision is None:
-            continue  # an input of the graph
-        found[RECOMPUTE if decision == MUST_RECOMPUTE else decision].add(node)
-        if decision != SAVE:
-            new = [a for a in node.all_input_nodes if a not in seen]
-            seen.update(new)
-            todo.extend(new)
-    saved, recomputed, free = ([n for n in forward if n in found[d]] for d in (SAVE, RECOMPUTE, FREE))
-    return Plan(saved, recomputed, free)
+    decided = decisions.get  # of an input of the graph nothing is
+    way = set(reached(needed, lambda n: n.all_input_nodes if decided(n) not in (None, SAVE) else []))
+    kinds = ((SAVE,), (RECOMPUTE, MUST_RECOMPUTE), (FREE,))
+    return Plan(*([n for n in forward if n in way and decided(n) in kind] for kind in kinds))
 
 
 def _saved_instead(plan: Plan, needed: set[Node]) -> Iterable[Node]:

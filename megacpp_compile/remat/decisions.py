@@ -19,6 +19,7 @@ from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.fx.sizes import elements, nbytes
 from megacpp_compile.fx.view_chains import base_of, beyond_views
 from megacpp_compile.fx.views import is_cast, is_view
+from megacpp_compile.fx.walks import ancestors, reached
 from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.remat.nodes import is_core, is_gemm, is_pinned, is_selection
 from megacpp_compile.remat.plan import FREE, RECOMPUTE, SAVE, BlockRef, last_layer, leaves_layer
@@ -145,17 +146,8 @@ class SaveDecisions:
 
     def _depends_on_core(self, node: Node) -> bool:
         """Whether it depends on a core of its own block."""
-        block, todo = self.blocks[node], list(node.all_input_nodes)
-        seen: set[Node] = set()
-        while todo:
-            a = todo.pop()
-            if a in seen or a not in self.inner or self.blocks[a] != block:
-                continue
-            if is_core(a):
-                return True
-            seen.add(a)
-            todo.extend(a.all_input_nodes)
-        return False
+        before = ancestors([node], lambda a: a in self.inner and self.blocks[a] == self.blocks[node])
+        return any(is_core(a) for a in before if a is not node)
 
 
 def checkpointed(node: Node) -> str | None:
@@ -216,13 +208,6 @@ def _put_together(node: Any) -> Iterator[Node]:
 
 def selection_inputs(forward: Iterable[Node]) -> set[Node]:
     """The values that selections choose by, back to the GEMM that computes the scores; views are left out."""
-    found: set[Node] = set()
-    todo = [a for n in forward if is_selection(n) for a in n.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node.op != "call_function" or node in found:
-            continue
-        found.add(node)
-        if not is_gemm(node) and not is_core(node):
-            todo.extend(node.all_input_nodes)
-    return {n for n in found if not is_view(n)}
+    chosen_by = [a for n in forward if is_selection(n) for a in n.all_input_nodes]
+    found = reached(chosen_by, lambda n: n.all_input_nodes if not is_gemm(n) and not is_core(n) else [])
+    return {n for n in found if n.op == "call_function" and not is_view(n)}

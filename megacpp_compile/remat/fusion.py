@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.sizes import nbytes
+from megacpp_compile.fx.walks import reached
 
 # How many kernels back a node may join. Inductor looks farther back, and finds less there.
 _WINDOW = 32
@@ -150,15 +151,7 @@ def _bytes(piece: Memory) -> int:
 
 def _between(group: int, sources: set[int], needs: Sequence[set[int]]) -> bool:
     """Whether one of the kernels `sources` other than `group` depends on `group`."""
-    todo, seen = [s for s in sources if s != group], set[int]()
-    while todo:
-        i = todo.pop()
-        if i == group:
-            return True
-        if i not in seen:
-            seen.add(i)
-            todo += needs[i]
-    return False
+    return group in reached(sources - {group}, needs.__getitem__)
 
 
 def _sorted(needs: Sequence[set[int]]) -> list[int]:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.remat.fusion import Memory
 from megacpp_compile.remat.joint_graph import backward_nodes, joint
 from megacpp_compile.remat.liveness import Facts, Run
@@ -117,14 +118,9 @@ class PeakModel:
 def _as_autograd(backward: Sequence[Node], recomputed: Sequence[Node]) -> Iterator[Node]:
     """Backward nodes, and before each the nodes recomputed for it."""
     position = {n: i for i, n in enumerate(recomputed)}
-    done: set[Node] = set()
+    left = set(recomputed)
     for node in backward:
-        todo, found = [node], set[Node]()
-        while todo:
-            for a in todo.pop().all_input_nodes:
-                if a in position and a not in done and a not in found:
-                    found.add(a)
-                    todo.append(a)
-        done |= found
+        found = {*ancestors([node], left.__contains__)} - {node}
+        left -= found
         yield from sorted(found, key=position.__getitem__)
         yield node
