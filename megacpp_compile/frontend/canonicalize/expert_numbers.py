@@ -11,6 +11,7 @@ from torch.fx import Node
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import Builder, same_size, value
+from megacpp_compile.fx.walks import descendants
 
 aten = torch.ops.aten
 _KEEPS = (aten.select.int, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.view.default,
@@ -22,16 +23,12 @@ def expert_numbers(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     """Replace what reads an entry, and not what marks it, by what reads a number."""
     for entry in assumptions.experts(graph):
         number = entry.args[1]
-        pending = [entry]
-        while pending:
-            tensor = pending.pop()
+        for tensor in descendants([entry], _is_same_number):
             for user in list(tensor.users):
                 build = Builder(graph, fake_mode, user, user)
-                if user.target is assumptions.iteration:
+                if user.target is assumptions.iteration or _is_same_number(user):
                     continue
-                if user.target in _KEEPS and same_size(value(user).numel(), 1) and not value(user).is_floating_point():
-                    pending.append(user)
-                elif (new := _by_number(build, user, tensor, number)) is not None:
+                if (new := _by_number(build, user, tensor, number)) is not None:
                     user.replace_all_uses_with(new)
                     graph.erase_node(user)
                     _drop_squeezes(new)
@@ -39,6 +36,10 @@ def expert_numbers(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
                     fake = value(tensor)
                     full = build(aten.full.default, list(fake.shape), number, dtype=fake.dtype, device=fake.device)
                     user.replace_input_with(tensor, full)
+
+
+def _is_same_number(user: Node) -> bool:
+    return user.target in _KEEPS and same_size(value(user).numel(), 1) and not value(user).is_floating_point()
 
 
 def _by_number(build: Builder, user: Node, tensor: Node, number: Any) -> Node | None:

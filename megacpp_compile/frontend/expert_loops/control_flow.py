@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from megacpp_compile.fx.walks import reached
 
 _JUMPS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE")
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", *_JUMPS)
@@ -39,38 +41,28 @@ def meeting(instructions: Sequence[Any], jump: Any) -> Any:
 
 def _always(instructions: Sequence[Any], start: int, there: int, branch: int) -> bool:
     """Whether every way from `start` comes to `there`, and to no loop's head from before `branch` ahead of that."""
-    index = _index(instructions)
-    pending, seen = [start], set[int]()
-    while pending:
-        at = pending.pop()
-        if at == there or at in seen:
-            continue
-        seen.add(at)
-        inst = instructions[at]
-        ends = inst.opname in _ENDS and inst.opname not in _JUMPS
-        if ends or at <= branch:
-            return False
-        pending += [] if inst.opname in _ENDS else [at + 1]
-        pending += [index[id(inst.target)]] if inst.target is not None else []
-    return True
+    following = _following(instructions)
+    way = reached([start], lambda at: following(at) if at != there else [])
+    return not any(at <= branch or not following(at) for at in way if at != there)
 
 
 def _leads_to(instructions: Sequence[Any], start: Any, end: Any) -> bool:
     """Whether the way from `start` comes to `end` further on, without going back."""
+    following, index = _following(instructions), _index(instructions)
+    last = index[id(end)]
+    return last in reached([index[id(start)]], lambda at: [way for way in following(at) if at < way <= last])
+
+
+def _following(instructions: Sequence[Any]) -> Callable[[int], list[int]]:
+    """Of an instruction's place, those of what may come next."""
     index = _index(instructions)
-    pending, seen, last = [index[id(start)]], set[int](), index[id(end)]
-    while pending:
-        at = pending.pop()
-        if at == last:
-            return True
-        if at in seen or at > last:
-            continue
-        seen.add(at)
+
+    def following(at: int) -> list[int]:
         inst = instructions[at]
-        ways = [] if inst.opname in _ENDS else [at + 1]
-        ways += [index[id(inst.target)]] if inst.target is not None else []
-        pending += [way for way in ways if way > at]
-    return False
+        jumps = [index[id(inst.target)]] if inst.target is not None else []
+        return jumps if inst.opname in _ENDS else [at + 1, *jumps]
+
+    return following
 
 
 def _arrival(instructions: Sequence[Any], inst: Any) -> Any:

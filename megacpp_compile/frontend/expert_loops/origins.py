@@ -5,14 +5,14 @@ What it says is for matchers to show.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import called
-from megacpp_compile.fx.walks import ancestors
+from megacpp_compile.fx.walks import ancestors, nearest
 from megacpp_compile.reader.links import through
 
 MOST = 1024  # experts whose iterations are traced
@@ -63,17 +63,20 @@ def listed(node: Node, fake: torch.Tensor) -> int | None:
 
 def about_tokens(node: Node) -> bool:
     """Whether `node` is computed, not far back, from which token chose which expert."""
-    seen, pending = set[Node](), [node]
-    while pending and len(seen) < _NEAR:
-        node = pending.pop(0)
-        if node not in seen and node.op in ("call_function", "call_method"):
-            seen.add(node)
-            if _name(node) in _SELECTS and (_name(node) != "eq" or _of_choices(node)):
-                return True
-            if any(_name(u) in _WRITES and u.args[0] is node for u in node.users):
-                return True
-            pending.extend(node.all_input_nodes)
+    for n in _near(node, lambda n: True):
+        if _name(n) in _SELECTS and (_name(n) != "eq" or _of_choices(n)):
+            return True
+        if any(_name(u) in _WRITES and u.args[0] is n for u in n.users):
+            return True
     return False
+
+
+def _near(node: Node, within: Callable[[Node], bool]) -> Iterator[Node]:
+    """`node` and the calls that it is computed from by way of such of which `within` holds, not far back."""
+    def calls(nodes: Iterable[Node]) -> list[Node]:
+        return [n for n in nodes if n.op in ("call_function", "call_method")]
+
+    return nearest(calls([node]), _NEAR, lambda n: calls(n.all_input_nodes) if within(n) else [])
 
 
 def _of_choices(eq: Node) -> bool:
@@ -112,16 +115,7 @@ def some_when(node: Node, number: tuple[Node, Any] | None) -> bool:
 
 def _choosable(counts: Node) -> int:
     """Among how many experts the choices that `counts` tells were made; 0 where that cannot be seen."""
-    seen, pending = set[Node](), [counts]
-    while pending and len(seen) < _NEAR:
-        node = pending.pop(0)
-        if node not in seen and node.op in ("call_function", "call_method"):
-            seen.add(node)
-            if experts := _scores(node):
-                return int(experts)
-            if _name(node) in _TELLS:
-                pending.extend(node.all_input_nodes)
-    return 0
+    return next((int(experts) for n in _near(counts, lambda n: _name(n) in _TELLS) if (experts := _scores(n))), 0)
 
 
 def _name(node: Node) -> str:

@@ -16,6 +16,7 @@ from torch.fx import Node
 from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch import variables
 from megacpp_compile.fx import assumptions
+from megacpp_compile.fx.walks import nearest
 
 # What is asked of counts, or computed from them, without their length, or into something as long.
 _ALLOWED = ("cumsum", "cpu", "numpy", "to", "long", "int", "detach", "clone", "contiguous", "view", "reshape",
@@ -79,13 +80,10 @@ class TruncatedCounts:
 
     def _counts_of(self, node: Node) -> Any:
         """The counts that `node`, a tensor of some length, is computed from, not far back."""
-        seen, pending = set[Node](), [node]
-        while pending and len(seen) < _NEAR:
-            node = pending.pop(0)
-            if node in self._counts:
-                return self._counts[node]
-            fake = node.meta.get("example_value")
-            if node not in seen and isinstance(fake, torch.Tensor) and fake.dim() > 0:
-                seen.add(node)
-                pending.extend(node.all_input_nodes)
-        return None
+        way = nearest([node], _NEAR, lambda n: filter(_has_dims, n.all_input_nodes))
+        return next((self._counts[n] for n in way if n in self._counts), None)
+
+
+def _has_dims(node: Node) -> bool:
+    fake = node.meta.get("example_value")
+    return isinstance(fake, torch.Tensor) and fake.dim() > 0
