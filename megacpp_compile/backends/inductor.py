@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -171,12 +172,8 @@ def _keeping_saved_tensors(inner_compile: Callable[..., Any], *args: Any, **kwar
 def from_pattern_matcher(error: BaseException) -> bool:
     """Whether Inductor failed inside its pattern matcher, as where a pattern takes an axis of length one for another
     and traces a replacement that can't be."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__") == "torch._inductor.pattern_matcher":
-            return True
-        trace = trace.tb_next
-    return False
+    modules = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return "torch._inductor.pattern_matcher" in modules
 
 
 def _with_policy(settings: Settings, gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import bisect
 import sys
+import traceback
 import weakref
-from types import FrameType
 
 from torch import nn
 
@@ -51,13 +51,11 @@ class ModuleTracker:
     def _in_forward(self) -> str | None:
         """The name of the innermost module on the Python stack, None where no frame is a named module's."""
         modules: list[nn.Module] = []
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
+        for frame, _ in traceback.walk_stack(sys._getframe(2)):
             if "self" in frame.f_code.co_varnames:
                 running = frame.f_locals.get("self")
                 if isinstance(running, nn.Module) and (not modules or modules[-1] is not running):
                     modules.append(running)
-            frame = frame.f_back
         for root in filter(None, (self._model, modules[-1] if modules else None)):
             names = self._names_below(root)
             for module in modules:

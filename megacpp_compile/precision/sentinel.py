@@ -18,6 +18,7 @@ import dataclasses
 import fnmatch
 import logging
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -283,11 +284,9 @@ class Sentinel(TorchDispatchMode):
 
 def _line() -> str:
     """ "file.py:123, in forward" of the innermost frame outside of torch and of this file."""
-    frame: Any = sys._getframe(1)
     inside = torch.__path__[0]
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if not file.startswith(inside) and file != __file__:
             return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}, in {frame.f_code.co_name}"
-        frame = frame.f_back
     return ""
