@@ -51,8 +51,7 @@ def _elementwise(r: ResizeContext, n: Node) -> list[Dim]:
 @rule(aten.linalg_vector_norm.default)
 def _norm(r: ResizeContext, n: Node) -> list[Dim]:
     dims, over = r.dims[n.args[0]], argument(n, 2, "dim")
-    if not over:
-        raise NoAxes("a norm of everything")
+    NoAxes.when(not over, "a norm of everything")
     gone = {axis(d, len(dims)) for d in over}
     keep = argument(n, 3, "keepdim", False)
     return [[] if i in gone else d for i, d in enumerate(dims) if keep or i not in gone]
@@ -79,8 +78,9 @@ def _solve_and_copy(r: ResizeContext, n: Node) -> list[list[Dim]]:
 @rule(aten.linalg_solve.default)
 def _solve(r: ResizeContext, n: Node) -> list[Dim]:
     a, b = (r.dims[x] for x in n.args[:2])
-    if len(b) != len(a) or argument(n, 2, "left", True) is False:
-        raise NoAxes("a system of one vector, or solved from the right")
+    NoAxes.when(
+        len(b) != len(a) or argument(n, 2, "left", True) is False, "a system of one vector, or solved from the right"
+    )
     return _of_system(r, a, b)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.attempts import GivenUp
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.latent_attention.core import constant
@@ -55,7 +56,7 @@ def _merged(a: Sum, b: Sum) -> tuple[Part, ...]:
     return tuple((n, node) for node, n in counts.items() if n)
 
 
-class NotRows(Exception):
+class NotRows(GivenUp):
     """The mask is not told by comparing places."""
 
 
@@ -97,11 +98,12 @@ def viewed(node: Node, sums: Sequence[Sum]) -> list[Sum]:
     if node.target is aten.slice.Tensor:
         _, dim, start, _, step = [*node.args, *(None,) * 4][:5]
         dim = (dim or 0) % len(there)  # type: ignore[operator]
-        if step not in (None, 1) or isinstance(start, int) and start < 0 or any(p[dim] == DATA for p in padded):
-            raise NotRows("it is data")
+        NotRows.when(
+            step not in (None, 1) or isinstance(start, int) and start < 0 or any(p[dim] == DATA for p in padded),
+            "it is data",
+        )
         return [s + number_of(start or 0, p[dim]) if p[dim] else s for s, p in zip(sums, padded, strict=True)]
-    if (places := long_places(node)) is None:
-        raise NotRows("it is data")
+    places = NotRows.unless(long_places(node), "it is data")
     placed = [{b: p[a] for a, b in places.items()} for p in padded]
     return [dataclasses.replace(s, steps=tuple(at.get(d, 0) for d in range(len(here))))
             for s, at in zip(sums, placed, strict=True)]  # fmt: skip
@@ -112,8 +114,7 @@ def sum_of(x: Any) -> Sum:
     if not isinstance(x, Node) or not isinstance(value(x), torch.Tensor):
         return number_of(x)
     fake, target = value(x), x.target
-    if fake.dtype.is_floating_point or fake.dtype == torch.bool:
-        raise NotRows("it is data")
+    NotRows.when(fake.dtype.is_floating_point or fake.dtype == torch.bool, "it is data")
     if target in (aten.arange.default, aten.arange.start):
         return Sum((1,)) + (number_of(x.args[0]) if target is aten.arange.start else Sum(()))
     if target in (aten.add.Tensor, aten.sub.Tensor) and not x.kwargs:
@@ -137,36 +138,34 @@ def _difference(x: Node) -> Sum:
     of, rank = sum_of(source), value(source).dim()
     dim = (-1 if dim is None else dim) % rank  # type: ignore[operator]
     step = of.over(rank)[dim]
-    if order not in (None, 1) or x.kwargs or behind is not None or step == DATA:
-        raise NotRows("it is data")
+    NotRows.when(order not in (None, 1) or x.kwargs or behind is not None or step == DATA, "it is data")
     if before is not None:
         first = _at_first(of, dim, rank) + -_at_first(sum_of(before), dim, rank)
-        if not same_size(value(before).shape[dim], 1) or first.parts or any(first.steps) or first.number != step:
-            raise NotRows("it is data")
+        NotRows.when(
+            not same_size(value(before).shape[dim], 1) or first.parts or any(first.steps) or first.number != step,
+            "it is data",
+        )
     return Sum((0,) * rank, step)
 
 
 def _at_first(of: Sum, dim: int, rank: int) -> Sum:
     """A sum at the first place along `dim`."""
     steps = of.over(rank)
-    if steps[dim] == DATA:
-        raise NotRows("it is data")
+    NotRows.when(steps[dim] == DATA, "it is data")
     return dataclasses.replace(of, steps=(*steps[:dim], 0, *steps[dim + 1 :]))
 
 
 def _running_sum(x: Node) -> Sum:
     """Of a condition that never holds."""
     source = x.args[0]
-    if always(source) is not False:  # type: ignore[arg-type]
-        raise NotRows("it is data")
+    NotRows.when(always(source) is not False, "it is data")  # type: ignore[arg-type]
     return Sum((0,) * value(x).dim())
 
 
 def _picked(x: Node) -> Sum:
     """Of numbers that are the same everywhere, any."""
     of = sum_of(x.args[0])
-    if of.parts or any(of.steps):
-        raise NotRows("it is data")
+    NotRows.when(of.parts or any(of.steps), "it is data")
     return Sum((0,) * value(x).dim(), of.number)
 
 

@@ -79,8 +79,10 @@ def _scattered(node: Node, axes: Axes) -> Named | None:
     if other is None or put is None or axes[dim] != "s" or node.kwargs or len(node.args) > 4:
         return None
     sizes, whole = value(index).shape, value(base).shape
-    if not all(same_size(n, whole[d]) for d, n in enumerate(sizes) if d != dim):
-        raise NotRows(f"nothing says that {index}, which is scattered, has as many sequences and queries as the mask")
+    NotRows.when(
+        not all(same_size(n, whole[d]) for d, n in enumerate(sizes) if d != dim),
+        f"nothing says that {index}, which is scattered, has as many sequences and queries as the mask",
+    )
     if "k" in axes:  # one row at each place along the list, which a reduction goes over
         return _list(index, (*axes[:dim], None, *axes[dim + 1 :]), put, other) if same_size(sizes[dim], 1) else None
     return _list(index, (*axes[:dim], "k", *axes[dim + 1 :]), put, other, scattered=True)

@@ -72,12 +72,15 @@ def _limit(limit: Sum, core: Core) -> Seen:
 
 def last_row(steps: Mapping[str, int], limit: Sum) -> Seen:
     """What a sum that is at most 0 where a row is seen says, with its steps by axis. Raises NotRows."""
-    if steps.get("t") == DATA:
-        raise NotRows("it goes by positions of the new tokens that are data, and may be any: make them start + arange")
-    if DATA in (steps.get("s"), steps.get("h")):
-        raise NotRows("it is data")
-    if steps.get("s") != 1 or steps.get("b", 0) not in (0, DATA) or steps.get("h") or steps.get("t", 0) not in (0, -1):
-        raise NotRows("it hides other rows than those behind a last one")
+    NotRows.when(
+        steps.get("t") == DATA,
+        "it goes by positions of the new tokens that are data, and may be any: make them start + arange",
+    )
+    NotRows.when(DATA in (steps.get("s"), steps.get("h")), "it is data")
+    NotRows.when(
+        steps.get("s") != 1 or steps.get("b", 0) not in (0, DATA) or steps.get("h") or steps.get("t", 0) not in (0, -1),
+        "it hides other rows than those behind a last one",
+    )
     return Seen(-Sum((), limit.number, limit.parts), steps.get("t", 0) == -1)
 
 
@@ -174,8 +177,7 @@ def _least(found: list[Seen], tokens: Any) -> list[Seen]:
                 break
         else:
             left.append(one)
-    if len({one.moves for one in left}) > 1:
-        raise NotRows("one part of it moves with the query, and another does not")
+    NotRows.when(len({one.moves for one in left}) > 1, "one part of it moves with the query, and another does not")
     return left
 
 
@@ -216,8 +218,7 @@ def beside_diagonal(node: Node) -> Sum:
 
 def limits_of(node: Any, hidden: bool) -> list[Sum]:
     """Of a condition, under which rows are seen, or `hidden`."""
-    if not isinstance(node, Node):
-        raise NotRows("it is data")
+    NotRows.when(not isinstance(node, Node), "it is data")
     target = node.target
     if (truth := truth_of(node)) is not None:
         return limits_of(truth[0], hidden != truth[1])

@@ -103,16 +103,17 @@ class _Reader:
         shown, hidden = listed.named, listed.other
         if kind == "hidden":
             shown, hidden = 1 - shown, 1 - hidden
-        if (shown, hidden) != (1, 0) if kind != "added" else shown != 0 or not hidden <= -60000:
-            raise NotRows(f"it is {listed.named:g} at the rows of the list and {listed.other:g} at the others")
+        NotRows.when(
+            (shown, hidden) != (1, 0) if kind != "added" else shown != 0 or not hidden <= -60000,
+            f"it is {listed.named:g} at the rows of the list and {listed.other:g} at the others",
+        )
         self.found.append(listed)
 
     def _added(self, node: Any, axes: Axes) -> None:
         """Of what is 0, or so low that nothing is left."""
         if constant(node) == 0:
             return
-        if not isinstance(node, Node):
-            raise NotRows("it is data")
+        NotRows.when(not isinstance(node, Node), "it is data")
         if node.target in WHERES or node.target in _FILLS:
             condition, a, b = node.args if node.target in WHERES else (node.args[1], node.args[2], node.args[0])
             for shown, filled, kind in ((a, b, "seen"), (b, a, "hidden")):
@@ -159,11 +160,9 @@ class _Reader:
         """Rows up to one that moves with the query."""
         for limit in limits:
             own = axes[len(axes) - len(limit.steps) :]
-            if any(step for axis, step in zip(own, limit.steps, strict=True) if axis is None):
-                raise NotRows("it is data")
+            NotRows.when(any(step for axis, step in zip(own, limit.steps, strict=True) if axis is None), "it is data")
             seen = last_row({axis: step for axis, step in zip(own, limit.steps, strict=True) if axis}, limit)
-            if seen.last.parts or not self._moves(seen):
-                raise NotRows("it is data")
+            NotRows.when(seen.last.parts or not self._moves(seen), "it is data")
             self.last = seen.last.number if self.last is None else min(self.last, seen.last.number)
 
     def _moves(self, seen: Seen) -> bool:

@@ -18,8 +18,7 @@ def take(x: Lanes, dim: int, index: slice) -> Lanes:
 
 
 def select(x: Lanes, dim: int, index: Any) -> Lanes:
-    if x.kinds[dim] != "l" or not isinstance(index, int):
-        raise Opaque
+    Opaque.when(x.kinds[dim] != "l" or not isinstance(index, int))
     key = (slice(None),) * x.axis(dim) + (index,)
     kinds, sizes = x.kinds[:dim] + x.kinds[dim + 1 :], (*x.sizes[:dim], *x.sizes[dim + 1 :])
     return Lanes(kinds, sizes, x.map(lambda a: a[key]), x.complex)
@@ -81,15 +80,14 @@ def reshape(it: LaneContext, x: Lanes, new: tuple[Any, ...]) -> Lanes:
                 raise Opaque
             if have == need:
                 break
-        if not _pairs(x.sizes[i:a]) and not _pairs(want[j:b]):
-            raise Opaque  # heads, not pairs of lanes: the result is a tensor of its own
+        Opaque.when(  # heads, not pairs of lanes: the result is a tensor of its own
+            not _pairs(x.sizes[i:a]) and not _pairs(want[j:b])
+        )
         kinds += "l" * (b - j)
         shape += want[j:b]
         i, j = a, b
-    if i != len(x.sizes):
-        raise Opaque
-    if "l" not in kinds:
-        raise Opaque
+    Opaque.when(i != len(x.sizes))
+    Opaque.when("l" not in kinds)
     tail = [2] if x.complex else []
     y = Lanes(kinds, tuple(want), x.map(lambda a: a.reshape(*shape, *tail)), x.complex)
     for dim, size in enumerate(new):
@@ -119,8 +117,7 @@ def align(it: LaneContext, values: list[Lanes]) -> list[Lanes]:
 
 
 def as_lane(it: LaneContext, v: Lanes, dim: int) -> Lanes:
-    if not is_one(v.sizes[dim]):
-        raise Opaque
+    Opaque.when(not is_one(v.sizes[dim]))
     v = drop(it, v, dim)
     axis = v.axis(dim)
     kinds, sizes = v.kinds[:dim] + "l" + v.kinds[dim:], (*v.sizes[:dim], 1, *v.sizes[dim:])
@@ -138,8 +135,7 @@ def broadcast(values: list[Lanes]) -> tuple[tuple[Any, ...], list[Lanes]]:
     sizes = []
     for column in zip(*(v.sizes for v in values), strict=True):
         size = next((s for s in column if not is_one(s)), 1)
-        if any(not is_one(s) and not same_size(s, size) for s in column):
-            raise Opaque
+        Opaque.when(any(not is_one(s) and not same_size(s, size) for s in column))
         sizes.append(size)
     shape = [s for s, k in zip(sizes, values[0].kinds, strict=True) if k == "l"]
     tail = [2] if values[0].complex else []

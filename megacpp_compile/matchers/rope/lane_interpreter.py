@@ -160,10 +160,7 @@ class LaneInterpreter:
         return Lanes("o" * len(outer) + "l" * count, sizes, [entries])
 
     def get(self, node: Any) -> Lanes:
-        lanes = self._memo.get(node) if isinstance(node, Node) else None
-        if lanes is None:
-            raise Opaque
-        return lanes
+        return Opaque.unless(self._memo.get(node) if isinstance(node, Node) else None)
 
     def dtypes(self, lanes: Lanes) -> set[torch.dtype]:
         ids = {int(i) for t in lanes.terms for i in np.unique(t.src[t.coef != 0]) if i >= 0}

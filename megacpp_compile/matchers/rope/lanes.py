@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.attempts import GivenUp
+
 aten = torch.ops.aten
 # Source ids: no table in this term; memory nothing was written to; a product of tables.
 NONE, UNDEFINED, SEVERAL = -1, -2, -3
@@ -98,7 +100,7 @@ class Lanes:
         return any((~np.isin(t.coef, (-1.0, 0.0, 1.0))).any() for t in self.terms)
 
 
-class Opaque(Exception):
+class Opaque(GivenUp):
     """This node is not interpreted: it becomes a source of its own."""
 
 

@@ -50,13 +50,11 @@ def _direct(it: L.LaneContext, table: Node, x: L.Lanes, part: str) -> L.Term:
         if kind == "o":
             dims.append(-1 if broadcast else places[own])
             continue
-        if not broadcast and not same_size(size, x.sizes[dim]):
-            raise L.Opaque
+        L.Opaque.when(not broadcast and not same_size(size, x.sizes[dim]))
         lane_sizes.append(1 if broadcast else size)
         if not broadcast:
             lane_dims.append(places[own])
-    if not lane_dims:
-        raise L.Opaque
+    L.Opaque.when(not lane_dims)
     sid = it.source_id(L.Source(base, tuple(dims), tuple(lane_dims), part))
     return L.term(np.ones(lane_sizes), sid, np.arange(int(np.prod(lane_sizes))).reshape(lane_sizes))
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from megacpp_compile.fx.attempts import GivenUp
 from megacpp_compile.fx.edit import same_size
 
 
-class NoAxes(Exception):
+class NoAxes(GivenUp):
     """The subgraph's dimensions can't be told apart or resized."""
 
 

@@ -73,8 +73,7 @@ class AxisEquations:
                 one[:1] = flat(one[:1])
                 continue
             left, right = left[1:], right[1:]
-        if left or right:
-            raise NoAxes("sizes do not agree")
+        NoAxes.when(left or right, "sizes do not agree")
 
     def regroup(self, dims: Sequence[Dim], sizes: Sequence[Any]) -> list[Dim]:
         """The dimensions of a view with `sizes` of a tensor with `dims`."""
@@ -96,8 +95,7 @@ class AxisEquations:
                 atoms, todo = [], []
             else:
                 self._run(atoms, todo, sizes, out)
-        if atoms or todo:
-            raise NoAxes("a view does not regroup whole dimensions")
+        NoAxes.when(atoms or todo, "a view does not regroup whole dimensions")
         return out
 
     def _run(self, atoms: list[Atom], todo: list[int], sizes: Sequence[Any], out: list[Dim]) -> None:
@@ -113,8 +111,7 @@ class AxisEquations:
             raise NoAxes("a view of symbolic sizes can't be followed")
         if have < want:
             count = next((n for n in range(1, len(atoms) + 1) if math.prod(a.size for a in atoms[:n]) == want), None)
-            if count is None:
-                raise NoAxes("a view does not regroup whole dimensions")
+            NoAxes.when(count is None, "a view does not regroup whole dimensions")
             out[todo.pop(0)] = atoms[:count]
             del atoms[:count]
             return
@@ -253,10 +250,9 @@ class AxisEquations:
                 inner.update(dict.fromkeys(members))
         for atom in atoms:
             if atom.pinned:
-                size = self._at_its_size(atom.size)
-                if size is None or size > self.largest_pinned:
-                    raise NoAxes(f"what is done to a dimension of {atom.size} depends on its size")
-                self.sizes[atom] = size
+                reason = f"what is done to a dimension of {atom.size} depends on its size"
+                self.sizes[atom] = NoAxes.unless(self._at_its_size(atom.size), reason)
+                NoAxes.when(self.sizes[atom] > self.largest_pinned, reason)
         for atom, sizes in self.chosen.items():
             self.sizes.setdefault(atom, sizes[turn % len(sizes)])
         for atom in [*inner, *atoms]:
@@ -267,8 +263,10 @@ class AxisEquations:
         while self._propagate():
             pass
         for eq in equations:
-            if self.size(eq.whole) != sum(map(self.size, eq.parts)) + self._extra(eq):
-                raise NoAxes("lengths of padded or cut dimensions contradict each other")
+            NoAxes.when(
+                self.size(eq.whole) != sum(map(self.size, eq.parts)) + self._extra(eq),
+                "lengths of padded or cut dimensions contradict each other",
+            )
 
     def size(self, dim: Dim) -> int:
         return math.prod(self.sizes[a] for a in flat(dim))
@@ -285,8 +283,7 @@ class AxisEquations:
             extra = self._extra(eq)
             total = sum(known[1:]) + extra if side == 0 else known[0] - sum(known[1:]) - extra
             others = math.prod(self.sizes[a] for a in flat(sides[side]) if a is not atom)
-            if total <= 0 or total % others:
-                raise NoAxes("lengths of padded or cut dimensions contradict each other")
+            NoAxes.when(total <= 0 or total % others, "lengths of padded or cut dimensions contradict each other")
             self.sizes[atom] = total // others
             return True
         return False
@@ -303,12 +300,10 @@ class AxisEquations:
 
 
 def _larger(a: Atom, b: Atom) -> bool:
-    if not isinstance(a.size, int) or not isinstance(b.size, int):
-        raise NoAxes("symbolic sizes do not agree")
+    NoAxes.when(not isinstance(a.size, int) or not isinstance(b.size, int), "symbolic sizes do not agree")
     return a.size > b.size
 
 
 def _quotient(a: int, b: int) -> int:
-    if a % b:
-        raise NoAxes("sizes do not divide")
+    NoAxes.when(a % b, "sizes do not divide")
     return a // b

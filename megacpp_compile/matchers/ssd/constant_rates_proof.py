@@ -139,8 +139,7 @@ class Trial:
         r = self.r
         self._solve(turn)
         largest = max((math.prod(r.shape(d)) for n in r.nodes if (d := tensor_dims(r.dims[n]))), default=0)
-        if largest > MOST_ELEMENTS:
-            raise NoAxes("its positions are too many to be tried")
+        NoAxes.when(largest > MOST_ELEMENTS, "its positions are too many to be tried")
         steep = min(1, 16 / max(r.shape(r.dims[self.root])))  # so that the first token is seen by the last
         generator = torch.Generator().manual_seed(turn)  # its own: what a model draws does not depend on compiling
         drawn = {m: torch.randn(r.shape(r.of(m)), dtype=torch.float64, generator=generator) for m in r.leaves}
@@ -169,8 +168,7 @@ class Trial:
             steps.append(logs[logs.isfinite()].flatten())
         every = torch.cat(steps) if steps else torch.zeros(0)
         every = every[every.abs() > 1e-9]
-        if not every.numel():
-            raise NoAxes("its tables do not decay")
+        NoAxes.when(not every.numel(), "its tables do not decay")
         return float(every.abs().min())
 
     def _scale(self, turn: int, sign: int, reading: Reading) -> float | None:

@@ -68,8 +68,10 @@ class Resized:
                 result = self.rules[n.target][1](self, n, fx.map_arg(n.args, values.get))
             except RuntimeError as e:
                 raise NoAxes(f"{n.name} can't be run at another size") from e
-            if isinstance(result, Tensor) and list(result.shape) != self.shape(self.dims[n]):
-                raise NoAxes(f"{n.name} comes out in another shape")
+            NoAxes.when(
+                isinstance(result, Tensor) and list(result.shape) != self.shape(self.dims[n]),
+                f"{n.name} comes out in another shape",
+            )
             values[n] = result
             for a in n.all_input_nodes:  # unrolled loops have thousands of values
                 if last[a] is n and a not in wanted:

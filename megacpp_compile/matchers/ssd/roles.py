@@ -223,8 +223,10 @@ class Roles:
         axes, dims = self.r.axes, self.r.of(self.documents[0])
         atoms = [a for d in dims for a in d]
         others = [a for a in atoms if a not in t]
-        if not set(t) <= set(atoms) <= {*b, *t} or len(set(atoms)) != len(atoms):
-            raise NoAxes("what tells documents apart is not a number or a flag for each token")
+        NoAxes.when(
+            not set(t) <= set(atoms) <= {*b, *t} or len(set(atoms)) != len(atoms),
+            "what tells documents apart is not a number or a flag for each token",
+        )
         begins = torch.rand(axes.size(others), axes.size(t), dtype=torch.float64, generator=generator) < BEGINS
         if not reading.flags:
             begins[:, 0] = False  # there is no number before the first

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.attempts import GivenUp
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.token_loops.first_step import Zeros, same_sizes
 from megacpp_compile.matchers.token_loops.tokens import Read
 
 
-class Different(Exception):
+class Different(GivenUp):
     """Two steps differ."""
 
 
@@ -46,42 +47,33 @@ class Alignment:
 
     def _pair(self, b: Node, a: Node) -> None:
         if b in self.pairs:
-            if self.pairs[b] is not a:
-                raise Different
+            Different.when(self.pairs[b] is not a)
             return
         if self.zeros is not None:
             if self._left_out(b, a, *self.zeros):
                 return
         elif b is self.states[self.i]:
             self.entered = a if self.entered is None else self.entered
-            if a is not self.entered:
-                raise Different
+            Different.when(a is not self.entered)
             return
         if b in self.reads or a in self.reads:
-            one, other = self.reads.get(b), self.reads.get(a)
-            if one is None or other is None or (one.at, other.at) != (self.i + 1, self.i):
-                raise Different
-            if dataclasses.replace(one, at=self.i) != other:
-                raise Different
+            one, other = Different.unless(self.reads.get(b)), self.reads.get(a)
+            Different.when(one.at != self.i + 1 or dataclasses.replace(one, at=self.i) != other)
             self.pairs[b] = a
         elif b is a:
-            if b in self.step:
-                raise Different  # of one position, in both steps
+            Different.when(b in self.step)  # of one position, in both steps
             self.pairs[b] = a
         elif b in self.others:
-            if like(a) != like(b) or self.i and self.step.get(a) != self.i - 1:
-                raise Different
+            Different.when(like(a) != like(b) or self.i and self.step.get(a) != self.i - 1)
             self.pairs[b] = a
             self.carried |= {b, a}
         else:
             self._pair_made(b, a)
 
     def _pair_made(self, b: Node, a: Node) -> None:
-        if a.op != "call_function" or a.target is not b.target or a.kwargs.keys() != b.kwargs.keys():
-            raise Different
+        Different.when(a.op != "call_function" or a.target is not b.target or a.kwargs.keys() != b.kwargs.keys())
         of_a, of_b = _arguments(a), _arguments(b)
-        if len(of_a) != len(of_b) or self.zeros is None and like(a) != like(b):
-            raise Different
+        Different.when(len(of_a) != len(of_b) or self.zeros is None and like(a) != like(b))
         self.pairs[b] = a
         self.pending.extend(zip(of_b, of_a, strict=True))
 
@@ -91,8 +83,7 @@ class Alignment:
             if after.zero(b) and before.zero(a):
                 return True
             raise Different
-        if not same_sizes(a, b):
-            raise Different
+        Different.when(not same_sizes(a, b))
         left = after.left(b), before.left(a)
         if left == (b, a):
             return False

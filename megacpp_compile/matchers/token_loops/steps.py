@@ -182,15 +182,13 @@ class _Steps:
 
     def _aligned(self, states: list[Node], last_step: set[Node]) -> Loop | NoLoop:
         outputs = [c for c in self.collectors if c.parts[-1] in last_step]
-        if len(outputs) != 1:
-            raise Different
+        Different.when(len(outputs) != 1)
         (made,) = outputs
         aligned: list[Alignment] = []
         for i in reversed(range(self.count - 1)):
             try:
                 one = self._alignment(i, states, made)
-                if one.entered is None:
-                    raise Different
+                Different.when(one.entered is None)
             except Different:
                 if i or not same_sizes(states[0], states[1]):
                     raise
@@ -206,8 +204,7 @@ class _Steps:
             if any(u not in inside and u is not made.node and u not in made.between for u in n.users):
                 return NoLoop(n, "escapes", "an intermediate of a step is used elsewhere too")
         others = {n for one in aligned for n in one.carried}
-        if others & depends:
-            raise Different
+        Different.when(others & depends)
         return Loop(self.count, initial, states, made, alike, self.reads, inside, others=others)
 
     def _alignment(

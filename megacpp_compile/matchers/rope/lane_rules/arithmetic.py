@@ -44,15 +44,14 @@ def _add(it: LaneContext, node: Node) -> Lanes:
 
 
 def add_lanes(it: LaneContext, a: Lanes, b: Lanes, alpha: float) -> Lanes:
-    if a.complex != b.complex:
-        raise Opaque
+    Opaque.when(a.complex != b.complex)
     a, b = align(it, [a, b])
     sizes, (a, b) = broadcast([a, b])
     terms = [t for t in (*a.terms, *(t.scaled(alpha) for t in b.terms)) if t.coef.any()] or a.terms
-    if len(terms) > MAX_TERMS:
-        raise Opaque
-    if not a.rotated and not b.rotated and (a.live & b.live).any():
-        raise Opaque  # a bias, or an adapter beside a projection: the sum is a source of its own
+    Opaque.when(len(terms) > MAX_TERMS)
+    Opaque.when(  # a bias, or an adapter beside a projection: the sum is a source of its own
+        not a.rotated and not b.rotated and (a.live & b.live).any()
+    )
     return Lanes(a.kinds, sizes, terms, a.complex)
 
 
@@ -60,11 +59,9 @@ def add_lanes(it: LaneContext, a: Lanes, b: Lanes, alpha: float) -> Lanes:
 def _sum(it: LaneContext, node: Node) -> Lanes:
     """Of a row of a 2 x 2 matrix, the products with both lanes of a pair."""
     x, dims = it.get(node.args[0]), node.args[1]
-    if not isinstance(dims, (list, tuple)) or len(dims) != 1 or any(node.args[2:]) or node.kwargs or x.complex:
-        raise Opaque
+    Opaque.when(not isinstance(dims, (list, tuple)) or len(dims) != 1 or any(node.args[2:]) or node.kwargs or x.complex)
     dim = axis_of(dims[0], len(x.kinds))
-    if not x.rotated or x.kinds[dim] != "l" or x.sizes[dim] * len(x.terms) > MAX_TERMS:
-        raise Opaque
+    Opaque.when(not x.rotated or x.kinds[dim] != "l" or x.sizes[dim] * len(x.terms) > MAX_TERMS)
     parts = [select(x, dim, i) for i in range(x.sizes[dim])]
     return dataclasses.replace(parts[0], terms=[t for part in parts for t in part.terms])
 
@@ -77,8 +74,7 @@ def _neg(it: LaneContext, node: Node) -> Lanes:
 
 @rule(aten.div.Tensor, aten.div.Scalar)
 def _div(it: LaneContext, node: Node) -> Lanes:
-    if not isinstance(node.args[1], (int, float)) or node.args[1] == 0:
-        raise Opaque
+    Opaque.when(not isinstance(node.args[1], (int, float)) or node.args[1] == 0)
     return _times_number(it, node, it.get(node.args[0]), 1.0 / node.args[1])
 
 
@@ -90,8 +86,7 @@ def _mul(it: LaneContext, node: Node) -> Lanes:
 def _times_number(it: LaneContext, node: Node, x: Lanes, number: float) -> Lanes:
     """x * number. Values that are scaled on their way to the rotation are a source of their own, unless that would keep
     them in a wider dtype than theirs."""
-    if abs(number) != 1 and not x.rotated and not x.complex and it.dtypes(x) == {value(node).dtype}:
-        raise Opaque
+    Opaque.when(abs(number) != 1 and not x.rotated and not x.complex and it.dtypes(x) == {value(node).dtype})
     return dataclasses.replace(x, terms=[t.scaled(number) for t in x.terms])
 
 
@@ -99,13 +94,11 @@ def _product(it: LaneContext, node: Node, a: Any, b: Any) -> Lanes:
     if not isinstance(a, Node):
         a, b = b, a
     if not isinstance(b, Node):
-        if not isinstance(b, (int, float)):
-            raise Opaque
+        Opaque.when(not isinstance(b, (int, float)))
         return _times_number(it, node, it.get(a), float(b))
     if it.is_table(a):
         a, b = b, a
-    if it.is_table(a) or not it.is_table(b):
-        raise Opaque
+    Opaque.when(it.is_table(a) or not it.is_table(b))
     x, number = it.get(a), constant(b)
     if number is not None and all(map(same_size, value(node).shape, x.sizes)) and len(x.sizes) == value(node).dim():
         return _times_number(it, node, x, number)
@@ -141,8 +134,7 @@ def _addcmul(it: LaneContext, node: Node) -> Lanes:
 def times_table(it: LaneContext, x: Lanes, table: Node) -> Lanes:
     """x * table: table entries that meet a lane of x become part of its terms."""
     fake = value(table)
-    if not isinstance(fake, torch.Tensor) or fake.dim() == 0 or fake.is_complex() != x.complex:
-        raise Opaque
+    Opaque.when(not isinstance(fake, torch.Tensor) or fake.dim() == 0 or fake.is_complex() != x.complex)
     while len(x.kinds) < fake.dim():
         x = insert_outer(it, x, 0)
     if x.rotated:
@@ -155,15 +147,13 @@ def times_table(it: LaneContext, x: Lanes, table: Node) -> Lanes:
     for i, n in enumerate(fake.shape):
         dim = len(sizes) - fake.dim() + i
         if is_one(sizes[dim]) and not is_one(n):
-            if x.kinds[dim] == "l":
-                raise Opaque
+            Opaque.when(x.kinds[dim] == "l")
             sizes[dim] = n
     if not x.complex:
         e = entries[0].map(lambda a: np.broadcast_to(a, shape))
         terms = [_attach(t, e) for t in x.terms]
         return Lanes(x.kinds, tuple(sizes), terms)
-    if len(x.terms) != 1:
-        raise Opaque
+    Opaque.when(len(x.terms) != 1)
     re, im = (e.map(lambda a: np.broadcast_to(a, shape)) for e in entries)
     xr, xi = (_complex_part(x.terms[0], p) for p in (0, 1))
     first = stack_parts(_attach(xr, re), _attach(xr, im))
@@ -174,8 +164,7 @@ def times_table(it: LaneContext, x: Lanes, table: Node) -> Lanes:
 def _rotated_again(x: Lanes, table: torch.Tensor) -> Lanes:
     """x, whose lanes have met a table, times another one, as xPos scales what it rotates."""
     offset = len(x.sizes) - table.dim()
-    if x.complex or not all(is_one(n) or same_size(n, x.sizes[offset + i]) for i, n in enumerate(table.shape)):
-        raise Opaque
+    Opaque.when(x.complex or not all(is_one(n) or same_size(n, x.sizes[offset + i]) for i, n in enumerate(table.shape)))
     terms = [dataclasses.replace(t, tab=np.where(t.coef == 0, NONE, SEVERAL)) for t in x.terms]
     return dataclasses.replace(x, terms=terms)
 

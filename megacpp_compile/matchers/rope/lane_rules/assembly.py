@@ -52,14 +52,12 @@ def _cat(it: LaneContext, node: Node) -> Lanes:
     rank = value(node).dim()
     along = axis_of(node.args[1] if len(node.args) > 1 else 0, rank)
     parts = [p for p in node.args[0] if value(p).dim() == rank and not is_zero(value(p).shape[along])]
-    if not parts:
-        raise Opaque
+    Opaque.when(not parts)
     values = align(it, [it.get(p) for p in parts])
     dim = axis_of(along, len(values[0].kinds))
     if values[0].kinds[dim] == "o" and all(is_one(v.sizes[dim]) for v in values):
         values = [as_lane(it, v, dim) for v in values]
-    if values[0].kinds[dim] != "l" or len({v.complex for v in values}) != 1:
-        raise Opaque
+    Opaque.when(values[0].kinds[dim] != "l" or len({v.complex for v in values}) != 1)
     return concat(values, dim)
 
 
@@ -68,17 +66,15 @@ def _stack(it: LaneContext, node: Node) -> Lanes:
     values = [it.get(p) for p in node.args[0]]
     dim = axis_of(node.args[1] if len(node.args) > 1 else 0, len(values[0].kinds) + 1)
     values = [as_lane(it, insert_outer(it, v, dim), dim) for v in values]
-    if len({v.kinds for v in values}) != 1:
-        raise Opaque
+    Opaque.when(len({v.kinds for v in values}) != 1)
     return concat(values, dim)
 
 
 @rule(*EMPTY)
 def _empty(it: LaneContext, node: Node) -> Lanes:
     fake = value(node)
-    lanes = it.leaf(node)
-    if lanes is None or not fake.is_floating_point():
-        raise Opaque
+    lanes = Opaque.unless(it.leaf(node))
+    Opaque.when(not fake.is_floating_point())
     shape = lanes.terms[0].coef.shape
     if node.target in ZEROS:  # what is added to them is all there is
         return dataclasses.replace(lanes, terms=[zero_term(shape)])
@@ -94,8 +90,7 @@ def _slice_scatter(it: LaneContext, node: Node) -> Lanes:
     if whole:
         return part
     base, part = align(it, [base, part])
-    if base.kinds[dim] != "l":
-        raise Opaque
+    Opaque.when(base.kinds[dim] != "l")
     base_terms, part_terms = pad_terms([base, part])
     count = max(len(base_terms), len(part_terms))
     base_terms += [zero_term(base_terms[0].coef.shape) for _ in range(count - len(base_terms))]

@@ -24,8 +24,7 @@ RULES, rule = rule_table()
 
 @rule(*IDENTITIES)
 def _same(it: LaneContext, node: Node) -> Lanes:
-    if not value(node).is_floating_point():
-        raise Opaque
+    Opaque.when(not value(node).is_floating_point())
     return it.get(node.args[0])
 
 
@@ -34,25 +33,21 @@ def _cast(it: LaneContext, node: Node) -> Lanes:
     """Values rounded on their way to the rotation, such as a norm's that computes in float32, are a source of their
     own: what the rotation reads is the rounded value."""
     x, dtype = it.get(node.args[0]), value(node).dtype
-    if not value(node).is_floating_point():
-        raise Opaque
+    Opaque.when(not value(node).is_floating_point())
     scaled = precision(dtype) < precision(value(node.args[0]).dtype) and x.scaled
-    if not x.rotated and (scaled or any(precision(source) > precision(dtype) for source in it.dtypes(x))):
-        raise Opaque
+    Opaque.when(not x.rotated and (scaled or any(precision(source) > precision(dtype) for source in it.dtypes(x))))
     return x
 
 
 @rule(operator.getitem, aten.select.int, aten.slice.Tensor)
 def _part(it: LaneContext, node: Node) -> Lanes:
-    if (part := part_of(node)) is None:
-        raise Opaque
+    part = Opaque.unless(part_of(node))
     x, start, size, step = it.get(part.source), part.start, part.size, part.step
     if not part.kept:
         return select(x, part.dim, start)
     if same_size(size, part.whole):
         return x
-    if x.kinds[part.dim] != "l" or not all(isinstance(n, int) for n in (start, size, step)):
-        raise Opaque
+    Opaque.when(x.kinds[part.dim] != "l" or not all(isinstance(n, int) for n in (start, size, step)))
     return take(x, part.dim, slice(start, start + size * step, step))
 
 
@@ -64,8 +59,7 @@ def bounds(node: Node, first: int, sizes: tuple[Any, ...]) -> tuple[int, slice, 
     whole = start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end >= 1 << 62))
     if not whole and start in (None, 0) and step == 1:
         whole = same_size(value(end) if isinstance(end, Node) else end, sizes[dim])
-    if not whole and not all(isinstance(v, int) or v is None for v in (start, end, step)):
-        raise Opaque
+    Opaque.when(not whole and not all(isinstance(v, int) or v is None for v in (start, end, step)))
     return dim, slice(start, end, step), whole
 
 
@@ -74,8 +68,7 @@ def _flip(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     for d in node.args[1]:
         dim = axis_of(d, len(x.kinds))
-        if x.kinds[dim] != "l":
-            raise Opaque
+        Opaque.when(x.kinds[dim] != "l")
         axis = x.axis(dim)
         x = dataclasses.replace(x, terms=x.map(partial(np.flip, axis=axis)))
     return x
@@ -86,12 +79,10 @@ def _roll(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     shifts, dims = node.args[1], node.args[2] if len(node.args) > 2 else []
     shifts = [shifts] if isinstance(shifts, int) else shifts
-    if len(shifts) != len(dims):
-        raise Opaque
+    Opaque.when(len(shifts) != len(dims))
     for shift, d in zip(shifts, dims, strict=True):
         dim = axis_of(d, len(x.kinds))
-        if x.kinds[dim] != "l":
-            raise Opaque
+        Opaque.when(x.kinds[dim] != "l")
         axis = x.axis(dim)
         x = dataclasses.replace(x, terms=x.map(partial(np.roll, shift=shift, axis=axis)))
     return x
@@ -129,8 +120,7 @@ def _expand(it: LaneContext, node: Node) -> Lanes:
     terms = x.terms
     for dim, (have, want) in enumerate(zip(x.sizes, sizes, strict=True)):
         if x.kinds[dim] == "l" and not same_size(have, want):
-            if not isinstance(want, int):
-                raise Opaque
+            Opaque.when(not isinstance(want, int))
             axis = x.axis(dim)
             terms = [t.map(partial(np.repeat, repeats=want, axis=axis)) for t in terms]
     return Lanes(x.kinds, sizes, terms, x.complex)
@@ -142,10 +132,8 @@ def _repeat(it: LaneContext, node: Node) -> Lanes:
     repeats = node.args[1]
     while len(x.kinds) < len(repeats):
         x = insert_outer(it, x, 0)
-    if any(not is_one(s) and not is_one(r) for s, r in zip(x.sizes, repeats, strict=True)):
-        raise Opaque
-    if any(k == "l" and not is_one(r) for k, r in zip(x.kinds, repeats, strict=True)):
-        raise Opaque
+    Opaque.when(any(not is_one(s) and not is_one(r) for s, r in zip(x.sizes, repeats, strict=True)))
+    Opaque.when(any(k == "l" and not is_one(r) for k, r in zip(x.kinds, repeats, strict=True)))
     return Lanes(x.kinds, tuple(value(node).shape), x.terms, x.complex)
 
 
@@ -153,16 +141,13 @@ def _repeat(it: LaneContext, node: Node) -> Lanes:
 def _repeat_interleave(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-    if dim is None:
-        raise Opaque
+    Opaque.when(dim is None)
     dim = axis_of(dim, len(x.kinds))
     if x.kinds[dim] == "l":
-        if not isinstance(node.args[1], int):
-            raise Opaque
+        Opaque.when(not isinstance(node.args[1], int))
         axis, n = x.axis(dim), node.args[1]
         return Lanes(x.kinds, tuple(value(node).shape), x.map(lambda a: np.repeat(a, n, axis)), x.complex)
-    if not is_one(x.sizes[dim]):
-        raise Opaque
+    Opaque.when(not is_one(x.sizes[dim]))
     return Lanes(x.kinds, tuple(value(node).shape), x.terms, x.complex)
 
 

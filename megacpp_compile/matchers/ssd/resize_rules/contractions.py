@@ -19,8 +19,7 @@ RULES, rule = rule_table()
 @rule(aten.sum.dim_IntList)
 def _sum(r: ResizeContext, n: Node) -> list[Dim]:
     dims = r.dims[n.args[0]]
-    if not n.args[1]:
-        raise NoAxes("a sum of everything")
+    NoAxes.when(not n.args[1], "a sum of everything")
     gone, keep = reduced_dims(n)
     return [[] if i in gone else d for i, d in enumerate(dims) if keep or i not in gone]
 
@@ -55,8 +54,7 @@ def _einsum(r: ResizeContext, n: Node) -> list[Dim]:
     equation, operands = str(n.args[0]).replace(" ", ""), [r.dims[a] for a in n.args[1]]  # type: ignore[union-attr]
     inputs, arrow, output = equation.partition("->")
     terms = inputs.split(",")
-    if not arrow:
-        raise NoAxes("an einsum without an output")
+    NoAxes.when(not arrow, "an einsum without an output")
     letters: dict[str, Dim] = {}
     dots: list[list[Dim]] = []
 

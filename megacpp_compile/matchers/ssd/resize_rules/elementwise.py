@@ -77,15 +77,15 @@ def _create(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
         fill = 0
     elif "empty" in str(n.target):
         fill = math.nan  # whatever is not written over shows
-    if not isinstance(fill, (bool, int, float)):
-        raise NoAxes("a constant that is no number")
+    NoAxes.when(not isinstance(fill, (bool, int, float)), "a constant that is no number")
     return torch.full(shape, fill, dtype=dtype, device="cpu")
 
 
 @rule(*CREATION, run=_create)
 def _creation(r: ResizeContext, n: Node) -> list[Dim]:
-    if n.target is aten.arange.start and not isinstance(n.args[0], int):
-        raise NoAxes("positions that do not begin at a number")
+    NoAxes.when(
+        n.target is aten.arange.start and not isinstance(n.args[0], int), "positions that do not begin at a number"
+    )
     if n.target is aten.eye.default:
         return [fresh(value(n).shape[0])] * 2
     return [fresh(s) for s in value(n).shape]

@@ -24,8 +24,7 @@ RULES, rule = rule_table()
 def _padding(n: Node) -> list[tuple[int, Any, Any]]:
     """(dimension, in front, behind) of what is padded."""
     amounts, rank = n.args[1], value(n).dim()
-    if padded_with(n) != 0:
-        raise NoAxes("padding with other than zeros")
+    NoAxes.when(padded_with(n) != 0, "padding with other than zeros")
     pairs = zip(amounts[0::2], amounts[1::2], strict=True)  # type: ignore[index]
     found = [(rank - 1 - i, value(front), value(behind)) for i, (front, behind) in enumerate(pairs)]
     return [(d, f, b) for d, f, b in found if not (_is(f, 0) and _nothing(b))]
@@ -54,10 +53,8 @@ def _padded(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
 def _pad(r: ResizeContext, n: Node) -> list[Dim]:
     dims = list(r.dims[n.args[0]])
     for dim, front, behind in _padding(n):
-        if not (_is(front, 0) or _is(front, 1)):
-            raise NoAxes("padding in front")
-        if not (_is(front, 0) or _is(behind, 0)):
-            raise NoAxes("padding on both sides")
+        NoAxes.when(not (_is(front, 0) or _is(front, 1)), "padding in front")
+        NoAxes.when(not (_is(front, 0) or _is(behind, 0)), "padding on both sides")
         whole = value(n).shape[dim]
         known = next((eq for eq in r.axes.lengths if _same_padding(eq, dims[dim], whole)), None)
         dims[dim] = known.whole if known else r.axes.longer([dims[dim]], front + behind, whole)
@@ -70,9 +67,8 @@ def _same_padding(eq: Any, dim: Dim, size: Any) -> bool:
 
 def _bounds(n: Node) -> tuple[int, Any, Any]:
     """(dimension, start, size of the result) of a slice."""
-    part = part_of(n)
-    if part is None or part.step != 1:
-        raise NoAxes("a slice with a step")
+    part = NoAxes.unless(part_of(n), "a slice with a step")
+    NoAxes.when(part.step != 1, "a slice with a step")
     start = value(part.start)
     return part.dim, start + part.whole if isinstance(start, int) and start < 0 else start, part.size
 

@@ -74,8 +74,7 @@ def _repeated(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
 @rule(*REPETITIONS, run=_repeated)
 def _repeat(r: ResizeContext, n: Node) -> list[Dim]:
     dims, shape = r.dims[n.args[0]], value(n).shape
-    if n.target is not aten.repeat.default and argument(n, 2, "dim") is None:
-        raise NoAxes("a repetition of all elements")
+    NoAxes.when(n.target is not aten.repeat.default and argument(n, 2, "dim") is None, "a repetition of all elements")
     dims = [*([[]] * (len(shape) - len(dims))), *dims]
     out = []
     for d, s in zip(dims, shape, strict=True):
@@ -83,8 +82,7 @@ def _repeat(r: ResizeContext, n: Node) -> list[Dim]:
         if same_size(have, s):
             out.append(d)
             continue
-        if not isinstance(have, int) or not isinstance(s, int):
-            raise NoAxes("a repetition of symbolic size")
+        NoAxes.when(not isinstance(have, int) or not isinstance(s, int), "a repetition of symbolic size")
         times = fresh(s // have)
         out.append([*times, *d] if n.target is aten.repeat.default else [*d, *times])
     return out

@@ -32,8 +32,7 @@ def _slice_scatter(r: ResizeContext, n: Node) -> list[Dim]:
     dim = axis(argument(n, 2, "dim", 0), len(dims))
     whole = same_size(value(n).shape[dim], value(n.args[1]).shape[dim])
     if not whole:
-        if argument(n, 5, "step", 1) != 1:
-            raise NoAxes("rows written with a step")
+        NoAxes.when(argument(n, 5, "step", 1) != 1, "rows written with a step")
         pin([dims[dim], written[dim]])
         r.axes.pick(dims[dim], (argument(n, 3, "start", 0) or 0, value(n.args[1]).shape[dim]), n.args[1])  # type: ignore[arg-type]
     others = broadcast(r, [[*d[:dim], *([d[dim]] if whole else [[]]), *d[dim + 1 :]] for d in (dims, written)])
