@@ -28,6 +28,7 @@ from megacpp_compile._torch.ops import HigherOrderOperator, set_grad_enabled
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend import autocast
 from megacpp_compile.frontend.opaque_ops import WHAT, is_body, refake
+from megacpp_compile.fx.attempts import GivenUp
 
 aten = torch.ops.aten
 # Ops that a vmap leaves as they are, each with the gradient that it has by itself.
@@ -49,7 +50,7 @@ class _Region:
     outputs: list[Node]
 
 
-class _NotPlain(Exception):
+class _NotPlain(GivenUp):
     """A transform that does not become plain ATen, in the words of the report."""
 
 
@@ -153,25 +154,25 @@ def _resolve(
     mode: FakeTensorMode,
 ) -> None:  # fmt: skip
     """Put a vmap into `graph` as plain ATen. Raises _NotPlain, with `graph` as it was, where that can't be done."""
-    if any(_name(n).endswith(_ENTER) and _name(n) != _VMAP for n in region.nodes):
-        raise _NotPlain("a `torch.func` transform")
-    if any(n.target is autocast.ENTER for n in region.nodes):
-        raise _NotPlain("a `vmap` that switches autocast")
+    _NotPlain.when(
+        any(_name(n).endswith(_ENTER) and _name(n) != _VMAP for n in region.nodes), "a `torch.func` transform"
+    )
+    _NotPlain.when(any(n.target is autocast.ENTER for n in region.nodes), "a `vmap` that switches autocast")
     fakes = _fakes(region, values, mode)
-    if any(f is None for f in fakes.values()):
-        raise _NotPlain("a `vmap` that reads a value of unknown shape")
+    _NotPlain.when(any(f is None for f in fakes.values()), "a `vmap` that reads a value of unknown shape")
     trains = any(isinstance(f, torch.Tensor) and f.requires_grad for f in fakes.values()) and torch.is_grad_enabled()
-    if trains and any(n.op != "call_function" or _has_rules_of_its_own(n.target) for n in region.nodes):
-        raise _NotPlain(_TRAINED)
+    _NotPlain.when(
+        trains and any(n.op != "call_function" or _has_rules_of_its_own(n.target) for n in region.nodes), _TRAINED
+    )
     try:
         with restored(), mode, torch.no_grad():
             traced = make_fx(_body(gm, region, region.inputs), tracing_mode="real")(*fakes.values())
     except Exception as error:
         raise _NotPlain("a `vmap` that cannot be traced by itself") from error
-    if trains and any(n.op == "call_function" and n.target not in _ARITHMETIC for n in traced.graph.nodes):
-        raise _NotPlain(_TRAINED)
-    if any(n.op == "get_attr" for n in traced.graph.nodes):
-        raise _NotPlain("a `vmap` that makes a constant tensor")
+    _NotPlain.when(
+        trains and any(n.op == "call_function" and n.target not in _ARITHMETIC for n in traced.graph.nodes), _TRAINED
+    )
+    _NotPlain.when(any(n.op == "get_attr" for n in traced.graph.nodes), "a `vmap` that makes a constant tensor")
     holders = iter(region.inputs)
     inner: dict[Node, Any] = {}
     for n in traced.graph.nodes:

@@ -20,6 +20,7 @@ from megacpp_compile.frontend.expert_loops import origins
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
 from megacpp_compile.frontend.expert_loops.empty_experts import same_shapes, same_without_rows
 from megacpp_compile.fx import assumptions
+from megacpp_compile.fx.attempts import GivenUp
 from megacpp_compile.fx.edit import called
 from megacpp_compile.fx.walks import reached
 
@@ -29,7 +30,7 @@ _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "i
 _LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "SEND", "RETURN_GENERATOR")
 
 
-class Refused(Exception):
+class Refused(GivenUp):
     """The assumption does not do: a sentence without its full stop, about what stands in the way."""
 
 
@@ -76,31 +77,30 @@ class OpenRegion:
 
     def changes(self, born: int) -> None:
         """Raises Refused for a change of what was there before."""
-        if born < self.start:
-            raise Refused("it changes a value of Python's from before it, too")
+        Refused.when(born < self.start, "it changes a value of Python's from before it, too")
 
     def passes(self, translator: Any, inst: Any) -> None:
         """Raises Refused where `inst` leaves the region by another way than its end, or another function goes on."""
         if translator is self.translator:
-            if inst.opname in ("YIELD_VALUE", "SEND"):
-                raise Refused("its entries are handed on by `yield`, as `enumerate` does: loop over the list itself")
-            if inst.opname in _LEAVES:
-                raise Refused("a `return` or a `break` leaves it")
+            Refused.when(
+                inst.opname in ("YIELD_VALUE", "SEND"),
+                "its entries are handed on by `yield`, as `enumerate` does: loop over the list itself",
+            )
+            Refused.when(inst.opname in _LEAVES, "a `return` or a `break` leaves it")
         elif translation.born(translator) < self.start:
             raise Refused("it goes on with a generator from before it")
 
     def close(self) -> None:
         """Raises Refused unless Python's state is that of the beginning."""
         translator = self.translator
-        if any(_counts_in_place(node) for node in self._made()):
-            raise Refused("it writes to a tensor of numbers or truth values")
+        Refused.when(
+            any(_counts_in_place(node) for node in self._made()), "it writes to a tensor of numbers or truth values"
+        )
         stack, depth = translator.stack, len(self._stack)
         found = _identities(stack[:depth]), translation.effects(translator)
-        if found != (self._stack, self._state) or len(stack) > depth + 1:
-            raise Refused(_LEFT)
+        Refused.when(found != (self._stack, self._state) or len(stack) > depth + 1, _LEFT)
         for left in stack[depth:]:
-            if not self._leaves(_ON_STACK, None, left):
-                raise Refused(_LEFT)
+            Refused.when(not self._leaves(_ON_STACK, None, left), _LEFT)
         read = live_names(translator.instructions, self.join)
         read |= live_names(translator.instructions, self.other_way.start) if self.other_way else frozenset()
         for name in sorted((read | self._alternatives.keys()) - {_ON_STACK}):

@@ -96,8 +96,7 @@ class LocalGraph:
         """The fake value of what `opened` gives. Raises NeedsCommunication where `node` is no DTensor."""
         if node not in self.local:
             value = dynamo_value(node)
-            if not is_dtensor(value):
-                raise NeedsCommunication
+            NeedsCommunication.when(not is_dtensor(value))
             return self.fake_part(value)
         return self.local[node].fake
 

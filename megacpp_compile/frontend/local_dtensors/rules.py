@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.frontend.dtensors import leaves, writes
+from megacpp_compile.fx.attempts import GivenUp
 from megacpp_compile.fx.edit import called, dynamo_value, same_size, same_sizes
 
 SIZED = frozenset(("view", "reshape", "expand", "unflatten"))  # told the sizes of their result
@@ -40,7 +41,7 @@ KNOWN = VIEWS | CASTS | {"detach"} | _ELEMENTWISE | _ROWS | _PRODUCTS | _LOOKUPS
 _LINEAR = VIEWS | CASTS | {"neg", "add", "sub", "cat", "stack", "view_as_complex", "view_as_real"}
 
 
-class NeedsCommunication(Exception):
+class NeedsCommunication(GivenUp):
     """A call is more than what each rank computes of its own part."""
 
 
@@ -49,20 +50,16 @@ def gradients_to_sum(name: str, given: dict[Node, list[Any]], results: list[Any]
     for a call whose placements say that it is not computed on each rank's part alone."""
     every = [v for values in given.values() for v in values] + results
     mesh = every[0].device_mesh
-    if any(v.device_mesh != mesh for v in every) or not all(map(is_plain, every)):
-        raise NeedsCommunication
+    NeedsCommunication.when(any(v.device_mesh != mesh for v in every) or not all(map(is_plain, every)))
     summed: dict[Node, list[int]] = {a: [] for a in given}
     for dim in range(mesh.ndim):
         differs = [not v.placements[dim].is_replicate() for v in results]
         partial = [v.placements[dim].is_partial() for v in results]
         ins = [v.placements[dim] for values in given.values() for v in values]
-        if any(differs) != all(differs) or any(differs) == all(p.is_replicate() for p in ins):
-            raise NeedsCommunication
-        if name in _LOOKUPS and any(differs):
-            raise NeedsCommunication
+        NeedsCommunication.when(any(differs) != all(differs) or any(differs) == all(p.is_replicate() for p in ins))
+        NeedsCommunication.when(name in _LOOKUPS and any(differs))
         if any(p.is_partial() for p in ins):  # a view of a sum is the sum of views; little else is
-            if name not in VIEWS or not all(p.is_partial() for p in ins) or not all(partial):
-                raise NeedsCommunication
+            NeedsCommunication.when(name not in VIEWS or not all(p.is_partial() for p in ins) or not all(partial))
         elif any(partial) and (name not in _PRODUCTS | {"sum"} or len(given) > 2):  # a bias is added once only
             raise NeedsCommunication
         for a, values in given.items():
@@ -170,15 +167,14 @@ def cut(node: Node, result: Any) -> list[int] | None:
     sharded = [i for i in sharded if same_size(shape[i - before], whole[i])]
     if not sharded or any(not p.is_replicate() for p in dynamo_value(node).placements):
         return None
-    if name_of(node) not in ("expand", "expand_as") or before or not isinstance(node.args[0], Node):
-        raise NeedsCommunication
+    NeedsCommunication.when(
+        name_of(node) not in ("expand", "expand_as") or before or not isinstance(node.args[0], Node)
+    )
     base = dynamo_value(node.args[0]).shape
-    if len(base) != len(shape) or any(base[i] != 1 for i in sharded):
-        raise NeedsCommunication
+    NeedsCommunication.when(len(base) != len(shape) or any(base[i] != 1 for i in sharded))
     local = [part[i] if i in sharded else s for i, s in enumerate(shape)]
     sizes = [-1 if same_size(b, s) else s for b, s in zip(base, local, strict=True)]
-    if not all(isinstance(s, int) for s in sizes):
-        raise NeedsCommunication
+    NeedsCommunication.when(not all(isinstance(s, int) for s in sizes))
     return sizes
 
 
@@ -203,8 +199,7 @@ def local_sizes(name: str, node: Node, results: list[Any]) -> tuple[tuple[Any, .
     args, kwargs = node.args, dict(node.kwargs)
     if name not in SIZED or same_sizes(results[0].shape, part_of(results[0]).shape):
         return args, kwargs
-    if kwargs:
-        raise NeedsCommunication
+    NeedsCommunication.when(kwargs)
     first = 0
     x, *sizes = args
     if name == "unflatten":
@@ -215,8 +210,7 @@ def local_sizes(name: str, node: Node, results: list[Any]) -> tuple[tuple[Any, .
     whole, part = results[0].shape, part_of(results[0]).shape
     for i, size in enumerate(sizes):
         if not same_size(whole[first + i], part[first + i]) and size != -1:
-            if not isinstance(size, int) or not isinstance(part[first + i], int):
-                raise NeedsCommunication
+            NeedsCommunication.when(not isinstance(size, int) or not isinstance(part[first + i], int))
             sizes[i] = part[first + i]
     new = [sizes] if listed else sizes
     return (x, *([node.args[1]] if name == "unflatten" else []), *new), kwargs
@@ -238,8 +232,7 @@ def spelled_out(node: Node) -> tuple[Sequence[Any], dict[str, Any]]:
     closure = inspect.getclosurevars(node.target).nonlocals if isinstance(node.target, FunctionType) else {}
     if not called(node).startswith("prim"):
         return node.args, dict(node.kwargs)
-    if not {"args_as_value", "kwargs_as_value"} <= closure.keys():
-        raise NeedsCommunication
+    NeedsCommunication.when(not {"args_as_value", "kwargs_as_value"} <= closure.keys())
     return (*node.args, *closure["args_as_value"]), {**closure["kwargs_as_value"], **node.kwargs}
 
 

@@ -21,6 +21,7 @@ from megacpp_compile._torch.fakes import FakeTensor
 from megacpp_compile.frontend.checkpoint import TAGS, inline_checkpoints
 from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
 from megacpp_compile.fx import short_loops
+from megacpp_compile.fx.attempts import GivenUp
 from megacpp_compile.fx.edit import all_nodes, dynamo_value
 
 NOT_FROM_AN_END = "a tensor is not read from its first or its last part on, part by part"
@@ -28,7 +29,7 @@ NOT_FROM_AN_END = "a tensor is not read from its first or its last part on, part
 STEPS = (5, 7, 11, 13, 17)
 
 
-class CannotRepeat(Exception):
+class CannotRepeat(GivenUp):
     """A loop that is to be traced with all steps: a sentence without its full stop. loop: its number, where one is."""
 
     loop: int | None = None
@@ -130,22 +131,28 @@ def _check(loop: _Loop, before: list[Node], after: list[Node]) -> None:
     for node in loop.body:
         _check_node(loop, node)
         leaves = [u for u in node.users if u not in loop.inside and u not in loop.results]
-        if any(u.target is not short_loops.collected for u in leaves):
-            raise CannotRepeat("a value of its step is read behind it")
+        CannotRepeat.when(
+            any(u.target is not short_loops.collected for u in leaves), "a value of its step is read behind it"
+        )
     ahead = {s: n for n in before if (s := storage_of(n)) is not None}
     late = set(after)
     changed = {id(n): n for n in loop.body for n in written_tensors(n) if storage_of(n) in ahead}
     for storage in {storage_of(n) for n in changed.values()}:
         of = [n for n in before if storage_of(n) == storage]
         read = [n for n in of if any(u in loop.inside or u in loop.results for u in n.users)]
-        if len(read) != 1 or any(n.op in ("placeholder", "get_attr") for n in of):
-            raise CannotRepeat("it writes to a tensor that others hold")
+        CannotRepeat.when(
+            len(read) != 1 or any(n.op in ("placeholder", "get_attr") for n in of),
+            "it writes to a tensor that others hold",
+        )
         others = [n for n in of if n is not read[0] or n not in loop.sources]
-        if any(u in late for n in others for u in n.users):
-            raise CannotRepeat("it writes to a tensor that has another name behind it")
+        CannotRepeat.when(
+            any(u in late for n in others for u in n.users), "it writes to a tensor that has another name behind it"
+        )
         if read[0] in loop.sources:
-            if any(u in loop.inside and not _positioned(loop, u) for u in read[0].users):
-                raise CannotRepeat("it writes to a tensor that it also reads whole")
+            CannotRepeat.when(
+                any(u in loop.inside and not _positioned(loop, u) for u in read[0].users),
+                "it writes to a tensor that it also reads whole",
+            )
             loop.written.append(read[0])
         elif not any(r.args[0] is read[0] for r in loop.results):
             raise CannotRepeat("it writes to a tensor from before it")
@@ -162,25 +169,30 @@ def _positioned(loop: _Loop, node: Node) -> bool:
 
 def _check_node(loop: _Loop, node: Node) -> None:
     value = dynamo_value(node)
-    if node.op not in ("call_function", "call_method") or isinstance(value, torch.SymBool | torch.SymFloat):
-        raise CannotRepeat(f"{node.name} is no plain call")
+    CannotRepeat.when(
+        node.op not in ("call_function", "call_method") or isinstance(value, torch.SymBool | torch.SymFloat),
+        f"{node.name} is no plain call",
+    )
     values = value if isinstance(value, list | tuple) else [value]
     for one in values:
-        if isinstance(one, torch.Tensor) and any(loop.symbol in _symbols(s) for s in (*one.shape, *one.stride())):
-            raise CannotRepeat(f"the size of {node.name} depends on its position")
+        CannotRepeat.when(
+            isinstance(one, torch.Tensor) and any(loop.symbol in _symbols(s) for s in (*one.shape, *one.stride())),
+            f"the size of {node.name} depends on its position",
+        )
     if not _positioned(loop, node) or isinstance(value, torch.SymInt):
         return
-    source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or source in loop.inside or not isinstance(dynamo_value(source), torch.Tensor):
-        raise CannotRepeat(f"{node.name} goes by its position otherwise than to read a tensor from before it")
+    source: Any = node.args[0] if node.args else None
+    CannotRepeat.when(
+        not isinstance(source, Node) or source in loop.inside or not isinstance(dynamo_value(source), torch.Tensor),
+        f"{node.name} goes by its position otherwise than to read a tensor from before it",
+    )
     part = value
     if node.target is operator.setitem:
         part = _part_written(node, source)
     elif storage_of(node) != storage_of(source):
         raise CannotRepeat(f"{node.name} is no part of what it reads at its position")
     dim = _dimension(loop, dynamo_value(source), part)
-    if loop.sources.setdefault(source, dim) != dim:
-        raise CannotRepeat(f"{source.name} is read along several dimensions")
+    CannotRepeat.when(loop.sources.setdefault(source, dim) != dim, f"{source.name} is read along several dimensions")
 
 
 def _part_written(node: Node, source: Node) -> torch.Tensor:
@@ -188,24 +200,22 @@ def _part_written(node: Node, source: Node) -> torch.Tensor:
     index = fx.map_arg(node.args[1], dynamo_value)
     with whole.fake_mode, torch.no_grad():
         part: torch.Tensor = whole.detach()[index]
-    if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
-        raise CannotRepeat(f"{node.name} writes to no part of a tensor")
+    CannotRepeat.when(
+        part.untyped_storage()._cdata != whole.untyped_storage()._cdata, f"{node.name} writes to no part of a tensor"
+    )
     return part
 
 
 def _dimension(loop: _Loop, whole: torch.Tensor, part: torch.Tensor) -> int:
     """The dimension of `whole` of which `part` is one of as many parts as there are steps, in order."""
     offset: Any = part.storage_offset() - whole.storage_offset()
-    moved = offset.node.expr.expand() if isinstance(offset, torch.SymInt) else None
-    each = moved.coeff(loop.symbol, 1) if moved is not None else None
-    if each is None or not each.is_Integer:
-        raise CannotRepeat(NOT_FROM_AN_END)
+    moved: Any = offset.node.expr.expand() if isinstance(offset, torch.SymInt) else None
+    each: Any = moved.coeff(loop.symbol, 1) if moved is not None else None
+    CannotRepeat.when(each is None or not each.is_Integer, NOT_FROM_AN_END)
     backward = bool(each < 0)
     first = -each * (loop.count - 1) if backward else 0
-    if (moved - each * loop.symbol - first).expand() != 0:
-        raise CannotRepeat(NOT_FROM_AN_END)
-    if loop.backward not in (None, backward):
-        raise CannotRepeat("it reads one tensor forwards and another one backwards")
+    CannotRepeat.when((moved - each * loop.symbol - first).expand() != 0, NOT_FROM_AN_END)
+    CannotRepeat.when(loop.backward not in (None, backward), "it reads one tensor forwards and another one backwards")
     loop.backward = backward
     shape, strides = _known(whole.shape), _known(whole.stride())
     found = []
@@ -216,12 +226,16 @@ def _dimension(loop: _Loop, whole: torch.Tensor, part: torch.Tensor) -> int:
             found.append(dim)
     unknown = [pair for pair in zip(whole.shape, whole.stride(), strict=True) if None in _known(pair)]
     kept = list(zip(part.shape, part.stride(), strict=True))
-    if len(found) != 1 or any(not any(_same(pair, other) for other in kept) for pair in unknown):
-        raise CannotRepeat("a tensor is not read whole, part by part")
+    CannotRepeat.when(
+        len(found) != 1 or any(not any(_same(pair, other) for other in kept) for pair in unknown),
+        "a tensor is not read whole, part by part",
+    )
     length = (shape[found[0]] or 0) // loop.count
     own = [s for s, stride in zip(part.shape, part.stride(), strict=True) if stride == whole.stride()[found[0]]]
-    if length > 1 and length not in own or length == 1 and part.dim() == whole.dim() and part.shape[found[0]] != 1:
-        raise CannotRepeat("a tensor is read with gaps or overlaps")
+    CannotRepeat.when(
+        length > 1 and length not in own or length == 1 and part.dim() == whole.dim() and part.shape[found[0]] != 1,
+        "a tensor is read with gaps or overlaps",
+    )
     return found[0]
 
 

@@ -11,6 +11,7 @@ from megacpp_compile._torch import positions, variables
 from megacpp_compile._torch import translator as translation
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
 from megacpp_compile.frontend.hidden_writes import storage_of
+from megacpp_compile.fx.attempts import GivenUp
 
 _LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "SEND", "RETURN_GENERATOR")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR")
@@ -18,7 +19,7 @@ COMPREHENSION = "a comprehension computes each of its entries for itself; on all
 _ADDS = ("LIST_APPEND", "SET_ADD", "MAP_ADD")
 
 
-class Refused(Exception):
+class Refused(GivenUp):
     """A step that is not shown to be the same at every position: a sentence without its full stop. told: whether that
     is reported of a step that was only looked at, too."""
 
@@ -50,8 +51,10 @@ class Step:
     def passes(self, translator: Any, inst: Any) -> None:
         """Raises Refused where `inst` leaves the step, or goes by what may differ from step to step."""
         if translator is self.translator:
-            if inst.opname in _LEAVES or translator.instruction_pointer not in self._inside:
-                raise Refused("a `return` or a `break` leaves it")
+            Refused.when(
+                inst.opname in _LEAVES or translator.instruction_pointer not in self._inside,
+                "a `return` or a `break` leaves it",
+            )
             if inst.opname in _ADDS and len(translator.stack) - 1 - (inst.arg or 0) < len(self._stack):
                 raise Refused(COMPREHENSION, told=self._computed(translator.stack[-1]))
         elif translation.born(translator) < self.start:
@@ -65,8 +68,10 @@ class Step:
         holder, key = (variables.realized(v) for v in translator.stack[-2:])
         if variables.tensor(holder) is None:
             number = type(variables.plain(key)) is int and translator is self.translator
-            if number and self.position is None and variables.python_type(holder) not in (dict, torch.Size, tuple):
-                raise Refused("it indexes a list")
+            Refused.when(
+                number and self.position is None and variables.python_type(holder) not in (dict, torch.Size, tuple),
+                "it indexes a list",
+            )
             return
         parts = variables.parts(key)
         entries = [variables.realized(part) for part in (parts if parts is not None else [key])]
@@ -74,8 +79,7 @@ class Step:
         if not at:
             return
         rest = [e for i, e in enumerate(entries) if i not in at]
-        if len(at) > 1 or not all(map(_is_basic, rest)):
-            raise Refused("it indexes a tensor by its position and by more")
+        Refused.when(len(at) > 1 or not all(map(_is_basic, rest)), "it indexes a tensor by its position and by more")
         taken = [variables.plain(e) for e in entries]
         # What of the other entries is a number takes its dimension away only afterwards.
         dim = sum(e is not None for e in taken[: at[0]])
@@ -94,30 +98,34 @@ class Step:
 
     def grows(self, variable: Any, added: Any) -> None:
         """A list from before it is appended to."""
-        if translation.list_born(variable) < 0 or variables.tensor(added) is None or list(variable.items):
-            raise Refused("it appends to a list that is not the frame's own, or not empty before, or no tensor")
-        if any(one is variable for one, _ in self.grown):
-            raise Refused("it appends to a list several times")
+        Refused.when(
+            translation.list_born(variable) < 0 or variables.tensor(added) is None or list(variable.items),
+            "it appends to a list that is not the frame's own, or not empty before, or no tensor",
+        )
+        Refused.when(any(one is variable for one, _ in self.grown), "it appends to a list several times")
         self.grown.append((variable, added))
 
     def carried(self) -> list[str]:
         """At the loop's head again: the names of tensors that the step replaced. Raises Refused for any other change of
         Python's state."""
         translator = self.translator
-        if _identities(translator.stack) != self._stack or translation.effects(translator) != self._state:
-            raise Refused("what it leaves behind is not what it found")
+        Refused.when(
+            _identities(translator.stack) != self._stack or translation.effects(translator) != self._state,
+            "what it leaves behind is not what it found",
+        )
         found = []
         for name in sorted(live_names(translator.instructions, self.head)):
             before, after = (held.get(name) for held in (self.names, translator.symbolic_locals))
             if before is after:
                 continue
-            if before is None or after is None:
-                raise Refused(f"it sets `{name}`, which is read later")
+            Refused.when(before is None or after is None, f"it sets `{name}`, which is read later")
             before, after = variables.realized(before), variables.realized(after)
             if before is after:
                 continue
-            if not _alike(before, after):
-                raise Refused(f"it sets `{name}`, which is read later, to something else than another tensor like it")
+            Refused.when(
+                not _alike(before, after),
+                f"it sets `{name}`, which is read later, to something else than another tensor like it",
+            )
             found.append(name)
         return found
 

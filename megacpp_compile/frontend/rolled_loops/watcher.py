@@ -166,8 +166,7 @@ class RolledLoops:
     def _close(self, step: Step, position: positions.Position) -> None:
         """Go on behind the loop, with what its last step leaves."""
         translator, carried = step.translator, step.carried()
-        if not positions.unknown(translator, position):
-            raise Refused("what it does depends on its position")
+        Refused.when(not positions.unknown(translator, position), "what it does depends on its position")
         for name in carried:
             pair = (variables.realized(held[name]) for held in (step.names, translator.symbolic_locals))
             left = variables.computed(translator, short_loops.result, *pair, step.loop)
