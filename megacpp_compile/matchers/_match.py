@@ -41,6 +41,20 @@ def refuse_if(condition: object, node: Node, tag: str, reason: str) -> None:
         refuse(node, tag, reason)
 
 
+def refuse_unless(found: T | None, node: Node, tag: str, reason: str) -> T:
+    """`found`; raise Refused where that is None."""
+    if found is None:
+        refuse(node, tag, reason)
+    return found
+
+
+def or_refuse(found: T | MatchFailure) -> T:
+    """`found`; raise Refused where that is a failure."""
+    if isinstance(found, MatchFailure):
+        raise Refused(found)
+    return found
+
+
 def or_failure(match: Callable[P, T]) -> Callable[P, T | MatchFailure]:
     """`match`, which returns the failure with which it is refused."""
 

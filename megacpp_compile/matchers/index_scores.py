@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast, uncast
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.softmax_attention.parts import Groups, Operand, beside, flattened, grouped
 from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, times
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes, flat, length, number
@@ -74,6 +74,7 @@ def index_scores_of(relu: Node, weights: frozenset[Node]) -> IndexScores | Match
 
 
 class _Reader(ScoresReader):
+    @or_failure
     def read(self, relu: Node) -> IndexScores | MatchFailure | None:
         scores = self.scores(relu.args[0])
         if scores is None or len(scores.products) != 1 or scores.terms or scores.gains or scores.softcap is not None:
@@ -94,10 +95,8 @@ class _Reader(ScoresReader):
         if factor <= 0 or set(flat(self.repeats)) & out:
             return None
         keys = tuple(a for d in dims for a in d if a not in in_q)
-        if set(heads) & in_k:
-            return MatchFailure(relu, "keys", "each head of the indexer has keys of its own")
-        if in_w & set(keys):
-            return MatchFailure(relu, "weights", "heads are weighted by the key as well as by the query")
+        refuse_if(set(heads) & in_k, relu, "keys", "each head of the indexer has keys of its own")
+        refuse_if(in_w & set(keys), relu, "weights", "heads are weighted by the key as well as by the query")
         batch = tuple(a for d in dims for a in d if a in in_q & in_k)
         queries = tuple(a for d in dims for a in d if a in in_q and a not in in_k)
         channels = tuple(a for d in q.dims for a in d if a not in {*batch, *queries, *heads})

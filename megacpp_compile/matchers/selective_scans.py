@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.walks import descendants, reached
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if, refuse_unless
 from megacpp_compile.matchers.associative_scans import States, find_states
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, number
 from megacpp_compile.matchers.ssd.axes import AxisEquations
@@ -66,22 +66,21 @@ class _Candidate:
         self.algebra, self.states = algebra, states
         self.inside: set[Node] = set()
 
+    @or_failure
     def found(self) -> SelectiveScan | MatchFailure:
         states = self.states
-        if any(u not in states.inside for n in states.inside - {states.node} for u in n.users):
-            return MatchFailure(states.node, "escapes", READ)
-        read = self._read()
-        if read is None:
-            return MatchFailure(states.node, "escapes", READ)
-        y, finals = read
+        refuse_if(
+            any(u not in states.inside for n in states.inside - {states.node} for u in n.users),
+            states.node, "escapes", READ,
+        )
+        y, finals = refuse_unless(self._read(), states.node, "escapes", READ)
         decay = self._exponential()
         if decay is None or len(factors := self._factors(decay.args[0], {})) != 2:  # type: ignore[arg-type]
             return MatchFailure(states.node, "operands", OPERANDS)
         inputs = self._factors(states.b, factors)
         shared = [n for n in factors if n in inputs]
         (C,) = rest if len(rest := self._beside(y)) == 1 else (None,)
-        if len(shared) != 1 or len(inputs) != 3 or C is None:
-            return MatchFailure(states.node, "operands", OPERANDS)
+        refuse_if(len(shared) != 1 or len(inputs) != 3 or C is None, states.node, "operands", OPERANDS)
         (dt,), (A,) = shared, [n for n in factors if n not in shared]
         leaves = list(dict.fromkeys([dt, A, *inputs, C, states.node]))
         self.inside -= {*leaves}

@@ -14,7 +14,7 @@ from megacpp_compile.fx.edit import Builder, move_after, place, same_size, unrea
 from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.lowerings._traits import name_of
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse_unless
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.passes._rule import REGION, Match
 
@@ -54,20 +54,16 @@ class Rewriter:
         self.unread: set[Node] = set()
         self.waiting: set[Node] = set()
 
+    @or_failure
     def apply(self, match: Match) -> Rewrite | MatchFailure:
         """Replace the match's outputs; a failure, and the graph as it was, where another site is in the way."""
         if not (self.unread | self.waiting).isdisjoint([*match.inputs, *match.outputs]):
             return self._overlap(match)
         view, states = self.view, self.view.mode_states
         where = place(match.inputs, match.outputs, match.node, states, match.autocast_blind)
-        if where is None:
-            return MatchFailure(match.node, *REGION)
-        anchor, moved = where
+        anchor, moved = refuse_unless(where, match.node, *REGION)
         build = Builder(view.graph, view.fake_mode, anchor, match.node, states, in_region=self.objection is not None)
-        emitted = self._emitted(match, build)
-        if isinstance(emitted, MatchFailure):
-            return emitted
-        op_node, new = emitted
+        op_node, new = or_refuse(self._emitted(match, build))
         if build.emitted:
             moved = [n for n in moved if not n._erased]
             move_after(moved, build.emitted[-1])

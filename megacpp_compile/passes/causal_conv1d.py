@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, same_size, value
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, is_swap, match_causal_conv
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.masked_taps import match_masked_taps
@@ -63,16 +63,18 @@ def _sum_of_taps(node: Node, done: set[Node]) -> CausalConv | NoCausalConv | Non
     return found
 
 
+@or_failure
 def _check(view: GraphView, conv: CausalConv) -> Match | MatchFailure:
     state = view.mode_states
-    if any(state[n] != state[conv.conv] for n in conv.internal):
-        return MatchFailure(conv.conv, "region", "part of it runs under another grad or autocast mode")
+    refuse_if(
+        any(state[n] != state[conv.conv] for n in conv.internal),
+        conv.conv, "region", "part of it runs under another grad or autocast mode",
+    )
     inputs = [n for n in (conv.x, conv.weight, conv.bias, conv.seq_idx) if n is not None]
     outputs = [conv.end]
     if conv.end_time == 2:  # its readers may put time back in front themselves
         outputs += [u for u in conv.end.users if is_swap(u) is conv.end and state[u] == state[conv.conv]]
-    if place(inputs, outputs, conv.conv, state) is None:
-        return MatchFailure(conv.conv, *REGION)
+    refuse_if(place(inputs, outputs, conv.conv, state) is None, conv.conv, *REGION)
     return Match(conv.end, inputs, outputs, lambda build: _rewrite(build, conv, len(outputs)))
 
 

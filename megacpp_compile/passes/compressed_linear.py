@@ -32,7 +32,7 @@ from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.sizes import nbytes, rows
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.lowerings._traits import name_of, traits_of
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.passes._rewrites.activation_lifetime import saved_elsewhere, storage_owner
@@ -69,41 +69,56 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         yield _check(view, plan, linears)
 
 
+@or_failure
 def _refusal(view: GraphView, linear: Linear, fqn: str) -> MatchFailure | None:
     """Why one linear by itself stays as it is."""
     node, role = linear.node, role_at(linear.node)
     word = "lora" if inside_segment("lora", fqn) else exclusion_of(fqn)
     if role in _ROLES or word:
         return MatchFailure(node, "role", f"compress leaves alone what is {f'named {word!r}' if word else f'a {role}'}")
-    if not view.has_backward(linear.w):
-        return MatchFailure(node, "frozen", "its weight is not trained, so backward keeps no input for it")
-    if "ac_graph_id" in node.meta:
-        return MatchFailure(node, "checkpointed", "torch.utils.checkpoint recomputes its input, which is not saved")
-    if value(linear.x).dim() < 2 or not isinstance(value(linear.x).shape[-1], int):
-        return MatchFailure(node, "shape", "its input is a single vector, or of a width that is known at run time only")
+    refuse_if(
+        not view.has_backward(linear.w), node, "frozen", "its weight is not trained, so backward keeps no input for it"
+    )
+    refuse_if(
+        "ac_graph_id" in node.meta,
+        node, "checkpointed", "torch.utils.checkpoint recomputes its input, which is not saved",
+    )
+    refuse_if(
+        value(linear.x).dim() < 2 or not isinstance(value(linear.x).shape[-1], int),
+        node, "shape", "its input is a single vector, or of a width that is known at run time only",
+    )
     return None
 
 
+@or_failure
 def _check(view: GraphView, plan: CompressionPlan, linears: list[Linear]) -> Match | MatchFailure:
     first = linears[0]
     x, root, dtype = first.x, first.node, value(first.node).dtype
     groups: tuple[Any, ...] = ()
     if any(linear.x is not x for linear in linears):  # of one value whose gradient is summed alike it is summed once
         x, groups = _unsummed(x)
-        if any(_unsummed(linear.x) != (x, groups) for linear in linears):
-            return MatchFailure(root, "views", "the linears that read its input do so through several views of it")
-    if any(value(linear.node).dtype != dtype for linear in linears):
-        return MatchFailure(root, "dtype", "the linears that read its input compute in several dtypes")
-    if len({linear.b is None for linear in linears}) > 1:
-        return MatchFailure(root, "bias", "of the linears that read its input only some have a bias")
+        refuse_if(
+            any(_unsummed(linear.x) != (x, groups) for linear in linears),
+            root, "views", "the linears that read its input do so through several views of it",
+        )
+    refuse_if(
+        any(value(linear.node).dtype != dtype for linear in linears),
+        root, "dtype", "the linears that read its input compute in several dtypes",
+    )
+    refuse_if(
+        len({linear.b is None for linear in linears}) > 1,
+        root, "bias", "of the linears that read its input only some have a bias",
+    )
     outputs = [linear.node for linear in linears]
     refusal = in_other_modes(view, outputs, root) or saved_elsewhere(view, x, outputs)
     if refusal is not None:
         return refusal if refusal.tag == "region" else MatchFailure(root, refusal.tag, refusal.reason)
     width = value(x).shape[-1]
     rank = plan.rank(width)
-    if rows(value(x)) * rank * dtype.itemsize > nbytes(value(storage_owner(x))):
-        return MatchFailure(root, "expanded", "its input is a smaller value, repeated")
+    refuse_if(
+        rows(value(x)) * rank * dtype.itemsize > nbytes(value(storage_owner(x))),
+        root, "expanded", "its input is a smaller value, repeated",
+    )
     operands = (t for linear in linears for t in (linear.w, linear.b) if t is not None)
     inputs = list(dict.fromkeys([x, *operands]))
     fqn = module_fqn(root)

@@ -29,7 +29,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
@@ -39,11 +39,11 @@ from megacpp_compile.passes._rewrites.latent_misses import after_a_latent, besid
 from megacpp_compile.passes._rewrites.norm import (
     between_ranks,
     depends,
-    escaping,
     fold_scaling,
     gain_of,
     norm_before,
     reads,
+    refuse_escapes,
 )
 from megacpp_compile.passes._rule import Match, in_other_modes
 
@@ -153,12 +153,15 @@ def _check(
     return Match(found.ups[0][0].node, found.inputs, found.outputs, lambda build: _rewrite(view, build, found))
 
 
+@or_failure
 def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] | None) -> _Site | MatchFailure | None:
     """Who reads the latent and its norm, or why they can't all be served; None for what is no latent."""
     start, size = latent.start, latent.size
     lo, hi = part or (0, latent.down.linear.out_features)
-    if start > lo and start + size != hi:
-        return MatchFailure(norm.x, "latent-place", "the normed channels lie in the middle of the down-projection")
+    refuse_if(
+        start > lo and start + size != hi,
+        norm.x, "latent-place", "the normed channels lie in the middle of the down-projection",
+    )
     ups, others, groups = [], [], set()
     for user, read, chain in fold_scaling(norm, between_ranks):
         up = reads(user, read)
@@ -172,25 +175,26 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
         # What reads it in its own mode is what a latent is for; a linear in another one may choose tokens alone.
         own = [(user, read) for user, read in others if view.mode_states[user] == view.mode_states[norm.node]]
         elsewhere = next((user for user, read in others if reads(user, read) is not None), None)
-        if elsewhere is not None and not own:
-            return MatchFailure(elsewhere, "region", "the up-projection runs under another grad or autocast mode")
+        refuse_if(
+            elsewhere is not None and not own,
+            elsewhere, "region", "the up-projection runs under another grad or autocast mode",
+        )
         user, read = (own or others)[0]
         at = read if user.op == "output" else user  # the output itself has no place in the source
         return MatchFailure(at, "no-up", f"no linear follows the norm directly ({user.name})")
-    if len(groups) > 1 or len(*groups) > 1:
-        reason = "the gradients of its up-projections are not all summed over the same ranks"
-        return MatchFailure(norm.node, "ranks", reason)
-    if (escape := escaping(norm)) is not None:
-        return escape
-    more = beside(view, norm, latent, lo, hi)
-    if not isinstance(more, SideOutputs):
-        return more
+    reason = "the gradients of its up-projections are not all summed over the same ranks"
+    refuse_if(len(groups) > 1 or len(*groups) > 1, norm.node, "ranks", reason)
+    refuse_escapes(norm)
+    more = or_refuse(beside(view, norm, latent, lo, hi))
+    if more is None:
+        return None
     if (others or more.raw) and not any(latent.narrows(up) for up, _ in ups):
         return None
     keep = bool(more.raw) or any(keeps(view, user, read) for user, read in others)
     return _Site(latent, norm, ups, more, part, bool(others), keep, *groups)
 
 
+@or_failure
 def _refusal(view: GraphView, site: _Site) -> MatchFailure | None:
     """Why the op can't stand for `site`, or would not be worth it."""
     norm, ups, down = site.norm, [up for up, _ in site.ups], site.latent.down
@@ -199,17 +203,17 @@ def _refusal(view: GraphView, site: _Site) -> MatchFailure | None:
     gone = {down.node, down.linear.node, *down.internal, *norm.internal}
     # A norm is computed in the dtypes it is written in, or wider ones, whatever autocast is around it.
     rest = (down.node, down.linear.node, *down.internal, *(up.node for up in ups), *(n for n, *_ in site.beside.rests))
-    if (refusal := in_other_modes(view, rest, down.node)) is not None:
-        return refusal
-    if (refusal := in_other_modes(view, norm.internal, down.node, autocast=False)) is not None:
-        return refusal
-    refusal = frozen(view, site.latent, [*norm.gains, *(up.w for up in ups)])
-    if refusal is not None:
-        return refusal
-    if any(depends(i, gone) for i in site.inputs):
-        return MatchFailure(norm.node, "feedback", "a weight or gain is computed from the latent itself")
-    if place(site.inputs, site.outputs, down.node, view.mode_states) is None:
-        return MatchFailure(down.node, "region", "a weight is computed under another grad or autocast mode")
+    or_refuse(in_other_modes(view, rest, down.node))
+    or_refuse(in_other_modes(view, norm.internal, down.node, autocast=False))
+    or_refuse(frozen(view, site.latent, [*norm.gains, *(up.w for up in ups)]))
+    refuse_if(
+        any(depends(i, gone) for i in site.inputs),
+        norm.node, "feedback", "a weight or gain is computed from the latent itself",
+    )
+    refuse_if(
+        place(site.inputs, site.outputs, down.node, view.mode_states) is None,
+        down.node, "region", "a weight is computed under another grad or autocast mode",
+    )
     return None
 
 

@@ -23,7 +23,7 @@ from torch.fx import Node
 from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.sizes import hint
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.atoms import flat
 from megacpp_compile.matchers.ssd.linear import LinearAttention, find_linear_attention
@@ -49,13 +49,12 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield _check(view, attention)
 
 
+@or_failure
 def _check(view: GraphView, found: LinearAttention) -> Match | MatchFailure:
     root = found.o.node
-    if (refusal := in_other_modes(view, sorted(found.inside), root)) is not None:
-        return refusal
+    or_refuse(in_other_modes(view, sorted(found.inside), root))
     on_cpu = value(root).device.type == "cpu" and not view.config.passes.get(name)
-    if on_cpu and 1 < _chunks(view, found) <= CHUNKS_ON_CPU:
-        return MatchFailure(root, *FEW_CHUNKS)
+    refuse_if(on_cpu and 1 < _chunks(view, found) <= CHUNKS_ON_CPU, root, *FEW_CHUNKS)
     operands = (found.q, found.k, found.v, found.g, found.initial_state)
     inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
     outputs = [leaf.node for leaf in (found.o, *found.final_states)]

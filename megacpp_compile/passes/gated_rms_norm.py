@@ -23,7 +23,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, same_size, same_sizes, value
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if
 from megacpp_compile.matchers.gated_rms_norm import GatedNorm, gate_nearby, match_gated_norm, same_source
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
@@ -57,12 +57,13 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
                     yield found
 
 
+@or_failure
 def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure | None:
     gated = match_gated_norm(norm)
     if gated is None:
         return None
     if isinstance(gated, NoNorm):
-        return MatchFailure(gated.node, gated.tag, gated.reason)
+        refuse(gated.node, gated.tag, gated.reason)
     for n in sorted(gated.internal - {gated.node}):
         outside = next((u for u in n.users if u not in gated.internal), None)
         if outside is not None and not same_source(n, (gated.y, gated.z)):
@@ -71,11 +72,13 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure | None:
                 at, "escapes", f"an intermediate of the gated norm is used elsewhere too ({outside.name})"
             )
     state = view.mode_states
-    if any(state[n] != state[gated.node] for n in gated.internal if not same_source(n, (gated.y, gated.z))):
-        return MatchFailure(gated.node, "region", "part of it runs under another grad or autocast mode")
-    width = _row_width(gated)
-    if width is None or _sizes(value(gated.node).shape, (gated.y, gated.z)) is None:
-        return MatchFailure(gated.node, "shape", "operands, gains and result can't be seen as rows of one width")
+    refuse_if(
+        any(state[n] != state[gated.node] for n in gated.internal if not same_source(n, (gated.y, gated.z))),
+        gated.node, "region", "part of it runs under another grad or autocast mode",
+    )
+    width, sizes = _row_width(gated), _sizes(value(gated.node).shape, (gated.y, gated.z))
+    if width is None or sizes is None:
+        refuse(gated.node, "shape", "operands, gains and result can't be seen as rows of one width")
     inputs = list(dict.fromkeys([gated.y, gated.z, *(g for g, _ in gated.gains)]))
     return Match(gated.node, inputs, [gated.node], lambda build: _rewrite(build, gated, width))
 

@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.hyper_connections.connection import Connection, match_connection
 from megacpp_compile.matchers.hyper_connections.maps import Gate, Mixing
@@ -60,10 +60,10 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield _check(view, found)
 
 
+@or_failure
 def _check(view: GraphView, found: Connection) -> Match | MatchFailure:
     checked = sorted(n for n in found.internal if n.target not in AUTOCAST_BLIND)
-    if (refusal := in_other_modes(view, checked, found.pre.affine.linear.node)) is not None:
-        return refusal
+    or_refuse(in_other_modes(view, checked, found.pre.affine.linear.node))
     constants = [n for part in found.parts for n in (*part.affine.nodes, through(part.affine.linear.w, widens))]
     inputs = list(dict.fromkeys([found.streams, *constants, *found.norm.gains]))
     outputs = [found.block, *(part.node for part in found.parts[1:])]

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.fx.views import is_cast, uncast
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.index_scores import IndexScores, index_scores_of, is_relu
 from megacpp_compile.matchers.softmax_attention.scores import VIEWS
@@ -45,16 +45,15 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
                 yield _decide(view, found) if isinstance(found, IndexScores) else found
 
 
+@or_failure
 def _decide(view: GraphView, found: IndexScores) -> Match | MatchFailure:
-    if (other := in_other_modes(view, sorted(found.inside), found.result)) is not None:
-        return other
+    or_refuse(in_other_modes(view, sorted(found.inside), found.result))
     dtypes = [_dtype(o.node, value(found.product).dtype) for o in (found.q, found.k)]
-    if on_cuda(found.result) and not {*dtypes} <= {torch.float16, torch.bfloat16}:
-        reason = "products in float32: kernels multiply half precision, and Inductor's own code is no slower there"
-        return MatchFailure(found.relu, "dtype", reason)
+    reason = "products in float32: kernels multiply half precision, and Inductor's own code is no slower there"
+    narrow = {*dtypes} <= {torch.float16, torch.bfloat16}
+    refuse_if(on_cuda(found.result) and not narrow, found.relu, "dtype", reason)
     inputs = list(dict.fromkeys([*(uncast(o.node) for o in (found.q, found.k)), found.weights[0]]))
-    if place(inputs, [found.result], found.result, view.mode_states) is None:
-        return MatchFailure(found.relu, *REGION)
+    refuse_if(place(inputs, [found.result], found.result, view.mode_states) is None, found.relu, *REGION)
     return Match(found.result, inputs, [found.result], lambda build: _rewrite(build, found, dtypes))
 
 

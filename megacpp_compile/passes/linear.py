@@ -49,7 +49,7 @@ from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.lowerings._gemm.float8_support import FP8_GEMM_ALIGNMENT, no_block_scales, no_float8
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.passes._rewrites import weight_casts
@@ -109,14 +109,14 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield _match(view, [one], payloads)
 
 
+@or_failure
 def _check(view: GraphView, plan: PrecisionPlan, linear: Linear) -> Fp8Candidate | MatchFailure | None:
     node, x = linear.node, value(linear.x)
     rows, k, n = x.numel() // x.shape[-1], x.shape[-1], linear.out_features
     static = all(isinstance(d, int) for d in (rows, k, n))
     shape = (rows if isinstance(rows, int) else None, n, k) if static else None
     decision = plan.decide(module_fqn(node), role_at(node), shape)
-    if decision.exclusion:
-        return MatchFailure(node, "excluded", decision.exclusion)
+    refuse_if(decision.exclusion, node, "excluded", decision.exclusion)
     if (recipe := decision.recipe) == "bf16":
         return None
     if missing := _no_device_for(recipe)(x.device):

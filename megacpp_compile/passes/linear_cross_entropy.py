@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.sizes import nbytes
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear_cross_entropy.between import between
 from megacpp_compile.matchers.linear_cross_entropy.chosen import by_labels
@@ -76,30 +76,26 @@ _ROWS = (
 )
 
 
+@or_failure
 def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure | None:
     """Why `head` stays as it is."""
     node = head.linear.node
     if head.failures:
         return head.failures[0]
-    losses = [read.node for read in head.reads]
-    if value(node).device.type == SMALL_ON and free_unbacked_symbols(value(node)):
-        return MatchFailure(losses[0], "rows", _ROWS)  # be they few or many
-    if _small(node):
-        size = f"{nbytes(value(node)) / 2**20:.1f} MiB of logits, of use from {MIN_BYTES >> 20} MiB"
-        return MatchFailure(losses[0], "small", size)
-    if head.others:
-        return MatchFailure(losses[0], "logits-kept", _kept(head.others))
-    if not all(map(_target_a_row, found)):
-        return MatchFailure(losses[0], "rows", _ROWS)
-    if any(len({output.read.part for output in site.outputs}) > 1 for site in found):
-        reason = "beside a loss over all ranks' words one over a rank's own reads the logits"
-        return MatchFailure(losses[0], "ranks", reason)
-    inside = [n for site in found for n in site.inside()]
-    dtype = value(node).dtype
-    if any(getattr(value(n), "dtype", dtype) == torch.float64 != dtype for n in inside):
-        return MatchFailure(losses[0], "dtype", f"logits in {dtype} and their loss in float64")
-    if len({view.mode_states[n].grad for n in inside}) > 1:
-        return MatchFailure(losses[0], "region", "part of it runs with gradients recorded, and part without")
+    loss = next((read.node for read in head.reads), node)
+    unknown = value(node).device.type == SMALL_ON and free_unbacked_symbols(value(node))  # be they few or many
+    refuse_if(unknown, loss, "rows", _ROWS)
+    size = f"{nbytes(value(node)) / 2**20:.1f} MiB of logits, of use from {MIN_BYTES >> 20} MiB"
+    refuse_if(_small(node), loss, "small", size)
+    refuse_if(head.others, loss, "logits-kept", _kept(head.others))
+    refuse_if(not all(map(_target_a_row, found)), loss, "rows", _ROWS)
+    several = any(len({output.read.part for output in site.outputs}) > 1 for site in found)
+    refuse_if(several, loss, "ranks", "beside a loss over all ranks' words one over a rank's own reads the logits")
+    inside, dtype = [n for site in found for n in site.inside()], value(node).dtype
+    wider = any(getattr(value(n), "dtype", dtype) == torch.float64 != dtype for n in inside)
+    refuse_if(wider, loss, "dtype", f"logits in {dtype} and their loss in float64")
+    apart = len({view.mode_states[n].grad for n in inside}) > 1
+    refuse_if(apart, loss, "region", "part of it runs with gradients recorded, and part without")
     return None
 
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from megacpp_compile.decode.absorbed import LowRank, choose_form
 from megacpp_compile.fx.edit import unread_without, value
 from megacpp_compile.fx.sizes import hint
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.latent_attention.decodes import find_decodes
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention
@@ -69,6 +69,7 @@ def _low_rank(found: LatentAttention) -> LowRank:
     return LowRank(sum(m.rank for m in keys), sum(m.rank for m in values), sum(narrowed.values()))
 
 
+@or_failure
 def _decide(view: GraphView, found: LatentAttention) -> Match | MatchFailure | None:
     node, sizes = found.core.result.node, found.sizes
     inputs = inputs_of(found)
@@ -76,18 +77,16 @@ def _decide(view: GraphView, found: LatentAttention) -> Match | MatchFailure | N
     if not weights_fit(found) or not readable(inputs, value(node).device):
         return None
     if view.has_backward(node):
-        return MatchFailure(
+        refuse(
             node, "training", f"absorbed, scores would take {latent + sizes['p']} channels instead of "
             f"{sizes['n'] + sizes['p']} and no flash kernel, and save nothing that backward does not recompute: decode "
             "under torch.no_grad()"
         )  # fmt: skip
     widths = heads, sizes["n"], sizes["p"], sizes["v"], latent
     form = choose_form(hint(sizes["t"]), hint(sizes["s"]), *widths, low_rank=_low_rank(found))
-    if not form.absorbed:
-        return MatchFailure(node, "expanded-cheaper", str(form))
+    refuse_if(not form.absorbed, node, "expanded-cheaper", str(form))
     unread = unread_without(node.all_input_nodes, {node})
     for expanded in found.expanded:
-        if expanded not in unread:
-            reason = f"{expanded.name}, what the latents are expanded to, is read elsewhere too"
-            return MatchFailure(expanded, "escapes", reason)
+        reason = f"{expanded.name}, what the latents are expanded to, is read elsewhere too"
+        refuse_if(expanded not in unread, expanded, "escapes", reason)
     return Match(node, inputs, [node], lambda build: emit(build, found), note=str(form), forward_only=True)

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.kinds import broadcast_beside
@@ -44,19 +44,20 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield _check(view, head)
 
 
+@or_failure
 def _check(view: GraphView, head: Head) -> Match | MatchFailure:
     rotation = head.rotation
     assert rotation.nope is not None
-    if _rotated_apart(head):
-        return MatchFailure(head.root, "table-rows", "the shared rope key is rotated by tables that differ by head")
+    refuse_if(
+        _rotated_apart(head), head.root, "table-rows", "the shared rope key is rotated by tables that differ by head"
+    )
     values = _values(head)
     by_position = packed(head)
     inputs = rotations.sources(rotation, by_position.sources if by_position else None)
     outputs = [head.root, *(v for v, _ in values)]
     if place(inputs, outputs, head.root, view.mode_states, AUTOCAST_BLIND) is None:
         values, outputs = [], [head.root]  # V's readers can't move: make the keys alone
-        if place(inputs, outputs, head.root, view.mode_states, AUTOCAST_BLIND) is None:
-            return MatchFailure(head.root, *REGION)
+        refuse_if(place(inputs, outputs, head.root, view.mode_states, AUTOCAST_BLIND) is None, head.root, *REGION)
     rewrite = partial(_rewrite, head=head, values=values, by_position=by_position)
     return Match(head.root, inputs, outputs, rewrite, autocast_blind=AUTOCAST_BLIND)
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.attention import leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
@@ -80,18 +80,23 @@ def _reads_mla_keys(view: GraphView, head: Head) -> bool:
     return False
 
 
+@or_failure
 def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
     rotation = head.rotation
-    if head.role() == "k" and head.kind == "separate":
-        return MatchFailure(head.root, "own-rope-keys", "every head has a rope key of its own, not one shared row")
+    refuse_if(
+        head.role() == "k" and head.kind == "separate",
+        head.root, "own-rope-keys", "every head has a rope key of its own, not one shared row",
+    )
     if not _reads_mla_keys(view, head):
-        if head.kind == "separate" and not rotations.meets_latents(head.root):
-            return MatchFailure(head.root, "no-mla-keys", "the keys these queries meet are not MLA keys")
-        return None  # ordinary partial rotary
-    if head.kind == "separate" and not all(p and from_projection(p) for p in (rotation.nope, rotation.rope)):
-        return MatchFailure(
-            head.root, "absorbed", "the unrotated channels are no projection's (absorbed weights, or a norm of theirs)"
+        refuse_if(
+            head.kind == "separate" and not rotations.meets_latents(head.root),
+            head.root, "no-mla-keys", "the keys these queries meet are not MLA keys",
         )
+        return None  # ordinary partial rotary
+    refuse_if(
+        head.kind == "separate" and not all(p and from_projection(p) for p in (rotation.nope, rotation.rope)),
+        head.root, "absorbed", "the unrotated channels are no projection's (absorbed weights, or a norm of theirs)",
+    )
     by_position = packed(head)
     inputs = rotations.sources(rotation, by_position.sources if by_position else None)
 

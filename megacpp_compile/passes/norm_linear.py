@@ -24,12 +24,12 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
-from megacpp_compile.passes._rewrites.norm import between, depends, escaping, gain_of, norm_before, projections
+from megacpp_compile.passes._rewrites.norm import between, depends, gain_of, norm_before, projections, refuse_escapes
 from megacpp_compile.passes._rule import Match, in_other_modes
 
 aten = torch.ops.aten
@@ -54,28 +54,29 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield _check(view, norm)
 
 
+@or_failure
 def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure:
-    if view.config.own_policy is not None:
-        return MatchFailure(norm.node, "policy", "under a policy backward recomputes the norm as it is")
-    readers, refusal = projections(norm)
-    refusal = refusal or escaping(norm)
-    if refusal is not None:
-        return refusal
+    refuse_if(
+        view.config.own_policy is not None, norm.node, "policy", "under a policy backward recomputes the norm as it is"
+    )
+    readers = projections(norm)
+    refuse_escapes(norm)
     linears = [linear for linear, _ in readers]
-    if value(norm.x).dim() < 2:
-        return MatchFailure(norm.x, "rank", "a single vector has no tokens")
-    if len({value(n.node).dtype for n in linears}) > 1:
-        return MatchFailure(linears[0].node, "dtype", "the projections run in different dtypes")
-    if len({n.b is None for n in linears}) > 1:
-        return MatchFailure(linears[0].node, "bias", "only some of the projections have a bias")
-    if (refusal := in_other_modes(view, (*norm.internal, *(n.node for n in linears)), norm.node)) is not None:
-        return refusal
+    refuse_if(value(norm.x).dim() < 2, norm.x, "rank", "a single vector has no tokens")
+    first, dtypes = linears[0].node, {value(n.node).dtype for n in linears}
+    refuse_if(len(dtypes) > 1, first, "dtype", "the projections run in different dtypes")
+    refuse_if(len({n.b is None for n in linears}) > 1, first, "bias", "only some of the projections have a bias")
+    or_refuse(in_other_modes(view, (*norm.internal, *(n.node for n in linears)), norm.node))
     inputs = list(dict.fromkeys([norm.x, *norm.gains, *(w for n in linears for w in (n.w, n.b) if w is not None)]))
-    if any(depends(i, norm.internal) for i in inputs if i is not norm.x):
-        return MatchFailure(norm.node, "feedback", "a weight or gain is computed from the normed value itself")
+    refuse_if(
+        any(depends(i, norm.internal) for i in inputs if i is not norm.x),
+        norm.node, "feedback", "a weight or gain is computed from the normed value itself",
+    )
     outputs = [n.node for n in linears]
-    if place(inputs, outputs, norm.node, view.mode_states) is None:
-        return MatchFailure(norm.node, "region", "a weight is computed under another grad or autocast mode")
+    refuse_if(
+        place(inputs, outputs, norm.node, view.mode_states) is None,
+        norm.node, "region", "a weight is computed under another grad or autocast mode",
+    )
     return Match(outputs[0], inputs, outputs, lambda build: _rewrite(build, norm, readers))
 
 

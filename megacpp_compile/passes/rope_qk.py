@@ -22,7 +22,7 @@ from torch.fx import Node
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.attention import is_attended, leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
@@ -114,6 +114,7 @@ def _times(build: Builder, node: Node, number: float) -> Node:
     return node if number == 1 else build(aten.mul.Tensor, node, number)
 
 
+@or_failure
 def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
     """None where keys have positions of their own, other in number: no tables could serve both."""
     a, b = q.rotation, k.rotation
@@ -128,12 +129,18 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
             return None
         return MatchFailure(k.root, "tables", "queries and keys are rotated by different tables")
     nope = [r.nope.width if r.nope else 0 for r in (a, b)]
-    if rotations.layout(a) != rotations.layout(b) or nope[0] != nope[1] or value(q.root).dtype != value(k.root).dtype:
-        return MatchFailure(k.root, "layout", "queries and keys are laid out differently")
-    if len(a.rope.source.dims) != len(b.rope.source.dims) or k.kind not in ("full", "partial"):
-        return MatchFailure(k.root, "layout", "queries and keys are laid out differently")
-    if a.cos.source.dims != b.cos.source.dims or a.sin.source.dims != b.sin.source.dims:
-        return MatchFailure(k.root, "layout", "the tables meet queries and keys in different dimensions")
+    refuse_if(
+        rotations.layout(a) != rotations.layout(b) or nope[0] != nope[1] or value(q.root).dtype != value(k.root).dtype,
+        k.root, "layout", "queries and keys are laid out differently",
+    )
+    refuse_if(
+        len(a.rope.source.dims) != len(b.rope.source.dims) or k.kind not in ("full", "partial"),
+        k.root, "layout", "queries and keys are laid out differently",
+    )
+    refuse_if(
+        a.cos.source.dims != b.cos.source.dims or a.sin.source.dims != b.sin.source.dims,
+        k.root, "layout", "the tables meet queries and keys in different dimensions",
+    )
     by_position = packed(q, k) if b is k.rotation else None
     tables = by_position.sources if by_position else None
     factors = [r.cos.factor for r in (a, b)]

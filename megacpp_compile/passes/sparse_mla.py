@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import unread_without, value
 from megacpp_compile.fx.sizes import hint
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if, refuse_unless
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.latent_attention.core import Core, cores
 from megacpp_compile.matchers.latent_attention.masks import NotRows
@@ -58,24 +58,22 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     yield from found.values()
 
 
+@or_failure
 def _decide(view: GraphView, core: Core) -> Match | MatchFailure | None:
     node, selected = core.result.node, selection_of(core)
     if selected is None:
         return None
     if isinstance(selected, NotRows):
-        return MatchFailure(node, "mask", f"which rows a query sees is not told by its mask: {selected}")
-    found = over_latents(core)
-    if found is None:
-        return MatchFailure(
-            node, "latents", "its mask is a list of rows, but keys and values are not made of one latent a row by "
-            "up-projections, beside channels that all heads share, in the same compiled function"
-        )  # fmt: skip
+        refuse(node, "mask", f"which rows a query sees is not told by its mask: {selected}")
+    found = refuse_unless(
+        over_latents(core), node, "latents", "its mask is a list of rows, but keys and values are not made of one "
+        "latent a row by up-projections, beside channels that all heads share, in the same compiled function"
+    )  # fmt: skip
     inputs = list(dict.fromkeys([*inputs_of(found), selected.index, *(one.node for one in selected.conditions)]))
     if not weights_fit(found) or not readable(inputs, value(node).device):
         return None
     form = _form(found, selected)
-    if not form.pays:
-        return MatchFailure(node, "dense-cheaper", str(form))
+    refuse_if(not form.pays, node, "dense-cheaper", str(form))
     return Match(node, inputs, [node], lambda build: emit(build, found, selected), note=str(form))
 
 

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.hyper_connections.streams import Update, match_unmixed, match_update
 from megacpp_compile.passes._rule import Match, Recognised, in_other_modes
@@ -50,9 +50,9 @@ def _is_made(post: Node) -> bool:
     return post.target is operator.getitem and post.args[0].target is torch.ops.megacpp.hyper_connection.default  # type: ignore[union-attr]
 
 
+@or_failure
 def _check(view: GraphView, found: Update) -> Match | MatchFailure:
-    if (refusal := in_other_modes(view, sorted(found.internal), found.node)) is not None:
-        return refusal
+    or_refuse(in_other_modes(view, sorted(found.internal), found.node))
     mixed = found.mixed
     inputs = list(dict.fromkeys([mixed.streams, found.block, found.post, mixed.weights]))
 

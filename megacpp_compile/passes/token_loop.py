@@ -26,7 +26,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.token_loops.proof import TokenLoop, find_token_loops
@@ -50,14 +50,13 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         yield _check(view, loop) if isinstance(loop, TokenLoop) else MatchFailure(loop.node, loop.tag, loop.reason)
 
 
+@or_failure
 def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
     loop = found.loop
     root, last = loop.outputs.node, loop.states[-1]
     taken = loop.taken()
-    if (refusal := in_other_modes(view, sorted((loop.inside | found.inside) - taken), root)) is not None:
-        return refusal
-    if any(view.mode_states[n].grad != view.mode_states[root].grad for n in taken):
-        return MatchFailure(root, *OTHER_GRAD)
+    or_refuse(in_other_modes(view, sorted((loop.inside | found.inside) - taken), root))
+    refuse_if(any(view.mode_states[n].grad != view.mode_states[root].grad for n in taken), root, *OTHER_GRAD)
     operands = Operands(found)
     if (problem := operands.problem()) is not None:
         return MatchFailure(root, *problem)

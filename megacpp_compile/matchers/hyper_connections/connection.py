@@ -13,7 +13,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, COPIES, FOLDS, PERMUTATIONS, RESHAPES, is_cast
 from megacpp_compile.fx.walks import reached
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.hyper_connections.affine import Affine
 from megacpp_compile.matchers.hyper_connections.maps import Gate, Mixing, bare, match_gate, match_mixing
 from megacpp_compile.matchers.hyper_connections.streams import StreamSum, rounded
@@ -76,6 +76,7 @@ def _source(node: Node) -> Node:
     return through(node, widens, _FLAT)
 
 
+@or_failure
 def _norm(affine: Affine, streams: Node) -> Norm | MatchFailure | None:
     """The norm in front of a linear of the joined streams, or behind it."""
     n, d = value(streams).shape[-2:]
@@ -91,8 +92,10 @@ def _norm(affine: Affine, streams: Node) -> Norm | MatchFailure | None:
     if isinstance(norm, NoNorm):
         return MatchFailure(norm.node, norm.tag, norm.reason) if joined and _source_of(norm.node, streams) else None
     if norm is None:
-        if joined and _source(linear.x) is _source(streams):
-            return MatchFailure(linear.node, "no-norm", "the joined streams are not normed")
+        refuse_if(
+            joined and _source(linear.x) is _source(streams),
+            linear.node, "no-norm", "the joined streams are not normed",
+        )
         return None
     if _source(norm.x) is not _source(streams):
         return None

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.views import is_cast, uncast
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if
 from megacpp_compile.matchers.hyper_connections.maps import bare
 from megacpp_compile.matchers.hyper_connections.products import Letters, Place, Product, deepest, product_of
 from megacpp_compile.matchers.linear import match_linear
@@ -55,6 +55,7 @@ def stream_sum(product: Product) -> StreamSum | MatchFailure | None:
     return min((one for one in found if one is not None), key=lambda one: isinstance(one, MatchFailure), default=None)
 
 
+@or_failure
 def _arranged(product: Product, w: int, x: int, channel, rows, stream) -> StreamSum | MatchFailure | None:  # type: ignore[no-untyped-def]
     tokens = [c for c in product.out if c != channel and c not in rows]
     n = value(product.factors[x]).shape[product.letters[x].index(stream)]
@@ -65,14 +66,15 @@ def _arranged(product: Product, w: int, x: int, channel, rows, stream) -> Stream
     streams = deepest(product.places(x), (*tokens, stream, channel), True, False)
     weights = deepest(product.places(w), (*tokens, *rows, stream), not rows, True)
     if streams is None or product.out != (*tokens, *rows, channel):
-        return MatchFailure(product.node, "layout", "streams and channels are not the last two dimensions")
+        refuse(product.node, "layout", "streams and channels are not the last two dimensions")
     if weights is None:
-        return MatchFailure(product.node, "layout", "weights are not of each token, or in another order")
+        refuse(product.node, "layout", "weights are not of each token, or in another order")
     order = tuple(weights.letters.index(c) for c in (*tokens, *rows, stream))
     internal = {*product.internal, *streams.through, *weights.through}
     return StreamSum(product.node, weights.node, order, streams.node, bool(rows), frozenset(internal))
 
 
+@or_failure
 def weights_of_channels(node: Node) -> MatchFailure | None:
     """The near miss of streams that are summed with a sigmoid for each channel of each, made by a linear."""
     if node.target not in (aten.sum.dim_IntList, aten.mean.dim) or len(node.args) > 2 and node.args[2]:
@@ -87,8 +89,10 @@ def weights_of_channels(node: Node) -> MatchFailure | None:
     for weights in map(bare, product.args):
         gate = match_sigmoid(weights)
         linear = match_linear(bare(gate[0])) if gate is not None else None
-        if linear is not None and isinstance(n, int) and n <= MOST and same_size(linear.out_features, n * d):
-            return MatchFailure(node, "channel-weights", "each channel of each stream has a weight of its own")
+        refuse_if(
+            linear is not None and isinstance(n, int) and n <= MOST and same_size(linear.out_features, n * d),
+            node, "channel-weights", "each channel of each stream has a weight of its own",
+        )
     return None
 
 

@@ -14,7 +14,7 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_identity
 from megacpp_compile.lowerings._sharded_logsumexp import sharded_logsumexp
 from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if
 from megacpp_compile.matchers.linear_cross_entropy.by_hand import begins, difference, is_added_again
 from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
 from megacpp_compile.matchers.linear_cross_entropy.one_hot import one_hot
@@ -69,6 +69,7 @@ class Read:
     part: tuple[Any, ...] = ()
 
 
+@or_failure
 def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
     """What `node` reads of `logits`; a near miss of a loss that the op has no word for; None where it is no loss."""
     if node.target is aten.cross_entropy_loss.default and not logits.normalised:
@@ -79,8 +80,10 @@ def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
         return _logsumexp_of_words(logits, node)
     if node.target in _NLL and logits.normalised and not logits.exp:
         return _loss(logits, node, ("weight", "reduction", "ignore_index"))
-    if node.target is aten.kl_div.default and node.args[0] is logits.node and logits.normalised and not logits.exp:
-        return MatchFailure(node, *SOFT_TARGETS)
+    refuse_if(
+        node.target is aten.kl_div.default and node.args[0] is logits.node and logits.normalised and not logits.exp,
+        node, *SOFT_TARGETS,
+    )
     if node.target in (aten.gather.default, aten.take_along_dim.default):
         return _gathered(logits, node)
     if node.target is aten.index.Tensor:
@@ -119,18 +122,18 @@ def _log_sum_exp(logits: Logits, node: Node) -> Read | None:
     return Read("logsumexp", whole, logits, keepdim=keepdim, through=(found.node, *found.through))
 
 
+@or_failure
 def _loss(logits: Logits, node: Node, names: tuple[str, ...]) -> Read | MatchFailure | None:
     if node.args[0] is not logits.node or logits.dim != min(1, value(logits.node).dim() - 1):
         return None
     target = node.args[1]
     given: dict[str, Any] = {**dict(zip(names, node.args[2:], strict=False)), **node.kwargs}
-    if given.get("weight") is not None:
-        return MatchFailure(node, "class-weights", "the loss weighs classes, which the op does not")
+    refuse_if(given.get("weight") is not None, node, "class-weights", "the loss weighs classes, which the op does not")
     reduction, ignored = _REDUCTIONS[given.get("reduction", 1)], given.get("ignore_index", IGNORE_INDEX)
     if value(target).is_floating_point():
         hot = one_hot(target)
         if hot is None or hot.sign != 1 or not hot.every or logits.dim != value(logits.node).dim() - 1:
-            return MatchFailure(node, *SOFT_TARGETS)
+            refuse(node, *SOFT_TARGETS)
         target, ignored = hot.target, IGNORE_INDEX  # a mean is that of all rows
         reduction = "rows" if reduction == "mean" else reduction
     return Read("loss", node, logits, target, reduction, ignored, float(given.get("label_smoothing", 0.0)))
@@ -160,6 +163,7 @@ SEVERAL = "several-targets"
 SOFT_TARGETS = ("soft-targets", "the targets are probabilities, as many of them as logits")
 
 
+@or_failure
 def _by_one_hot(logits: Logits, node: Node) -> Read | MatchFailure | None:
     """`(one_hot(target) * logits).sum(-1)`, or the sum over all."""
     other = node.args[node.args[0] is logits.node]
@@ -176,8 +180,7 @@ def _by_one_hot(logits: Logits, node: Node) -> Read | MatchFailure | None:
     hot = one_hot(other)
     if hot is None:
         return MatchFailure(node, *SOFT_TARGETS) if logits.normalised else None
-    if not hot.every:
-        return MatchFailure(node, "rows", "not known to have a one in every row: scatter takes fewer, too")
+    refuse_if(not hot.every, node, "rows", "not known to have a one in every row: scatter takes fewer, too")
     user = next(iter(through[-1].users))
     through += hot.inside
     signed = dataclasses.replace(logits, sign=sign * hot.sign)
@@ -218,6 +221,7 @@ def _picked(logits: Logits, node: Node, target: Node, keepdim: bool) -> Read | N
     return Read(kind, node, logits, target, keepdim=keepdim, exp=logits.exp)
 
 
+@or_failure
 def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
     """`gather(logits, dim, index)` with one index a row."""
     if node.args[0] is not logits.node or len(node.args) < 2:
@@ -230,8 +234,7 @@ def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
     one = same_size(shape[logits.dim], 1)
     if all(rows) and one:
         return _picked(logits, node, index, True)  # type: ignore[arg-type]
-    if not one:
-        return MatchFailure(node, SEVERAL, "more than one word's log-probability is read of a row")
+    refuse_if(not one, node, SEVERAL, "more than one word's log-probability is read of a row")
     if node.target is not aten.gather.default:
         return None
     # Of each dimension gather reads as many rows as there are indices, from the first on, be they all or fewer.

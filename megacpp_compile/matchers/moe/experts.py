@@ -16,7 +16,7 @@ from megacpp_compile.fx.edit import called, same_size, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, PERMUTATIONS, RESHAPES, is_cast
 from megacpp_compile.fx.walks import near
 from megacpp_compile.lowerings._activation import Activation, Bound
-from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse, refuse_if
 from megacpp_compile.matchers.moe.activation import CLAMPS, bound_of, lane_cut, match_product, merged, shifted
 from megacpp_compile.matchers.moe.gemms import Gemm, MatchGemm, Weight, match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routing import Mask
@@ -73,24 +73,21 @@ class Operand:
         return (self.first, self.step) == (0, 1) and same_size(self.size, value(self.gemm.node).shape[-1])
 
 
+@or_failure
 def expert_ending_in(down: Gemm, match_gemm: MatchGemm) -> Expert | MatchFailure:
     """The expert whose last GEMM is `down`."""
     node, inner = down.node, strip_row_views(down.x)
     product = match_product(inner)
     if product is None or len(product.others) > 1:
         return _unmatched(inner, match_gemm)
-    operands = [_operand(part, match_gemm) for part in (product.gate, *product.others)]
-    for operand in operands:
-        if isinstance(operand, MatchFailure):
-            return operand
+    operands = [or_refuse(_operand(part, match_gemm)) for part in (product.gate, *product.others)]
     found = [operand for operand in operands if isinstance(operand, Operand)]
     if len(found) != len(operands) or found[0].offset:
         return _unmatched(inner, match_gemm)
     gate, *up = found
     activation = Activation(product.name, product.alpha, gate.bound, product.result, linear=product.linear)
     if not up:
-        if not gate.whole:
-            return MatchFailure(inner, "halves", "an expert reads a part of its projection")
+        refuse_if(not gate.whole, inner, "halves", "an expert reads a part of its projection")
         return Expert(node, gate.gemm.x, (gate.gemm,), down, str(activation), "single")
     activation = dataclasses.replace(activation, up=up[0].bound, offset=up[0].offset + product.offset)
     return _gated(node, inner, str(activation), gate, up[0], down)
@@ -166,7 +163,7 @@ def _gated(node: Node, inner: Node, activation: str, gate: Operand, up: Operand,
             layout = _SHARED.get((gate.first // apart, up.first // apart, step))
             if layout is not None:
                 return Expert(node, gate.gemm.x, (gate.gemm,), down, activation, layout)
-        return MatchFailure(inner, "halves", "gate and up are not the halves of one projection")
+        refuse(inner, "halves", "gate and up are not the halves of one projection")
     refuse_if(not (gate.whole and up.whole), inner, "halves", "gate and up are parts of two projections")
     same = _same_rows(strip_row_views(gate.gemm.x), strip_row_views(up.gemm.x))
     refuse_if(not same, inner, "inputs", "gate and up are projections of two different inputs")

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.walks import near
-from megacpp_compile.matchers._match import MatchFailure, Refused, or_failure, refuse, refuse_if
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in, refuse_unlike
 from megacpp_compile.matchers.moe.gate_matrix import RouteAxes, match_column
@@ -58,9 +58,7 @@ def expert_behind(
     if added is not None and bias is None:
         refuse(added.by, "bias", "what is added to an expert's projection is no bias of its own")
     summed = weight.by if added is None else added.by
-    expert = expert_ending_in(Gemm(summed, inner, found, bias, value(weight.by).dtype), match_gemm)
-    if isinstance(expert, MatchFailure):
-        raise Refused(expert)
+    expert = or_refuse(expert_ending_in(Gemm(summed, inner, found, bias, value(weight.by).dtype), match_gemm))
     if match_gemm.mixed is not None:
         refuse(match_gemm.mixed, "indices", "an expert's projections go by different choices")
     return GatheredExpert(expert, match_gemm.ids, match_gemm.gate)

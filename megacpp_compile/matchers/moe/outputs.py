@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, same_sizes, value
-from megacpp_compile.matchers._match import MatchFailure, Refused, refuse, refuse_if
+from megacpp_compile.matchers._match import MatchFailure, Refused, or_refuse, refuse_if, refuse_unless
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, match_expert, one_projection_of_all, refuse_unlike
 from megacpp_compile.matchers.moe.gate_matrix import Chosen, RouteAxes, match_chosen
@@ -155,10 +155,8 @@ def _chosen_of_all(
 
 def gates_of_choices(gate: Factor, axes: RouteAxes) -> Node:
     """The gates, one for each choice, of which `gate` is a view. Raises Refused."""
-    gates = seen_as(gate, *axes.slots())
-    if gates is None:
-        refuse(gate.node, "gates", "the gates are in another order than the choices")
-    return gates[0]
+    reason = "the gates are in another order than the choices"
+    return refuse_unless(seen_as(gate, *axes.slots()), gate.node, "gates", reason)[0]
 
 
 def by_matrix(
@@ -166,19 +164,15 @@ def by_matrix(
     scaled_input: bool = False
 ) -> RoutedExperts | MatchFailure:
     """The layer in which every expert works on every token, weighted by the matrix that `gate` is a view of."""
-    if isinstance(axes.chosen, MatchFailure):
-        raise Refused(axes.chosen)
-    if axes.chosen is not None:
-        tokens = x if axes.each is None else _of_tokens(x, axes)
-        if tokens is None:
-            refuse(x, "rows", _OTHER_ROWS)
-        return weighted_by_choices(view, node, axes.chosen, tokens, experts, axes.base, axes.scales)
+    chosen = or_refuse(axes.chosen)
+    if chosen is not None:
+        tokens = refuse_unless(x if axes.each is None else _of_tokens(x, axes), x, "rows", _OTHER_ROWS)
+        return weighted_by_choices(view, node, chosen, tokens, experts, axes.base, axes.scales)
     matrix = seen_as(gate, axes.slots()[0])
     of_one = matrix is not None and is_one(value(matrix[0]).shape[-1])
     transposed = matrix is None or of_one and value(matrix[0]).dim() == 2 and bool(axes.routes)
-    matrix = matrix or seen_as(gate, (axes.routes, axes.tokens))
-    if matrix is None:
-        refuse(gate.node, "gates", "the gates are in another order than the tokens")
+    reason = "the gates are in another order than the tokens"
+    matrix = refuse_unless(matrix or seen_as(gate, (axes.routes, axes.tokens)), gate.node, "gates", reason)
     return weighted_by_matrix(view, node, matrix[0], x, experts, axes.base, scaled_input, transposed, axes.scales)
 
 
@@ -250,10 +244,8 @@ def weighted_by_matrix(
     scaled_input: the columns weight what experts read; an expert without a bias makes zeros of zeros. transposed: the
     matrix lies [E, T].
     """
-    found = match_chosen(matrix, transposed)
-    if found is None:
-        reason = "the gates may all differ from zero: every expert works on every token"
-        refuse(matrix, "dense-gates", reason)
+    reason = "the gates may all differ from zero: every expert works on every token"
+    found = refuse_unless(match_chosen(matrix, transposed), matrix, "dense-gates", reason)
     biased = scaled_input and any(expert.biased for expert in experts)
     refuse_if(biased, experts[0].node, "bias", "an expert with a bias makes something of rows of zeros")
     gates = matrix if found.gates is None else found.gates

@@ -148,9 +148,9 @@ def _bounded(view: GraphView, found: _Layer) -> _Layer | MatchFailure:
     inputs = list(dict.fromkeys(found.operands))
     inside = _between(inputs, output)
     for n in sorted(inside - {output}):
-        outside = next((u for u in n.users if u not in inside and not only_checks_sizes(u)), None)
-        if outside is not None and not _can_be_kept(n):
-            return MatchFailure(n, "escapes", f"an expert's intermediate value is used elsewhere too ({outside.name})")
+        outside = [u.name for u in n.users if u not in inside and not only_checks_sizes(u)]
+        reason = f"an expert's intermediate value is used elsewhere too ({''.join(outside[:1])})"
+        refuse_if(outside and not _can_be_kept(n), n, "escapes", reason)
         fake, modes = value(n), view.mode_states
         other = isinstance(fake, torch.Tensor) and fake.is_floating_point() and modes[n] != modes[output]
         refuse_if(other, n, "region", "part of it runs under another grad or autocast mode")

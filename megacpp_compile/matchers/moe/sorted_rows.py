@@ -146,6 +146,7 @@ def _layer_after(view: GraphView, node: Node, combine: Combine) -> RoutedExperts
     return None
 
 
+@or_failure
 def _routed(
     view: GraphView,
     node: Node,
@@ -167,8 +168,10 @@ def _routed(
         rows = strip_row_views(rows)
     gates = gates_in_order(gate, order)  # type: ignore[arg-type]
     x = tokens_in_order(rows, order, value(node).shape[0], combine.choices)
-    if x is None or not same_size(value(x).shape[0] * combine.choices, value(ids).shape[0]):
-        return MatchFailure(expert.x, "rows", "what experts read are not the tokens, one row for each choice")
+    refuse_if(
+        x is None or not same_size(value(x).shape[0] * combine.choices, value(ids).shape[0]),
+        expert.x, "rows", "what experts read are not the tokens, one row for each choice",
+    )
     some = match_gemm.limits - {value(expert.down.weight.tensor).shape[0]}
     refuse_if(some, node, "masked", "rows of some experts are set to zero")
     layer = RoutedExperts(

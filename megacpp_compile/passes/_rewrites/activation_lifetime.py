@@ -19,7 +19,7 @@ from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.walks import descendants
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.lowerings._traits import name_of
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.reader.links import chain, through
@@ -35,12 +35,12 @@ def storage_owner(x: Node) -> Node:
     return base
 
 
+@or_failure
 def saved_elsewhere(view: GraphView, x: Node, linears: Iterable[Node]) -> MatchFailure | None:
     """Why the memory of `x` is kept for backward even if `linears`, which read it, do not ask for it; None where it is
     not."""
     base, asking = storage_owner(x), set(linears)
-    if base.op != "call_function":
-        return MatchFailure(x, "input", "its input is one of the frame, whose caller holds it")
+    refuse_if(base.op != "call_function", x, "input", "its input is one of the frame, whose caller holds it")
     memory = list(descendants([base], lambda user: storage_owner(user) is base))
     for user in (user for n in memory for user in n.users if user not in memory and user not in asking):
         if not _keeps_nothing(view, user, base):

@@ -11,7 +11,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.lowerings._kernels.gated_chunks import CHUNK_SIZES
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.atoms import length
 from megacpp_compile.matchers.ssd.scan import Leaf
@@ -67,14 +67,14 @@ def arrange(build: Builder, leaf: Leaf | tuple[Node, Groups], target: Groups) ->
     return node
 
 
+@or_failure
 def recurrence(
     view: GraphView, operands: Iterable[Leaf | None], inside: Iterable[Node], result: Leaf, states: Sequence[Leaf],
     emit: Callable[[Builder], tuple[Node, Groups, Groups]], note: str = "",
 ) -> Match | MatchFailure:  # fmt: skip
     """The match of a recurrence that all of `inside` computes under one mode. emit: makes its op; returns that, and the
     dimensions of its first output, which `result` is, and of its second, which `states` are."""
-    if (refusal := in_other_modes(view, sorted(inside), result.node)) is not None:
-        return refusal
+    or_refuse(in_other_modes(view, sorted(inside), result.node))
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         node, dims, of_state = emit(build)

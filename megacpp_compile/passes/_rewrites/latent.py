@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import COPIES, DETACH, UNIT_DIMS
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_unless
 from megacpp_compile.matchers.attention import is_attention
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
@@ -88,6 +88,7 @@ def is_residual(node: Node) -> bool:
     )
 
 
+@or_failure
 def beside(view: GraphView, norm: RmsNorm, latent: Latent, first: int, end: int) -> SideOutputs | MatchFailure | None:
     """Every reader of the down-projection's channels `first` to `end` but the norm; None where the latent is a residual
     stream."""
@@ -112,10 +113,9 @@ def beside(view: GraphView, norm: RmsNorm, latent: Latent, first: int, end: int)
                 continue
             if user.target in (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
                 for item in user.users:
-                    cut = lane_slice(item)
-                    if cut is None:
-                        return MatchFailure(user, "escapes", "the down-projection is split along another dimension")
-                    part(item, at + cut[1], cut[2], views)
+                    reason = "the down-projection is split along another dimension"
+                    _, first_of_item, size_of_item = refuse_unless(lane_slice(item), user, "escapes", reason)
+                    part(item, at + first_of_item, size_of_item, views)
                 continue
             cut = lane_slice(user)
             if cut is not None:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
-from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers._match import refuse
 from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view
@@ -69,8 +69,8 @@ def reads(user: Node, read: Node) -> Linear | None:
     return linear if linear is not None and linear.x is read and linear.w is not read else None
 
 
-def projections(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], MatchFailure | None]:
-    """(the linears that read the norm, each with the chain to it; why not, where something else reads it too)."""
+def projections(norm: RmsNorm) -> list[tuple[Linear, list[Node]]]:
+    """The linears that read the norm, each with the chain to it. Raises Refused where something else reads it too."""
     ups = []
     uses = fold_scaling(norm)
     for user, read, chain in uses:
@@ -79,9 +79,9 @@ def projections(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], MatchFa
             linear = any(match_projection(u) is not None for u, _, _ in uses)
             what = "the normed value is used elsewhere too" if linear else "no linear follows the norm directly"
             at = read if user.op == "output" else user  # the output itself has no place in the source
-            return [], MatchFailure(at, "escapes" if linear else "no-up", f"{what} ({user.name})")
+            refuse(at, "escapes" if linear else "no-up", f"{what} ({user.name})")
         ups.append((up, chain))
-    return ups, None
+    return ups
 
 
 def _scale(norm: RmsNorm, by: Any) -> None:
@@ -92,13 +92,11 @@ def _scale(norm: RmsNorm, by: Any) -> None:
         norm.scale *= by
 
 
-def escaping(norm: RmsNorm) -> MatchFailure | None:
-    """The failure of a norm where something else reads a value between its input and its result."""
+def refuse_escapes(norm: RmsNorm) -> None:
+    """Raise Refused where something else reads a value between the norm's input and its result."""
     for inner in norm.internal - {norm.node}:
-        outside = next((u for u in inner.users if u not in norm.internal), None)
-        if outside is not None:
-            return MatchFailure(inner, "escapes", f"an intermediate of the norm is used elsewhere too ({outside.name})")
-    return None
+        for outside in (u for u in inner.users if u not in norm.internal):
+            refuse(inner, "escapes", f"an intermediate of the norm is used elsewhere too ({outside.name})")
 
 
 def depends(node: Node, on: set[Node]) -> bool:
