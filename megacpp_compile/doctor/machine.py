@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.report.user_code import first_line
 
 # What is asked for by the name of its distribution.
@@ -72,11 +73,9 @@ def cudnn_packages(distributions: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def loaded_cudnn(memory_map: str) -> dict[str, tuple[str, ...]]:
     """Folder -> names of cuDNN's libraries, of a text as /proc/self/maps has it."""
-    found: dict[str, set[str]] = {}
-    for line in memory_map.splitlines():
-        if hit := _LIBRARY.search(line.removesuffix(" (deleted)")):
-            found.setdefault(str(Path(hit[1])), set()).add(hit[2])
-    return {folder: tuple(sorted(names)) for folder, names in sorted(found.items())}
+    hits = (_LIBRARY.search(line.removesuffix(" (deleted)")) for line in memory_map.splitlines())
+    found = by_key((str(Path(hit[1])), hit[2]) for hit in hits if hit)
+    return {folder: tuple(sorted({*names})) for folder, names in sorted(found.items())}
 
 
 def _distributions() -> Iterable[tuple[str, str]]:

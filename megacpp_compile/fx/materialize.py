@@ -16,6 +16,7 @@ from torch.fx import Node
 from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.fx.views import is_elementwise
 
@@ -46,13 +47,10 @@ def put_into_memory(graph: fx.Graph, node: Node) -> None:
 
 def operands_of(graph: fx.Graph, is_kernel: Callable[[Node], bool]) -> None:
     """Put what several operands of kernels read through views into memory, once."""
-    read: dict[Node, list[Node]] = {}
-    for kernel in filter(is_kernel, graph.nodes):
-        for operand in _only_read(kernel):
-            made = memory_of(operand)
-            if is_elementwise(made) or made.target in _FORMULAS:
-                read.setdefault(made, []).append(operand)
-    for made, operands in read.items():
+    read = (operand for kernel in filter(is_kernel, graph.nodes) for operand in _only_read(kernel))
+    for made, operands in by_key((memory_of(operand), operand) for operand in read).items():
+        if not is_elementwise(made) and made.target not in _FORMULAS:
+            continue
         if len(operands) > 1 and any(operand is not made for operand in operands):
             put_into_memory(graph, made)
 

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import long_dimensions, of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.fx.walks import ancestors, within_steps
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
@@ -173,9 +174,7 @@ def _kind(last: _Update, computed: Container[Node] | None) -> str | None:
 
 def _weighted_sums(last: Iterable[_Update]) -> set[_Update]:
     """Sums that are weighted with exponentials: beside each is the sum of the weights, which decays alike."""
-    by_decay: dict[tuple[object, int], list[_Update]] = {}
-    for update in last:
-        by_decay.setdefault((uncast(update.decay), update.steps), []).append(update)
+    by_decay = by_key(((uncast(update.decay), update.steps), update) for update in last)
     found = set()
     for updates in by_decay.values():
         for under, over in itertools.permutations(updates, 2):

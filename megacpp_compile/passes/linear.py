@@ -46,6 +46,7 @@ from megacpp_compile.config import fp8_gain
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.rules import role_at
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.lowerings._gemm.float8_support import FP8_GEMM_ALIGNMENT, no_block_scales, no_float8
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
@@ -153,12 +154,13 @@ def _misfit(dtype: torch.dtype, recipe: str, k: object, n: object, rows: object)
 
 def _together(view: GraphView, wanted: Sequence[Fp8Candidate]) -> dict[Node, list[Fp8Candidate]]:
     """Of linears that share a GEMM: plain node -> all that do, in graph order."""
-    sharing: dict[object, list[Fp8Candidate]] = {}
-    for one in wanted:
+    def kind(one: Fp8Candidate) -> tuple[object, ...]:
         linear = one.linear
-        if one.recipe != "fp8_block" and one.shape is not None and type(linear) is Linear:
-            kind = linear.x, one.recipe, view.mode_states[linear.node], value(linear.node).dtype, linear.b is None
-            sharing.setdefault((*kind, value(linear.w).dtype, view.needs_grad(linear.w), one.wide), []).append(one)
+        own = linear.x, one.recipe, view.mode_states[linear.node], value(linear.node).dtype, linear.b is None
+        return *own, value(linear.w).dtype, view.needs_grad(linear.w), one.wide
+
+    plain = [one for one in wanted if one.recipe != "fp8_block" and type(one.linear) is Linear]
+    sharing = by_key((kind(one), one) for one in plain if one.shape is not None)
     groups = (_group([o for o in own if _before(o, own[0])]) for own in sharing.values())
     return {one.linear.node: group for group in groups for one in group}
 

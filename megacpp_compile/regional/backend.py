@@ -14,6 +14,7 @@ from megacpp_compile.backend import compile_with, raises_own_errors
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend import unbacked_shapes
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.module_names import named_modules, named_parameters, named_tensors
 from megacpp_compile.fx.provenance import input_path, local_path, modules_of
 from megacpp_compile.passes._frame.required import Requirement
@@ -78,9 +79,7 @@ class Regional:
         model = self.model()
         if model is None:
             return {}
-        names: dict[int, list[str]] = {}
-        for name, held in (*named_modules(model), *named_tensors(model)):
-            names.setdefault(id(held), []).append(name)
+        names = by_key((id(held), name) for name, held in (*named_modules(model), *named_tensors(model)))
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         inputs = zip(placeholders, example_inputs, strict=True)
         paths = [(id(value), input_path(node)) for node, value in inputs]

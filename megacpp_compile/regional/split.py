@@ -14,6 +14,7 @@ from torch import nn
 
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.module_names import named_modules
 from megacpp_compile.regional.repeated_blocks import Kind
 
@@ -27,9 +28,11 @@ def split_by_rules(model: nn.Module, found: Sequence[Kind], config: Config) -> l
     last = rules.layer_of(max(blocks, key=order.__getitem__)) if blocks and last_differs else None
     kinds = []
     for kind in found:
-        groups: dict[tuple[bool, Hashable], list[int]] = {}
-        for i, (fqn, module) in enumerate(zip(kind.fqns, kind.modules, strict=True)):
-            groups.setdefault((rules.layer_of(fqn) == last, _treatment(fqn, module, config)), []).append(i)
+        modules_of_kind = zip(kind.fqns, kind.modules, strict=True)
+        groups = by_key(
+            ((rules.layer_of(fqn) == last, _treatment(fqn, module, config)), i)
+            for i, (fqn, module) in enumerate(modules_of_kind)
+        )
         for number, ((is_last, _), members) in enumerate(groups.items()):
             fqns, modules = tuple(kind.fqns[i] for i in members), tuple(kind.modules[i] for i in members)
             kinds.append(Kind(fqns, modules, number, is_last))

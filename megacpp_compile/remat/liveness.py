@@ -15,6 +15,7 @@ from typing import Any
 from torch.fx import Node, map_arg
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.view_chains import base_of, beyond_views
 from megacpp_compile.fx.views import is_view
 from megacpp_compile.lowerings._traits import traits_of
@@ -108,16 +109,11 @@ class Run:
         nothing later reads them."""
         order, reads = self.kernels()
         stays = (set(lasting) | {p for n in self.lasting for p in self.reads.get(n, {})}) - set(until)
-        readers: dict[Memory, list[Node]] = {}
-        for node in reads:
-            for piece in reads[node]:
-                readers.setdefault(piece, []).append(node)
+        readers = by_key((piece, node) for node in reads for piece in reads[node])
         place = {n: i for i, group in enumerate(order) for n in group}
         last = {p: max(place[n] for n in nodes) for p, nodes in readers.items()}
         last |= {p: max(last.get(p, 0), place.get(n, len(order) - 1)) for p, n in until.items()}
-        left: dict[int, list[Memory]] = {}
-        for piece in until:
-            left.setdefault(last[piece], []).append(piece)
+        left = by_key((last[piece], piece) for piece in until)
         early = _Early({p: size for p, size in returning.items() if p in last})
         began = {**began, **early.begin()}
         alive = {p: size for p, size in began.items() if p in last or p in stays}

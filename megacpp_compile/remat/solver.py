@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 from torch.fx import Node
 
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.view_chains import base_of
 from megacpp_compile.reader.links import through
@@ -53,11 +54,8 @@ class _Search:
         refused: set[Node] = set()
         now, at_refusal = self.peak(plan), None
         while True:
-            groups: dict[tuple[object, ...], list[Node]] = {}
-            for node in plan.saved:
-                op = made_by(node)
-                if op in self.movable and op not in turned and op not in refused and kept_bytes(node):
-                    groups.setdefault(likeness(op), []).append(op)
+            saved = (made_by(node) for node in plan.saved if kept_bytes(node))
+            groups = by_key((likeness(op), op) for op in saved if op in self.movable - turned - refused)
             best = self._cheapest(groups.values(), decisions, plan)
             if best is None:
                 if not refused or len(turned) == at_refusal:

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.sizes import elements, hint, nbytes
 from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.remat import costs
@@ -64,10 +65,7 @@ class StepTime:
         groups, given = fuse_into(kernels, nodes, reads, facts.kinds), _given(run, facts)
         stays = {p for n in run.lasting for p in run.memory(n)}
         place = {n: i for i, group in enumerate(groups) for n in group}
-        readers: dict[object, set[int]] = {}
-        for node, pieces in reads.items():
-            for piece in pieces:
-                readers.setdefault(piece, set()).add(place[node])
+        readers = by_key((piece, place[node]) for node, pieces in reads.items() for piece in pieces)
         seconds = len(groups) * rates.launch
         for i, group in enumerate(groups):
             node = group[0]
@@ -78,17 +76,14 @@ class StepTime:
             if read > self.read.get(node, read) and any(facts.kinds[n] == "reduction" for n in group):
                 read *= 2
             own = (p for n in group for p in facts.pieces[n])
-            written = sum(_size(facts, p) for p in own if p in stays or readers.get(p, set()) - {i})
+            written = sum(_size(facts, p) for p in own if p in stays or {*readers.get(p, ())} - {i})
             seconds += (read + written) / rates.bytes
         return seconds
 
 
 def _of_forward(forward: Sequence[Node]) -> dict[str, float]:
     """The FLOPs of ops of ours by name, the mean of all their sites."""
-    found: dict[str, list[float]] = {}
-    for node in forward:
-        if traits_of(node).flops is not None:
-            found.setdefault(name_of(node), []).append(flops(node))
+    found = by_key((name_of(node), flops(node)) for node in forward if traits_of(node).flops is not None)
     return {name: sum(each) / len(each) for name, each in found.items()}
 
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.report.attention import AttentionSite
 from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.report.columns import COLUMNS, FQN
@@ -269,12 +270,12 @@ Member = TypeVar("Member", bound=Named)
 
 def grouped(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:
     """(module pattern, first of the group, size) of items that differ only in the numbers of their module."""
-    groups: dict[tuple[Any, ...], list[Member]] = {}
-    for item in items:
+    def kind(item: Member) -> tuple[Any, ...]:
         skeleton = tuple("#" if part.isdecimal() else part for part in item.fqn.split("."))
         rest = tuple(value for key, value in plain(item).items() if key not in ("fqn", "node", "frame", "graph"))
-        groups.setdefault((skeleton, rest), []).append(item)
-    for members in groups.values():
+        return skeleton, rest
+
+    for members in by_key((kind(item), item) for item in items).values():
         yield from _merged(members)
 
 

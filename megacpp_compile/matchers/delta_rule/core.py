@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from megacpp_compile.fx.edit import same_shape, value
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.views import FOLDS, PERMUTATIONS, RESHAPES
 from megacpp_compile.fx.walks import within_steps
 from megacpp_compile.matchers.delta_rule.rules import POWERS, ROOTS, RULES, SCATTERS, SOLVES, WHEN
@@ -63,10 +64,7 @@ class Cores:
 
     def __iter__(self) -> Iterator[list[Node]]:
         """Each core's nodes in graph order."""
-        cores: dict[Node, list[Node]] = {}
-        for n in self.depth:
-            cores.setdefault(self.root(n), []).append(n)
-        for nodes in cores.values():
+        for nodes in by_key((self.root(n), n) for n in self.depth).values():
             if max(self.depth[n] for n in nodes) >= LEAST_DEPTH:
                 yield nodes
 

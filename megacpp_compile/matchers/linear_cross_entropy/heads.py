@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.lowerings._sharded_logsumexp import sharded_logsumexp
 from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
 from megacpp_compile.matchers._match import MatchFailure
@@ -133,15 +134,9 @@ _BLANKS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
 
 def sites(head: Head, has_gradient: Callable[[Node], bool]) -> list[HeadLoss]:
     """All reads of `head`, as few sites as possible. Log-sum-exps are of the site that has their rows."""
-    pieces: dict[Any, list[_Piece]] = {}
-    for piece in _lifted(head.reads):
-        pieces.setdefault(piece.rows, []).append(piece)
     found = list[HeadLoss]()
-    for same_rows in pieces.values():
-        by_target: dict[Any, list[_Piece]] = {}
-        for piece in same_rows:
-            if piece.targets:
-                by_target.setdefault(piece.counts, []).append(piece)
+    for same_rows in by_key((piece.rows, piece) for piece in _lifted(head.reads)).values():
+        by_target = by_key((piece.counts, piece) for piece in same_rows if piece.targets)
         without = [piece for piece in same_rows if not piece.targets]
         groups = list(by_target.values()) or [[]]
         groups[0] = groups[0] + without
@@ -181,15 +176,14 @@ class _Piece:
 
 def _lifted(reads: Iterable[Read]) -> Iterator[_Piece]:
     """Every read, those of `rows[0]`, `rows[1]`, ... together where they are of all such rows and are alike."""
-    alike: dict[Any, list[Read]] = {}
-    for read in reads:
-        key: Any = read
+    def kind(read: Read) -> Any:
         moves = read.logits.moves()
-        if moves and read.reduction == "none" and moves[-1].index is not None:
-            own = keys(moves[:-1]), read.logits.scale, read.logits.softcap, read.logits.steps
-            key = (own, read.kind, read.logits.sign, read.keepdim, read.exp, read.logits.dim)
-        alike.setdefault(key, []).append(read)
-    for group in alike.values():
+        if not moves or read.reduction != "none" or moves[-1].index is None:
+            return read
+        own = keys(moves[:-1]), read.logits.scale, read.logits.softcap, read.logits.steps
+        return own, read.kind, read.logits.sign, read.keepdim, read.exp, read.logits.dim
+
+    for group in by_key((kind(read), read) for read in reads).values():
         yield from _together(group) or (_Piece(r.logits, (Output(r),), _roots([r])) for r in group)
 
 

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_blank, is_filled
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.matchers._match import MatchFailure, Refused, or_failure, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, computed_from
@@ -177,9 +178,7 @@ def _one_choice(iterations: list[Iteration]) -> tuple[list[Iteration], int | Non
     mask = first.token
     if mask.choice is None:
         return iterations, None
-    by_choice: dict[int | None, list[Iteration]] = {}
-    for iteration in iterations:
-        by_choice.setdefault(iteration.update.token.choice, []).append(iteration)
+    by_choice = by_key((iteration.update.token.choice, iteration) for iteration in iterations)
     every = by_choice.keys() == set(range(value(mask.indices).shape[-1]))
     some = not every and len(by_choice) > 1
     refuse_if(some, first.node, "choices", "only some of a token's choices are served")

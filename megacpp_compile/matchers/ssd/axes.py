@@ -21,6 +21,7 @@ from typing import Any
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.matchers.ssd.allowed import in_turn
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, Dims, NoAxes, bind, flat, fresh, is_one, length, number, pin
 from megacpp_compile.matchers.ssd.pieces import Piece, SliceLoops, comparable
@@ -172,9 +173,7 @@ class AxisEquations:
 
     def _join_picked(self, nodes: Sequence[Node] | None) -> None:
         """What a loop takes apart into the same pieces, of several tensors, is one dimension."""
-        pieces: dict[tuple[Dims, bool], list[Piece]] = {}
-        for dim, piece in self.picked:
-            pieces.setdefault((tuple(flat(dim)), isinstance(piece.at, tuple)), []).append(piece)
+        pieces = by_key(((tuple(flat(dim)), isinstance(piece.at, tuple)), piece) for dim, piece in self.picked)
         alike: dict[object, list[tuple[Dims, list[Piece]]]] = {}
         for (atoms, _), read in pieces.items():
             size, several = length(list(atoms)), frozenset(piece.at for piece in read)

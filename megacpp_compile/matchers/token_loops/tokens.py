@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, same_size, value
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.matchers.ssd.atoms import number
 from megacpp_compile.matchers.ssd.tensor_ops import argument
@@ -111,14 +112,10 @@ def reads_by_count(nodes: Iterable[Node], begin: int = 0) -> dict[int, dict[Node
 
 
 def _complete(reads: Mapping[Node, Read], begin: int) -> dict[int, dict[Node, Read]]:
-    groups: dict[tuple[Node, int, int], dict[Node, Read]] = {}
-    for node, read in reads.items():
-        groups.setdefault((read.source, read.dim, read.count), {})[node] = read
-    found: dict[int, dict[Node, Read]] = {}
-    for (*_, count), group in groups.items():
-        if {r.at for r in group.values()} == set(range(begin, count)):
-            found.setdefault(count, {}).update(group)
-    return found
+    groups = by_key(((read.source, read.dim, read.count), node) for node, read in reads.items())
+    whole = ((kind[2], n) for kind, own in groups.items() if {reads[n].at for n in own} == {*range(begin, kind[2])}
+             for n in own)  # fmt: skip
+    return {count: {n: reads[n] for n in own} for count, own in by_key(whole).items()}
 
 
 def collected(nodes: Iterable[Node], count: int) -> list[Collected]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.report.page.markup import Html, joined, tag
 from megacpp_compile.report.text import plural
 
@@ -68,27 +69,23 @@ def _laid_out(boxes: Sequence[str], edges: Mapping[str, Sequence[str]]) -> tuple
     """(what stands in each layer, from left to right: names, and pairs for edges that pass through; the points of each
     edge). `boxes` are in the order of the graph."""
     depth: dict[str, int] = {}
-    readers: dict[str, list[str]] = {}
     for box in boxes:
         depth[box] = max((depth[i] + 1 for i in edges[box] if i in depth), default=0)
-        for i in edges[box]:
-            readers.setdefault(i, []).append(box)
+    readers = by_key((i, box) for box in boxes for i in edges[box])
     for box in reversed(boxes):  # what reads nothing stands right above its first reader
         if not edges[box] and readers.get(box):
             depth[box] = max(0, min(depth[r] for r in readers[box]) - 1)
     layers: _Layers = [[] for _ in range(max(depth.values(), default=-1) + 1)]
     for box in boxes:
         layers[depth[box]].append(box)
-    above: dict[Any, list[Any]] = {}
     chains: list[list[Any]] = []
     for box in boxes:
         for source in edges[box]:
             chain: list[Any] = [source, *((source, box, level) for level in range(depth[source] + 1, depth[box])), box]
             for level, point in zip(range(depth[source] + 1, depth[box]), chain[1:-1], strict=True):
                 layers[level].append(point)
-            for upper, lower in zip(chain, chain[1:], strict=False):
-                above.setdefault(lower, []).append(upper)
             chains.append(chain)
+    above = by_key((lower, upper) for chain in chains for upper, lower in zip(chain, chain[1:], strict=False))
     for upper, layer in zip(layers, layers[1:], strict=False):
         at = {point: i / max(1, len(upper) - 1) for i, point in enumerate(upper)}
         layer.sort(key=lambda point: sum(at[p] for p in above[point]) / len(above[point]) if point in above else 1.0)
