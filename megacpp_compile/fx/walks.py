@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch.fx import Node
@@ -43,6 +43,17 @@ def within_steps(start: T, most: int, step: Callable[[T], Iterable[T]]) -> Itera
 def nearest(starts: Iterable[T], most: int, step: Callable[[T], Iterable[T]]) -> Iterator[T]:
     """The first `most` of `starts` and all that `step` leads to from these, each once, the nearest first."""
     return itertools.islice(itertools.chain.from_iterable(levels(starts, step)), most)
+
+
+def made_from(
+    sources: Container[Node], nodes: Iterable[Node], inputs: Callable[[Node], Iterable[Node]] = _inputs
+) -> set[Node]:
+    """Those of `nodes`, which are in graph order, that are computed from `sources` by way of such alone."""
+    found = set[Node]()
+    for node in nodes:
+        if any(a in sources or a in found for a in inputs(node)):
+            found.add(node)
+    return found
 
 
 def near(node: Node, most: int, step: Callable[[Node], Iterable[Node]] = _inputs) -> list[Node]:

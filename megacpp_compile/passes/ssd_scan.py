@@ -26,6 +26,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.walks import made_from
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.delta_rule.core import in_corrected_cores
 from megacpp_compile.matchers.documents import compared_documents, masked_by_documents
@@ -112,8 +113,7 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
 def _check_retention(view: GraphView, found: Retention) -> Match | MatchFailure:
     root, operands = found.o.node, (found.q, found.k, found.v, found.rate, found.initial_state)
     made = {leaf.node for leaf in operands if leaf is not None}  # what is of numbers has no gradient, whatever the mode
-    for n in sorted(found.inside):
-        made |= {n} if any(a in made for a in n.all_input_nodes) else set()
+    made |= made_from(made, sorted(found.inside))
 
     def emit(build: Builder) -> tuple[Node, Groups, Groups]:
         b, t, h, k, v = (found.dims[name] for name in "bthkv")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile.fx.walks import made_from
+
 
 def joint(graph: fx.Graph) -> tuple[list[Node], list[Node]]:
     """The forward's call nodes in graph order, and those of them that backward nodes read: none without a backward."""
@@ -18,10 +20,7 @@ def joint(graph: fx.Graph) -> tuple[list[Node], list[Node]]:
 
 def backward_nodes(graph: fx.Graph) -> set[Node]:
     """The tangents, the nodes that depend on one, and those that autograd traced for backward only."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        late = tangent or node.meta.get("partitioner_tag") == "is_backward"
-        if node.op != "output" and (late or any(a in found for a in node.all_input_nodes)):
-            found.add(node)
-    return found
+    nodes = [n for n in graph.nodes if n.op != "output"]
+    late = {n for n in nodes if n.op == "placeholder" and "tangents" in str(n.target)}
+    late |= {n for n in nodes if n.meta.get("partitioner_tag") == "is_backward"}
+    return late | made_from(late, nodes)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Set
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.walks import reached
+from megacpp_compile.fx.groups import by_key
+from megacpp_compile.fx.walks import made_from, reached
 from megacpp_compile.matchers.delta_rule.norms import Before
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
@@ -91,19 +92,14 @@ class Operands:
 
     def _made_of_others(self, ends: Iterable[Node], sources: Set[Node]) -> set[Node]:
         """Those of `ends` that are made of any of `sources` beside their own."""
-        made = set[Node]()
-        for n in sorted(self.algebra.ancestors(sources) & self.algebra.nodes):
-            if any(a in sources or a in made for a in self.algebra.inputs(n)):
-                made.add(n)
+        made = made_from(sources, sorted(self.algebra.ancestors(sources) & self.algebra.nodes), self.algebra.inputs)
         return {n for n in ends if self.algebra.source(n) in made}
 
     def _last_pieces(self, ends: list[Node]) -> dict[Node, _Piece]:
         """Those of `ends` that are pieces of the last tensor of which several are, and of those that are cut alike: a
         loop takes apart what was split off a projection before."""
         pieces = {n: piece for n in ends if (piece := self._piece(n)) is not None}
-        cuts: dict[Node, set[object]] = {}
-        for piece in pieces.values():
-            cuts.setdefault(piece.whole, set()).add(piece.at)
+        cuts = {whole: {*at} for whole, at in by_key((piece.whole, piece.at) for piece in pieces.values()).items()}
         last = max((whole for whole, at in cuts.items() if len(at) > 1), default=None)
         if last is None:
             return {}
@@ -119,10 +115,7 @@ class Operands:
 
     def _choose(self, ends: Iterable[Node]) -> None:
         """One leaf for each source: before repetitions, casts and padding, behind views alone."""
-        by_source: dict[Node, list[Node]] = {}
-        for n in ends:
-            by_source.setdefault(self.algebra.source(n), []).append(n)
-        for source, several in by_source.items():
+        for source, several in by_key((self.algebra.source(n), n) for n in ends).items():
             chosen = {operand_of(self.algebra, n)[0] for n in several}
             leaf = chosen.pop() if len(chosen) == 1 else source
             for n in several:

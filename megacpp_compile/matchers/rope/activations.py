@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_shape, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, REARRANGEMENTS, SHAPE_ONLY, values_read
-from megacpp_compile.fx.walks import reached
+from megacpp_compile.fx.walks import made_from, reached
 from megacpp_compile.matchers.rope.lanes import EMPTY
 
 aten = torch.ops.aten
@@ -49,11 +49,7 @@ def _is_wide(fake: Any) -> bool:
 
 
 def _computed_from(graph: fx.Graph, roots: Set[Node]) -> set[Node]:
-    found = set(roots)
-    for node in graph.nodes:
-        if any(a in found for a in values_read(node)):
-            found.add(node)
-    return found
+    return made_from(roots, graph.nodes, values_read) | roots
 
 
 def _makes_tables(buffer: Node, found: set[Node]) -> bool:

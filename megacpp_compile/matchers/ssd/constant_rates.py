@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import EXPANSIONS
-from megacpp_compile.fx.walks import reached
+from megacpp_compile.fx.walks import made_from, reached
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, pin
 from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.boundary import OperandBoundary
@@ -178,13 +178,10 @@ def _unviewed(n: Node) -> Node:
 
 def _without_positions(algebra: Algebra, table: Node) -> set[Node]:
     """What of a table's operands is no constant, and made of no positions."""
-    of_positions, found = set[Node](), set[Node]()
-    for n in sorted(algebra.ancestors([table], constants=True)):
-        if n.target in POSITIONS or any(a in of_positions for a in n.all_input_nodes):
-            of_positions.add(n)
-        elif n not in algebra.constants and isinstance(value(n), Tensor):
-            found.add(n)
-    return found
+    everything = algebra.ancestors([table], constants=True)
+    positions = {n for n in everything if n.target in POSITIONS}
+    others = everything - positions - made_from(positions, sorted(everything)) - algebra.constants
+    return {n for n in others if isinstance(value(n), Tensor)}
 
 
 def _with_rate(algebra: Algebra, root: Node, tables: list[Node], rate: Node | None) -> Retention | None:

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.views import is_cast
-from megacpp_compile.fx.walks import reached
+from megacpp_compile.fx.walks import made_from, reached
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, EXPONENTIALS, SAME, VIEWS
 from megacpp_compile.matchers.token_loops.loops import Loop
@@ -103,8 +103,4 @@ def of_state(loop: Loop) -> set[Node]:
         return [n for n in nodes if n is not loop.entering and n in loop.inside]
 
     wanted = set(reached(within([loop.states[-1], loop.output]), lambda n: within(n.all_input_nodes)))
-    own: set[Node] = set()
-    for n in sorted(wanted):
-        if any(a is loop.entering or a in own for a in n.all_input_nodes):
-            own.add(n)
-    return own
+    return made_from([loop.entering], sorted(wanted))

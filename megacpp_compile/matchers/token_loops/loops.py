@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.walks import made_from
 from megacpp_compile.matchers.token_loops.tokens import Collected, Read
 
 
@@ -66,11 +67,7 @@ class Loop:
 
     def made_of_others(self) -> set[Node]:
         """What of a step is made of what else is handed on."""
-        found: set[Node] = set()
-        for n in sorted(self.inside | self.others):
-            if n in self.others or any(a in found for a in n.all_input_nodes):
-                found.add(n)
-        return found
+        return made_from(self.others, sorted(self.inside)) | self.others
 
     def taken(self) -> set[Node]:
         """What takes every step's tokens out of whole tensors."""

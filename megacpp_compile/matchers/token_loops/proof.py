@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import called, long_dimensions, value
+from megacpp_compile.fx.walks import made_from
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes
 from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.resize import Resized, agree
@@ -132,11 +133,7 @@ def _read_of_state(loop: Loop) -> Node | None:
     for read in (n for n in own if isinstance(value(n), Tensor)):
         if read is loop.output or long_dimensions(read) >= long_dimensions(loop.entering):
             continue
-        reached: set[Node] = set()
-        for n in own:
-            if n is not read and any(a is loop.entering or a in reached for a in n.all_input_nodes):
-                reached.add(n)
-        if loop.output not in reached:
+        if loop.output not in made_from([loop.entering], (n for n in own if n is not read)):
             return read
     return None
 

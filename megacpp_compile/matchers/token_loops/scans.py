@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import long_dimensions, value
+from megacpp_compile.fx.walks import made_from
 from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.boundary import OperandBoundary
 from megacpp_compile.matchers.ssd.resize import Resized, agree
@@ -88,11 +89,7 @@ class ScanStep:
 
     def _made_of(self, sources: set[Node], region: set[Node]) -> set[Node]:
         """What of `region` is made of `sources`."""
-        found = set(sources)
-        for n in sorted(region):
-            if n in self.algebra.nodes and any(a in found for a in self.algebra.inputs(n)):
-                found.add(n)
-        return found - sources
+        return made_from(sources, sorted(region & self.algebra.nodes), self.algebra.inputs) - sources
 
     def _base(self, n: Node) -> Node:
         """What `n` is a view of, or a view of the position that is read."""

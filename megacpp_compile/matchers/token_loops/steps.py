@@ -16,7 +16,8 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import long_dimensions, value
-from megacpp_compile.fx.walks import descendants, reached
+from megacpp_compile.fx.groups import by_key
+from megacpp_compile.fx.walks import descendants, made_from, reached
 from megacpp_compile.matchers.token_loops.alike import Alignment, Different, like
 from megacpp_compile.matchers.token_loops.first_step import Zeros, same_sizes
 from megacpp_compile.matchers.token_loops.loops import Loop, NoLoop
@@ -59,10 +60,8 @@ class _Steps:
                     self.step[node] = max(made_of)
         for node in reversed(nodes):
             self._sink(node)
-        self.handed_on: dict[int, set[Node]] = {}
-        for node, at in self.step.items():
-            if self.carried(node):
-                self.handed_on.setdefault(at, set()).add(node)
+        handed_on = by_key((at, node) for node, at in self.step.items() if self.carried(node))
+        self.handed_on = {at: {*nodes} for at, nodes in handed_on.items()}
 
     def _sink(self, node: Node) -> None:
         """What only later positions read of one value, such as a state that decays at a constant rate, is theirs."""
@@ -228,8 +227,4 @@ class _Steps:
 
     def _depending(self, first: Node, inside: set[Node], initial: Node | None) -> set[Node]:
         """The nodes that are made of a state."""
-        found: set[Node] = set()
-        for n in sorted(inside):
-            if n is first or any(a in found or a is first or a is initial for a in n.all_input_nodes):
-                found.add(n)
-        return found
+        return made_from((first, initial), sorted(inside)) | ({first} & inside)

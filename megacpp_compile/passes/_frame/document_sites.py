@@ -21,7 +21,7 @@ from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.fx.edit import arguments, attribute_of, called, same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import PARTS, REARRANGEMENTS, SPLITS
-from megacpp_compile.fx.walks import ancestors, descendants
+from megacpp_compile.fx.walks import ancestors, descendants, made_from
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers.documents import decayed_away, is_constant
 from megacpp_compile.matchers.latent_attention.core import SDPA, WHERES, arguments_of, constant, is_low
@@ -240,10 +240,8 @@ class _Flags:
 
     def __init__(self, graph: fx.Graph, apart: Iterable[Apart]) -> None:
         roots = {n for one in apart if one.form != MASK for n in ancestors([one.told])}
-        self.told = {n for n in roots if n.op == "placeholder" and _whole(n)}
-        for node in graph.nodes:
-            if node.op == "call_function" and _whole(node) and any(a in self.told for a in node.all_input_nodes):
-                self.told.add(node)
+        given = {n for n in roots if n.op == "placeholder" and _whole(n)}
+        self.told = given | made_from(given, (n for n in graph.nodes if n.op == "call_function" and _whole(n)))
 
     def reach(self, site: Node, wide: bool) -> bool:
         """Whether documents reach `site` behind the projections in front of it. wide: it is one node of many, which may
