@@ -113,39 +113,32 @@ class CheckpointingPolicy:
         for kind in KINDS:
             entry = getattr(self, kind)
             valid = [*(e for e in ENTRIES if _ONLY.get(e, kind) == kind), "never"]
-            if _is_fraction(entry):
-                object.__setattr__(self, kind, float(entry))
-            elif entry not in valid:
-                raise BadOptionError(
-                    f"policy.{kind}", entry, "a fraction from 0 to 1, or one of " + ", ".join(map(repr, valid)), valid
-                )
+            wanted = "a fraction from 0 to 1, or one of " + ", ".join(map(repr, valid))
+            fraction = _is_fraction(entry)
+            checks.fits(f"policy.{kind}", entry, fraction or entry in valid, wanted, valid)
+            checks.settle(self, **{kind: float(entry) if fraction else entry})
         names = (self.recompute,) if isinstance(self.recompute, str) else self.recompute
-        if not isinstance(names, (tuple, list)):
-            raise BadOptionError("policy.recompute", names, f"names among {', '.join(map(repr, OPERATIONS))}")
-        for name in names:
+        wanted = f"names among {', '.join(map(repr, OPERATIONS))}"
+        for name in checks.fits("policy.recompute", names, isinstance(names, (tuple, list)), wanted):
             checks.choice("policy.recompute", name, tuple(OPERATIONS))
-        object.__setattr__(self, "recompute", tuple(dict.fromkeys(names)))
+        checks.settle(self, recompute=tuple(dict.fromkeys(names)))
         last = ("never", *(e for e in ENTRIES if e not in _ONLY))
         for name, choices in (
             ("last_layer", last), ("depth_loop", ("kinds", *last[1:])), ("offload", OFFLOADS),
             ("fp8_wrapper", FP8_WRAPPERS),
         ):  # fmt: skip
             checks.choice(f"policy.{name}", getattr(self, name), choices)
-        if self.stream_group is not None and not _is_group(self.stream_group):
-            raise BadOptionError("policy.stream_group", self.stream_group, "a number of layers, -1 or None")
+        group = self.stream_group is None or _is_group(self.stream_group)
+        checks.fits("policy.stream_group", self.stream_group, group, "a number of layers, -1 or None")
         if self.budget is not None:
-            if not _is_fraction(self.budget):
-                raise BadOptionError("policy.budget", self.budget, "a fraction from 0 to 1")
-            object.__setattr__(self, "budget", float(self.budget))
-        if self.peak_gib is not None:
-            if not _is_size(self.peak_gib) or self.peak_gib == 0:
-                raise BadOptionError("policy.peak_gib", self.peak_gib, "GiB, a number above 0")
-            if self.budget is not None:
-                raise BadOptionError("policy.peak_gib", self.peak_gib, "None, as policy.budget is given, too")
-            object.__setattr__(self, "peak_gib", float(self.peak_gib))
-        if not _is_size(self.reserve_gib):
-            raise BadOptionError("policy.reserve_gib", self.reserve_gib, "GiB, a number from 0")
-        object.__setattr__(self, "reserve_gib", float(self.reserve_gib))
+            checks.fits("policy.budget", self.budget, _is_fraction(self.budget), "a fraction from 0 to 1")
+            checks.settle(self, budget=float(self.budget))
+        if (peak := self.peak_gib) is not None:
+            checks.fits("policy.peak_gib", peak, _is_size(peak) and peak != 0, "GiB, a number above 0")
+            checks.fits("policy.peak_gib", peak, self.budget is None, "None, as policy.budget is given, too")
+            checks.settle(self, peak_gib=float(peak))
+        checks.fits("policy.reserve_gib", self.reserve_gib, _is_size(self.reserve_gib), "GiB, a number from 0")
+        checks.settle(self, reserve_gib=float(self.reserve_gib))
         for name in ("recompute_kv_upproj", "recompute_q_upproj", "same_on_ranks"):
             checks.boolean(f"policy.{name}", getattr(self, name))
 
@@ -162,11 +155,7 @@ class CheckpointingPolicy:
         if isinstance(value, str) and value in ENTRIES:
             return cls(**dict.fromkeys((k for k in KINDS if _ONLY.get(value, k) == k), value))  # type: ignore[arg-type]
         if isinstance(value, Mapping):
-            known = [f.name for f in fields(cls)]
-            for key in value:
-                if key not in known:
-                    raise BadOptionError("policy", key, "fields of CheckpointingPolicy: " + ", ".join(known), known)
-            return cls(**value)
+            return checks.plan(cls, "policy", value)
         raise BadOptionError(
             "policy",
             value,
@@ -242,9 +231,8 @@ class AutoPolicy:
     time: float
 
     def __post_init__(self) -> None:
-        if not _is_fraction(self.time):
-            raise BadOptionError("policy.auto", self.time, "a fraction of a step's time, from 0 to 1")
-        object.__setattr__(self, "time", float(self.time))
+        checks.fits("policy.auto", self.time, _is_fraction(self.time), "a fraction of a step's time, from 0 to 1")
+        checks.settle(self, time=float(self.time))
 
     def to_dict(self) -> dict[str, float]:
         return {AUTO: self.time}
@@ -256,8 +244,7 @@ def policy_option(value: Any) -> CheckpointingPolicy | AutoPolicy | Literal["aut
     if isinstance(value, AutoPolicy) or isinstance(value, str) and value == AUTO:
         return value  # type: ignore[return-value]
     if isinstance(value, Mapping) and AUTO in value:
-        if len(value) > 1:
-            raise BadOptionError("policy", dict(value), "fields of CheckpointingPolicy, or 'auto' by itself")
+        checks.fits("policy", dict(value), len(value) == 1, "fields of CheckpointingPolicy, or 'auto' by itself")
         return AutoPolicy(value[AUTO])
     if isinstance(value, str) and value == "none":
         return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from megacpp_compile.errors import BadOptionError
 
+T = TypeVar("T")
 _BOOLS = {"0": False, "false": False, "1": True, "true": True}
 
 
@@ -18,25 +20,27 @@ def boolean_text(key: str, text: str) -> bool:
     return _BOOLS[text.lower()]
 
 
+def fits(key: str, value: T, holds: object, wanted: str, valid: Sequence[str] = ()) -> T:
+    """`value`, of which `holds` says whether it is what is `wanted`."""
+    if not holds:
+        raise BadOptionError(key, value, wanted, valid)
+    return value
+
+
 def boolean(key: str, value: Any) -> bool:
     """`value`, True or False."""
-    if not isinstance(value, bool):
-        raise BadOptionError(key, value, "True or False")
-    return value
+    return bool(fits(key, value, isinstance(value, bool), "True or False"))
 
 
 def boolean_or_auto(key: str, value: Any) -> Any:
     """`value`, True, False or "auto"."""
-    if value != "auto" and not isinstance(value, bool):
-        raise BadOptionError(key, value, "True, False or 'auto'", ("auto",))
-    return value
+    return fits(key, value, value == "auto" or isinstance(value, bool), "True, False or 'auto'", ("auto",))
 
 
 def count(key: str, value: Any) -> int:
     """`value`, an int from 0 on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise BadOptionError(key, value, "an int, 0 or more")
-    return value
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return int(fits(key, value, whole and value >= 0, "an int, 0 or more"))
 
 
 def choice(key: str, value: Any, valid: Sequence[str], meant: Mapping[str, str] | None = None) -> str:
@@ -52,16 +56,29 @@ def names(key: str, value: Any, what: str = "pass names") -> list[str]:
     """The names of a list, or of a text with commas between them."""
     if isinstance(value, str):
         return [name.strip() for name in value.split(",") if name.strip()]
-    if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
-        raise BadOptionError(key, value, f"{what}: a list of str, or one comma-separated str")
-    return list(value)
+    several = isinstance(value, list | tuple | set | frozenset) and all(isinstance(name, str) for name in value)
+    return list(fits(key, value, several, f"{what}: a list of str, or one comma-separated str"))
 
 
 def mapping(key: str, value: Any, check: Callable[[str, Any], Any]) -> Mapping[str, Any]:
     """A read-only copy of `value`, with each of its values as `check` returns it."""
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise BadOptionError(key, value, "a mapping with str keys")
+    named = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    fits(key, value, named, "a mapping with str keys")
     return MappingProxyType({name: check(f"{key}[{name!r}]", item) for name, item in value.items()})
+
+
+def plan(cls: type[T], key: str, value: Mapping[str, Any]) -> T:
+    """The dataclass `cls` with the fields that `value` has."""
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for name in value:
+        fits(key, name, name in known, f"fields of {cls.__name__}: " + ", ".join(known), known)
+    return cls(**value)
+
+
+def settle(frozen: object, **values: Any) -> None:
+    """Set fields of a frozen dataclass that is being made."""
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
 
 
 def canonical(value: Any) -> str:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from megacpp_compile.config import checks, globs
-from megacpp_compile.errors import BadOptionError
 
 REDRAWS = ("never", "update")
 
@@ -41,14 +40,12 @@ class CompressionPlan:
 
     def __post_init__(self) -> None:
         names = (self.names,) if isinstance(self.names, str) else self.names
-        if not isinstance(names, (tuple, list)) or not names or not all(isinstance(name, str) for name in names):
-            raise BadOptionError("compress.names", names, "globs over module names, as in '*.mlp.down_proj'")
+        given = isinstance(names, (tuple, list)) and names and all(isinstance(name, str) for name in names)
+        checks.fits("compress.names", names, given, "globs over module names, as in '*.mlp.down_proj'")
         globs.rules("compress.names", [(name, None) for name in names], "", "module names", "*.mlp.down_proj")
-        object.__setattr__(self, "names", tuple(names))
         number = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool)
-        if not number or not 0 < self.ratio <= 1:
-            raise BadOptionError("compress.ratio", self.ratio, "a fraction above 0 and at most 1")
-        object.__setattr__(self, "ratio", float(self.ratio))
+        checks.fits("compress.ratio", self.ratio, number and 0 < self.ratio <= 1, "a fraction above 0 and at most 1")
+        checks.settle(self, names=tuple(names), ratio=float(self.ratio))
         checks.count("compress.seed", self.seed)
         checks.choice("compress.redraw", self.redraw, REDRAWS)
 
@@ -57,13 +54,9 @@ class CompressionPlan:
         """A plan from itself, None, or a mapping of fields. Raises BadOptionError for anything else."""
         if value is None or isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping) or "names" not in value:
-            raise BadOptionError("compress", value, "a CompressionPlan, or a mapping with 'names' and 'ratio'")
-        known = [f.name for f in fields(cls)]
-        for key in value:
-            if key not in known:
-                raise BadOptionError("compress", key, "fields of CompressionPlan: " + ", ".join(known), known)
-        return cls(**value)
+        named = isinstance(value, Mapping) and "names" in value
+        checks.fits("compress", value, named, "a CompressionPlan, or a mapping with 'names' and 'ratio'")
+        return checks.plan(cls, "compress", value)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain containers, fit for `of` and JSON."""

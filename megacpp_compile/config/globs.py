@@ -35,6 +35,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megacpp_compile.config import checks
 from megacpp_compile.config._deprecated import star_across_segments
 from megacpp_compile.errors import BadOptionError
 
@@ -120,8 +121,7 @@ def pairs(key: str, value: Any, what: str) -> tuple[tuple[str, Any], ...]:
     except (TypeError, ValueError):
         raise BadOptionError(key, value, f"a mapping, or pairs, of str and {what}") from None
     for name, _ in found:
-        if not isinstance(name, str):
-            raise BadOptionError(key, name, "str keys")
+        checks.fits(key, name, isinstance(name, str), "str keys")
     return found
 
 
@@ -134,9 +134,7 @@ def rules(key: str, value: Any, what: str, names: str, example: str) -> tuple[tu
     found = pairs(key, value, what)
     seen = set()
     for pattern, _ in found:
-        if pattern in seen:
-            raise BadOptionError(key, pattern, "every pattern once: the first wins")
-        if not pattern or "" in pattern.split("."):
-            raise BadOptionError(key, pattern, f"a glob over {names}, as in {example!r}")
+        checks.fits(key, pattern, pattern not in seen, "every pattern once: the first wins")
+        checks.fits(key, pattern, "" not in pattern.split("."), f"a glob over {names}, as in {example!r}")
         seen.add(pattern)
     return found

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megacpp_compile.config import checks
 from megacpp_compile.errors import BadOptionError, closest
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -21,8 +22,7 @@ def check(settings: Mapping[str, Any]) -> None:
     """
     known = _types()
     for name, value in settings.items() if known else ():
-        if name not in known:
-            raise BadOptionError("inductor", name, "settings of torch._inductor.config", tuple(known))
+        checks.fits("inductor", name, name in known, "settings of torch._inductor.config", tuple(known))
         wanted = _allowed(known[name]) if known[name] is not type(None) else ()  # else nobody has declared it
         if wanted and not any(_fits(value, one) for one in wanted):
             words = ", ".join(one.__name__ if isinstance(one, type) else repr(one) for one in wanted)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megacpp_compile.config import fp8_gain, globs
+from megacpp_compile.config import checks, fp8_gain, globs
 from megacpp_compile.config._deprecated import moved
 from megacpp_compile.config.roles import ROLES, role_of
 from megacpp_compile.errors import BadOptionError, ManifestError, RuleWithoutHitError
@@ -32,7 +32,6 @@ DEFAULT_EXCLUSIONS = ("wte", "wpe", "lm_head", "router", "shared_expert_gate", "
 _MEANT = {"fp8": "fp8_current", "tensorwise": "fp8_current", "current": "fp8_current", "blockwise": "fp8_block",
           "block": "fp8_block", "delayed": "fp8_delayed", "fp4": "nvfp4", "bfloat16": "bf16",
           "none": "bf16"}  # fmt: skip
-_FIELDS = ("rules", "roles", "gate", "disable_rht")
 _FORMAT = 1  # version of the manifest
 
 
@@ -118,19 +117,15 @@ class PrecisionPlan:
             _recipe(f"precision.rules[{pattern!r}]", recipe)
         roles = dict(globs.pairs("precision.roles", self.roles, "recipe"))
         for role, recipe in roles.items():
-            if role not in ROLES:
-                raise BadOptionError("precision.roles", role, "one of " + ", ".join(map(repr, ROLES)), ROLES)
+            checks.choice("precision.roles", role, ROLES)
             _recipe(f"precision.roles[{role!r}]", recipe)
         default = {role: "fp8_current" if role in FP8_ROLES else "bf16" for role in ROLES}
-        object.__setattr__(self, "rules", rules)
-        object.__setattr__(self, "roles", tuple((default | roles).items()))
-        if not isinstance(self.gate, bool):
-            raise BadOptionError("precision.gate", self.gate, "True or False")
-        if self.disable_rht not in (True, False, None):
-            raise BadOptionError("precision.disable_rht", self.disable_rht, "True, False or None")
-        if self.disable_rht is not None and "nvfp4" not in self.recipes():
-            wanted = "None, as nothing in the plan is in 'nvfp4': other recipes have no Hadamard transform"
-            raise BadOptionError("precision.disable_rht", self.disable_rht, wanted)
+        checks.settle(self, rules=rules, roles=tuple((default | roles).items()))
+        checks.boolean("precision.gate", self.gate)
+        rht = self.disable_rht
+        checks.fits("precision.disable_rht", rht, rht in (True, False, None), "True, False or None")
+        wanted = "None, as nothing in the plan is in 'nvfp4': other recipes have no Hadamard transform"
+        checks.fits("precision.disable_rht", rht, rht is None or "nvfp4" in self.recipes(), wanted)
 
     @classmethod
     def of(cls, value: Any) -> PrecisionPlan | None:
@@ -147,11 +142,7 @@ class PrecisionPlan:
         if isinstance(value, Mapping):
             if all(isinstance(recipe, str) for recipe in value.values()):
                 return cls(rules=tuple(value.items()))
-            for key in value:
-                if key not in _FIELDS:
-                    wanted = "fields of PrecisionPlan: " + ", ".join(_FIELDS)
-                    raise BadOptionError("precision", key, wanted, _FIELDS)
-            return cls(**value)
+            return checks.plan(cls, "precision", value)
         wanted = "a PrecisionPlan, a mapping from glob to recipe, or one of " + ", ".join(map(repr, RECIPES))
         raise BadOptionError("precision", value, wanted)
 

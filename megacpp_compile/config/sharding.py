@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megacpp_compile.config import globs
+from megacpp_compile.config import checks, globs
 from megacpp_compile.config._deprecated import moved
 from megacpp_compile.errors import BadOptionError, RuleWithoutHitError, ShardingError
 from megacpp_compile.report.records import Pinned
@@ -56,40 +56,32 @@ class ShardingPlan:
     def __post_init__(self) -> None:
         mesh = globs.pairs("sharding.mesh", self.mesh, "int")
         for axis, size in mesh:
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise BadOptionError(f"sharding.mesh[{axis!r}]", size, "a number of devices, 1 or more")
-        if not mesh or len(dict(mesh)) < len(mesh):
-            raise BadOptionError("sharding.mesh", self.mesh, "at least one axis, each once")
+            count = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+            checks.fits(f"sharding.mesh[{axis!r}]", size, count, "a number of devices, 1 or more")
+        once = mesh and len(dict(mesh)) == len(mesh)
+        checks.fits("sharding.mesh", self.mesh, once, "at least one axis, each once")
         batch = (self.batch,) if isinstance(self.batch, str) else _several("sharding.batch", self.batch, "axes")
         for axis in batch:
-            if axis not in dict(mesh):
-                wanted = "axes of the mesh: " + ", ".join(map(repr, dict(mesh)))
-                raise BadOptionError("sharding.batch", axis, wanted, tuple(dict(mesh)))
+            wanted = "axes of the mesh: " + ", ".join(map(repr, dict(mesh)))
+            checks.fits("sharding.batch", axis, axis in dict(mesh), wanted, tuple(dict(mesh)))
         rules = globs.rules("sharding.rules", self.rules, "partition spec", "parameter names", "*.q_b.weight")
         count = math.prod(dict(mesh).values())
         devices = _several("sharding.devices", self.devices, "device numbers") or tuple(range(count))
-        if set(devices) != set(range(count)) or len(devices) != count:
-            raise BadOptionError("sharding.devices", self.devices, f"each of 0 to {count - 1} once, as the mesh is")
-        object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "batch", batch)
-        object.__setattr__(self, "devices", devices)
-        object.__setattr__(
-            self, "rules", tuple((p, self.checked(f"sharding.rules[{p!r}]", spec)) for p, spec in rules)
-        )
+        each = set(devices) == set(range(count)) and len(devices) == count
+        checks.fits("sharding.devices", self.devices, each, f"each of 0 to {count - 1} once, as the mesh is")
+        checks.settle(self, mesh=mesh, batch=batch, devices=devices)
+        checks.settle(self, rules=tuple((p, self.checked(f"sharding.rules[{p!r}]", spec)) for p, spec in rules))
 
     @classmethod
     def of(cls, value: Any) -> ShardingPlan | None:
         """A plan from itself, None, or a mapping of fields. Raises BadOptionError for anything else."""
         if value is None or isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping):
-            raise BadOptionError("sharding", value, "a ShardingPlan, or a mapping with 'mesh' and 'rules'")
-        for key in value:
-            if key not in _FIELDS:
-                raise BadOptionError("sharding", key, "fields of ShardingPlan: " + ", ".join(_FIELDS), _FIELDS)
-        if "mesh" not in value:
-            raise BadOptionError("sharding", value, "a mapping with 'mesh', as in {'data': 1, 'model': 4}")
-        return cls(**value)
+        plain = isinstance(value, Mapping)
+        checks.fits("sharding", value, plain, "a ShardingPlan, or a mapping with 'mesh' and 'rules'")
+        complete = "mesh" in value or not {*value} <= {*_FIELDS}  # an unknown field is told first
+        checks.fits("sharding", value, complete, "a mapping with 'mesh', as in {'data': 1, 'model': 4}")
+        return checks.plan(cls, "sharding", value)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain containers, fit for `of` and JSON."""
@@ -109,10 +101,8 @@ class ShardingPlan:
         entries = tuple(tuple(e) if isinstance(e, list | tuple) else e for e in spec)
         used = [axis for e in entries for axis in (e if isinstance(e, tuple) else (e,)) if axis is not None]
         for axis in used:
-            if axis not in axes:
-                raise BadOptionError(key, axis, wanted, axes)
-        if len(set(used)) < len(used):
-            raise BadOptionError(key, spec, "every axis of the mesh once at most")
+            checks.fits(key, axis, axis in axes, wanted, axes)
+        checks.fits(key, spec, len(set(used)) == len(used), "every axis of the mesh once at most")
         return entries
 
     def decide(self, name: str) -> tuple[Spec, str]:
@@ -176,9 +166,7 @@ class ShardingPlan:
 
 
 def _several(key: str, value: Any, what: str) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise BadOptionError(key, value, f"a tuple of {what}")
-    return tuple(value)
+    return tuple(checks.fits(key, value, isinstance(value, list | tuple), f"a tuple of {what}"))
 
 
 def text(spec: Spec) -> str:
