@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.softmax_attention.parts import Groups, Operand, beside, flattened, grouped
 from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, times
-from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes, flat, length, number
+from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat, length, number
+from megacpp_compile.matchers.ssd.trials import tried
 from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.products import product_of
 
@@ -67,10 +69,7 @@ def is_relu(node: Node) -> bool:
 
 def index_scores_of(relu: Node, weights: frozenset[Node]) -> IndexScores | MatchFailure | None:
     """The scores of an indexer that `relu` is a step of, what nearly is, or None. weights: the model's parameters."""
-    try:
-        return _Reader(weights).read(relu)
-    except NoAxes:
-        return None
+    return tried(partial(_Reader(weights).read, relu), lambda why: None)
 
 
 class _Reader(ScoresReader):

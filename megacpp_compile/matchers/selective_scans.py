@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -19,13 +20,14 @@ from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.walks import descendants, reached
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if, refuse_unless
 from megacpp_compile.matchers.associative_scans import States, find_states
-from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, number
+from megacpp_compile.matchers.ssd.atoms import Dim, number
 from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import RATE, Leaf, arranged
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS, SAME, VIEWS
+from megacpp_compile.matchers.ssd.trials import tried
 
 aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64
@@ -54,11 +56,9 @@ def find_selective_scans(graph: fx.Graph) -> Iterator[SelectiveScan | MatchFailu
     algebra: Algebra | None = None
     for states in find_states(graph):
         algebra = algebra or Algebra(graph, RULES)
-        try:
-            with torch.no_grad():
-                yield _Candidate(algebra, states).found()
-        except NoAxes as e:
-            yield MatchFailure(states.node, "axes", str(e))
+        with torch.no_grad():
+            found = tried(_Candidate(algebra, states).found, partial(MatchFailure, states.node, "axes"))
+        yield found
 
 
 class _Candidate:
@@ -165,10 +165,7 @@ class _Candidate:
             return None
         for turn in (0, 1):
             r.solve(turn)
-            generator = torch.Generator().manual_seed(turn)  # its own: what a model draws does not depend on compiling
-            drawn = {m: torch.randn(r.shape(r.of(m)), dtype=torch.float64, generator=generator) for m in r.leaves}
-            for m, most in ((roles["dt"], 1), (roles["A"], -RATE)):
-                drawn[m] = most * torch.rand(drawn[m].shape, dtype=torch.float64, generator=generator)
+            drawn = r.draw(turn, {roles["dt"]: 1, roles["A"]: -RATE})
             made = dict(zip(("a", "b", "y"), r.run(drawn, [states.a, states.b, y]), strict=True))
             given = {role: arranged(r.axes, drawn[m], r.of(m), wanted[role]) for role, m in roles.items()}
             entering = arranged(r.axes, drawn[states.node], r.of(states.node), [b, t, d, n])
@@ -178,10 +175,9 @@ class _Candidate:
                 if not agree(arranged(r.axes, made[name], r.of(node), target), want[name], TOLERANCE):
                     return None
         r.fix()
-        leaf = lambda m: Leaf(m, tuple(tuple(dim) for dim in r.of(m)))  # noqa: E731
         last = [Leaf(m, self._of_last(r, m, t)) for m in finals]
         inside = self.inside | states.inside | set(finals)
-        return SelectiveScan({role: leaf(m) for role, m in roles.items()}, leaf(y), last, b, t, d, n, inside)
+        return SelectiveScan({role: r.leaf(m) for role, m in roles.items()}, r.leaf(y), last, b, t, d, n, inside)
 
     def _of_last(self, r: Resized, final: Node, t: Dim) -> tuple[tuple[object, ...], ...]:
         """The dimensions of the last state: those of what it is selected from, but for tokens."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Set
+from functools import partial
 
 import torch
 from torch.fx import Graph, Node
@@ -26,10 +27,11 @@ from megacpp_compile.matchers.delta_rule.verdicts import Structure, Verdict, Ver
 from megacpp_compile.matchers.signs import at_most_zero
 from megacpp_compile.matchers.ssd import axes as sizes
 from megacpp_compile.matchers.ssd.allowed import join_lengths
-from megacpp_compile.matchers.ssd.atoms import NoAxes, flat, number
+from megacpp_compile.matchers.ssd.atoms import flat, number
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, lends_shape, tensors
+from megacpp_compile.matchers.ssd.trials import best_of, tried
 
 aten = torch.ops.aten
 MOST_RESULTS = 6
@@ -84,15 +86,10 @@ def find_delta_rules(graph: Graph) -> Iterator[DeltaRule | NoDeltaRule]:
 
 def _rule_of(algebra: Algebra, nodes: list[Node], evidence: Node, verdicts: Verdicts) -> DeltaRule | NoDeltaRule:
     core = set(nodes)
-    best = NoDeltaRule(evidence, "no-delta-rule", "corrects a state, but nothing made of it is a delta rule")
-    for root in _results(algebra, nodes, core):
-        with torch.no_grad():
-            found = _rule_at(algebra, core, root, evidence, verdicts)
-        if isinstance(found, DeltaRule):
-            return found
-        if found.stage > best.stage:
-            best = found
-    return best
+    none = NoDeltaRule(evidence, "no-delta-rule", "corrects a state, but nothing made of it is a delta rule")
+    with torch.no_grad():
+        found = (_rule_at(algebra, core, root, evidence, verdicts) for root in _results(algebra, nodes, core))
+        return best_of(found, none)
 
 
 def _results(algebra: Algebra, nodes: list[Node], core: Set[Node]) -> list[Node]:
@@ -131,21 +128,16 @@ def _rule_at(
     """Pieces that are no more than operands may be operands, as what is split off a projection, or few chunks of one:
     tried in turn."""
     exports = _exports(core, root)
-    best: NoDeltaRule | None = None
-    for merged in range(MOST_MERGED + 1):
-        operands = Operands(algebra, core, [root, *exports], merged)
-        try:
-            found = _rule_of_operands(algebra, operands, root, exports, evidence, verdicts)
-        except NoAxes as e:
-            found = NoDeltaRule(root, "axes", str(e), 2)
-        if isinstance(found, DeltaRule):
-            return found
-        if best is None or found.stage > best.stage:
-            best = found
-        if not operands.in_pieces:
-            break
-    assert best is not None
-    return best
+
+    def rules() -> Iterator[DeltaRule | NoDeltaRule]:
+        for merged in range(MOST_MERGED + 1):
+            operands = Operands(algebra, core, [root, *exports], merged)
+            attempt = partial(_rule_of_operands, algebra, operands, root, exports, evidence, verdicts)
+            yield tried(attempt, lambda why: NoDeltaRule(root, "axes", why, 2))
+            if not operands.in_pieces:
+                return
+
+    return best_of(rules(), NoDeltaRule(root, "", "", -1))
 
 
 def _rule_of_operands(
@@ -193,10 +185,8 @@ def _assigned(
         return NoDeltaRule(root, "gates", "decays are made of more than one operand", 3), {}
     best = NoDeltaRule(root, "roles", "its operands have not the dimensions of a delta rule's", 3)
     for roles in assignments(r, root, gates[0] if gates else None, corrected):
-        try:
-            found = _proved(algebra, operands, root, exports, roles.nodes)
-        except NoAxes as e:
-            found = NoDeltaRule(root, "axes", str(e), 5)
+        attempt = partial(_proved, algebra, operands, root, exports, roles.nodes)
+        found = tried(attempt, lambda why: NoDeltaRule(root, "axes", why, 5))
         if isinstance(found, DeltaRule):
             return found, roles.nodes
         if found.stage > best.stage:
@@ -287,9 +277,8 @@ def _proved(
 def _rule(root: Node, exports: list[Node], named: Named, scale: float) -> DeltaRule:
     r, roles = named.r, named.roles
     r.fix()
-    leaf = {n: Leaf(n, tuple(tuple(d) for d in r.of(n))) for n in (root, *exports, *roles.nodes.values())}
     return DeltaRule(
-        leaf[root], [leaf[n] for n in exports], {name: leaf[n] for name, n in roles.nodes.items()}, scale, named.eps,
+        r.leaf(root), [*map(r.leaf, exports)], {name: r.leaf(n) for name, n in roles.nodes.items()}, scale, named.eps,
         roles.axes, _chunk(r, roles.axes), set(r.nodes),
     )  # fmt: skip
 

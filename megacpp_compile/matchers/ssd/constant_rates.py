@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -39,6 +40,7 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     broadcast,
     rule_table,
 )
+from megacpp_compile.matchers.ssd.trials import tried
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -135,11 +137,8 @@ def _at(algebra: Algebra, root: Node) -> Retention | None:
         own = [n for n in tables if n not in made_of]
         if not own or rate in algebra.constants and not all(rate in _factors(algebra, n) for n in own):
             continue
-        try:
-            with torch.no_grad():
-                found = _with_rate(algebra, root, own, rate)
-        except NoAxes:
-            continue
+        with torch.no_grad():
+            found = tried(partial(_with_rate, algebra, root, own, rate), lambda why: None)
         if found is not None and not _is_part(algebra, found, own):
             return found
     return None

@@ -141,11 +141,9 @@ class Trial:
         largest = max((math.prod(r.shape(d)) for n in r.nodes if (d := tensor_dims(r.dims[n]))), default=0)
         NoAxes.when(largest > MOST_ELEMENTS, "its positions are too many to be tried")
         steep = min(1, 16 / max(r.shape(r.dims[self.root])))  # so that the first token is seen by the last
-        generator = torch.Generator().manual_seed(turn)  # its own: what a model draws does not depend on compiling
-        drawn = {m: torch.randn(r.shape(r.of(m)), dtype=torch.float64, generator=generator) for m in r.leaves}
+        drawn = r.draw(turn, {} if self.rate is None else {self.rate: 1})
         if self.rate is not None:
-            slopes = torch.rand(drawn[self.rate].shape, dtype=torch.float64, generator=generator)
-            slopes = steep * (0.05 + 0.2 * slopes)
+            slopes = steep * (0.05 + 0.2 * drawn[self.rate])
             drawn[self.rate] = (-slopes).exp() if self.power else -sign * slopes
         count = 1 + len(self.exports)
         values = r.run(drawn, [self.root, *self.exports, *self.tables])
@@ -209,9 +207,9 @@ class Trial:
         if any(abs(a - c) > TOLERANCE * abs(a) for a, c in (scales, factors)):
             return None
         r.fix()
-        leaf = {name: Leaf(m, tuple(tuple(d) for d in r.of(m))) for name, m in roles.items()}
-        o, *finals = (Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in (self.root, *self.exports))
-        rate_leaf = None if self.rate is None else Leaf(self.rate, tuple(tuple(d) for d in r.of(self.rate)))
+        leaf = {name: r.leaf(m) for name, m in roles.items()}
+        o, *finals = map(r.leaf, (self.root, *self.exports))
+        rate_leaf = None if self.rate is None else r.leaf(self.rate)
         dims = {"b": tuple(b), "t": tuple(t), "h": tuple(h), "k": tuple(n), "v": tuple(p)}
         chunk = max((value(m).shape[0] for m in r.nodes if m.target in POSITIONS), default=64)
         return Retention(

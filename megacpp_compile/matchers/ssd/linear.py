@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes
+from megacpp_compile.matchers.ssd.atoms import Dim
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
 from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
@@ -24,6 +25,7 @@ from megacpp_compile.matchers.ssd.roles import RATE, TOLERANCE, Leaf, Roles, arr
 from megacpp_compile.matchers.ssd.scan import candidates, exports_of, found_at_decays, is_decay
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
+from megacpp_compile.matchers.ssd.trials import tried
 
 aten = torch.ops.aten
 
@@ -52,15 +54,9 @@ def find_linear_attention(graph: fx.Graph) -> Iterator[LinearAttention]:
 
 def _attention_of(algebra: Algebra, decay: Node) -> LinearAttention | None:
     """The linear attention that `decay` is part of."""
-    for root in candidates(algebra, decay):
-        try:
-            with torch.no_grad():
-                found = _at(algebra, root)
-        except NoAxes:
-            continue
-        if found is not None:
-            return found
-    return None
+    with torch.no_grad():
+        found = (tried(partial(_at, algebra, root), lambda why: None) for root in candidates(algebra, decay))
+        return next(filter(None, found), None)
 
 
 def _at(algebra: Algebra, root: Node) -> LinearAttention | None:
@@ -104,20 +100,16 @@ class _LinearRoles(Roles):
         p = [a for a in made if a not in g]
         shared = [a for a in g if a in made]
         dims = [d for m in (self.root, *self.operands, self.dt) for d in r.of(m) if d and set(d) <= set(shared)]
-        for t in {tuple(d): d for d in dims}.values():
-            others = [a for a in made if a in shared and a not in t]
-            for b in (others[:1], []):
-                h = [a for a in others if a not in b]
-                for roles in self._assignments(b, t, h, p):
-                    if "D" in roles:
-                        continue
-                    try:
-                        found = self._proved(roles, b, t, h, p)
-                    except NoAxes:
-                        continue
-                    if found is not None:
-                        return found
-        return None
+
+        def attentions() -> Iterator[LinearAttention | None]:
+            for t in {tuple(d): d for d in dims}.values():
+                others = [a for a in made if a in shared and a not in t]
+                for b in (others[:1], []):
+                    h = [a for a in others if a not in b]
+                    for roles in (given for given in self._assignments(b, t, h, p) if "D" not in given):
+                        yield tried(partial(self._proved, roles, b, t, h, p), lambda why: None)
+
+        return next(filter(None, attentions()), None)
 
     def _proved(self, roles: dict[str, Node], b: Dim, t: Dim, h: Dim, p: Dim) -> LinearAttention | None:
         r, scales = self.r, []
@@ -126,9 +118,7 @@ class _LinearRoles(Roles):
             return None
         for turn in (0, 1):
             r.solve(turn)
-            generator = torch.Generator().manual_seed(turn)  # its own: what a model draws does not depend on compiling
-            operands = {m: torch.randn(r.shape(r.of(m)), dtype=torch.float64, generator=generator) for m in r.leaves}
-            operands[self.dt] = -RATE * torch.rand(operands[self.dt].shape, dtype=torch.float64, generator=generator)
+            operands = r.draw(turn, {self.dt: -RATE})
             o, *states = r.run(operands, [self.root, *self.exports])
             targets = {"x": [b, t, h, p], "B": [b, t, h, n], "C": [b, t, h, n], "initial_state": [b, h, n, p]}
             given = {k: arranged(r.axes, operands[m], r.of(m), targets[k]) for k, m in roles.items()}
@@ -146,8 +136,8 @@ class _LinearRoles(Roles):
         if abs(scales[0] - scales[1]) > TOLERANCE * abs(scales[0]):
             return None
         r.fix()
-        made = {k: Leaf(m, tuple(tuple(d) for d in r.of(m))) for k, m in {**roles, "g": self.dt}.items()}
-        o_leaf, *finals = (Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in (self.root, *self.exports))
+        made = {k: r.leaf(m) for k, m in {**roles, "g": self.dt}.items()}
+        o_leaf, *finals = map(r.leaf, (self.root, *self.exports))
         return LinearAttention(
             o_leaf, finals, made["C"], made["B"], made["x"], made["g"], made.get("initial_state"), scales[0],
             {"b": tuple(b), "t": tuple(t), "h": tuple(h), "k": tuple(n), "v": tuple(p)}, self._chunk(t), set(r.nodes),

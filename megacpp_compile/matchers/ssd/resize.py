@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +16,14 @@ from megacpp_compile.matchers.numbers import is_number, number_of
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh
 from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.tensor_ops import RuleTable
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An operand or a result: `node`, and the atoms of each of its dimensions."""
+
+    node: Node
+    dims: tuple[tuple[object, ...], ...]
 
 
 class Resized:
@@ -51,6 +61,18 @@ class Resized:
     def atoms(self, node: Node) -> Dim:
         """The atoms of all dimensions."""
         return [a for d in self.of(node) for a in d]
+
+    def leaf(self, node: Node) -> Leaf:
+        return Leaf(node, tuple(tuple(d) for d in self.of(node)))
+
+    def draw(self, turn: int, uniform: Mapping[Node, float] = MappingProxyType({})) -> dict[Node, Tensor]:
+        """Random leaves of the sizes that are solved: normal ones, those of `uniform` between 0 and a number."""
+        generator = torch.Generator().manual_seed(turn)  # its own: what a model draws does not depend on compiling
+        drawn = {n: torch.randn(self.shape(self.of(n)), dtype=torch.float64, generator=generator) for n in self.leaves}
+        return drawn | {
+            n: most * torch.rand(drawn[n].shape, dtype=torch.float64, generator=generator)
+            for n, most in uniform.items()
+        }
 
     def shape(self, dims: Sequence[Dim]) -> list[int]:
         return [self.axes.size(d) for d in dims]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -13,21 +14,14 @@ from torch.fx import Node
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat
 from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.packed import Reading, readings
-from megacpp_compile.matchers.ssd.resize import Resized, agree
+from megacpp_compile.matchers.ssd.resize import Leaf, Resized, agree
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
+from megacpp_compile.matchers.ssd.trials import best_of, tried
 
 TOLERANCE = 1e-8  # float64, a few hundred operations
 RATE = 0.4  # the largest of a trial
 BEGINS = 0.3  # how likely a token of a trial begins a document
 LOUD = 1e30  # by so much is what comes before a document multiplied: what is left of it after exp(-80) shows
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """An operand of the scan: `node`, and the atoms of each of its dimensions."""
-
-    node: Node
-    dims: tuple[tuple[object, ...], ...]
 
 
 @dataclasses.dataclass
@@ -110,21 +104,16 @@ class Roles:
         whole = [d for m in (self.root, *self.operands) for d in r.of(m) if len(d) > 1 and set(d) <= set(steps)]
         outer = [d for d in (*whole, *r.of(dt)) if not set(d) & set(heads)]
         outer = [d for i, d in enumerate(outer) if d not in outer[i + 1 :]]
-        best: NoScan = NoScan(self.root, "roles", "its operands are not those of a scan", 3)
-        for t in [*reversed(outer), []]:
-            b = [a for a in steps if a not in heads and a not in t]
-            for roles, reading in itertools.product(
-                self._assignments(b, t, heads, p), readings(self.documents) if self.documents else [None]
-            ):
-                try:
-                    found = self._try(roles, b, t, heads, p, reading)
-                except NoAxes as e:
-                    found = NoScan(self.root, "axes", str(e), 5)
-                if isinstance(found, Scan):
-                    return found
-                if found.stage > best.stage:
-                    best = found
-        return best
+        def scans() -> Iterator[Scan | NoScan]:
+            for t in [*reversed(outer), []]:
+                b = [a for a in steps if a not in heads and a not in t]
+                for roles, reading in itertools.product(
+                    self._assignments(b, t, heads, p), readings(self.documents) if self.documents else [None]
+                ):
+                    attempt = functools.partial(self._try, roles, b, t, heads, p, reading)
+                    yield tried(attempt, lambda why: NoScan(self.root, "axes", why, 5))
+
+        return best_of(scans(), NoScan(self.root, "roles", "its operands are not those of a scan", 3))
 
     def _assignments(self, b: Dim, t: Dim, h: Dim, p: Dim) -> Iterator[dict[str, Node]]:
         """Operands as x, B, C and perhaps D and an initial state, where dimensions allow it."""
@@ -171,9 +160,9 @@ class Roles:
             if failed is not None:
                 return failed
         r.fix()
-        made = {k: Leaf(m, tuple(tuple(d) for d in r.of(m))) for k, m in nodes.items()}
-        y_leaf, *finals = (Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in (self.root, *self.exports))
-        documents = [Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in self.documents]
+        made = {k: r.leaf(m) for k, m in nodes.items()}
+        y_leaf, *finals = map(r.leaf, (self.root, *self.exports))
+        documents = [*map(r.leaf, self.documents)]
         inside = {m for m in r.nodes if not self.algebra.is_mask(m)}
         return Scan(
             y_leaf, finals, made["x"], made["dt"], made["A"], made["B"], made["C"], made.get("D"),

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.ssd.allowed import join_lengths
-from megacpp_compile.matchers.ssd.atoms import NoAxes, is_one
+from megacpp_compile.matchers.ssd.atoms import is_one
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
 from megacpp_compile.matchers.ssd.packed import Masks, alike
 from megacpp_compile.matchers.ssd.resize import Resized
@@ -29,6 +29,7 @@ from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, NoScan, Roles, Scan
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, lends_shape, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS, argument
+from megacpp_compile.matchers.ssd.trials import best_of, tried
 
 __all__ = ["Leaf", "NoScan", "Scan", "find_packed_scans", "find_scans"]
 
@@ -106,19 +107,17 @@ def candidates(algebra: Algebra, decay: Node) -> list[Node]:
 
 def _scan_of(algebra: Algebra, decay: Node) -> Scan | NoScan:
     """The scan that `decay` is part of: the last node in which everything it is made of is one."""
-    best = NoScan(decay, "no-scan", "decays over consecutive positions, but nothing made of them is a scan")
-    for root in candidates(algebra, decay):
-        try:
-            with torch.no_grad():
-                found = _scan_at(algebra, root, decay)
-        except NoAxes as e:
-            found = NoScan(root, "axes", str(e), 2)
-        if isinstance(found, Scan):
-            return found
-        if found.stage > best.stage:
-            best = found
+    none = NoScan(decay, "no-scan", "decays over consecutive positions, but nothing made of them is a scan")
+    with torch.no_grad():
+        best = best_of((_tried_at(algebra, root, decay) for root in candidates(algebra, decay)), none)
+    if isinstance(best, Scan):
+        return best
     others = algebra.ancestors(algebra.descendants(decay)) if algebra.masks is not None else ()
     return dataclasses.replace(best, decays=frozenset([decay, *(n for n in others if is_decay(algebra, n))]))
+
+
+def _tried_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
+    return tried(lambda: _scan_at(algebra, root, decay), lambda why: NoScan(root, "axes", why, 2))
 
 
 def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -20,12 +21,13 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import called, long_dimensions, value
 from megacpp_compile.fx.walks import made_from
-from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes
+from megacpp_compile.matchers.ssd.atoms import Atom, Dim
 from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
+from megacpp_compile.matchers.ssd.trials import tried
 from megacpp_compile.matchers.token_loops import resets
 from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
 from megacpp_compile.matchers.token_loops.last_step import LastStep, of_state
@@ -116,15 +118,10 @@ def _tried(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
     scan = None if loop.others else _scan(algebra, loop)
     if isinstance(scan, TokenLoop):
         return scan
-    others: list[TokenLoop | NoLoop | None] = []
-    for whole in (False, True):
-        try:
-            others.append(_proved(algebra, loop, whole))
-        except NoAxes as e:
-            others.append(NoLoop(loop.output, "axes", str(e)))
-        if isinstance(others[-1], TokenLoop):
-            return others[-1]
-    return scan or others[0]
+    no_axes = partial(NoLoop, loop.output, "axes")
+    first = tried(partial(_proved, algebra, loop, False), no_axes)
+    other = first if isinstance(first, TokenLoop) else tried(partial(_proved, algebra, loop, True), no_axes)
+    return other if isinstance(other, TokenLoop) else scan or first
 
 
 def _read_of_state(loop: Loop) -> Node | None:
@@ -139,17 +136,14 @@ def _read_of_state(loop: Loop) -> Node | None:
 
 
 def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
-    try:
-        step = ScanStep(algebra, loop)
-    except NoAxes:
+    step = tried(partial(ScanStep, algebra, loop), lambda why: None)
+    if step is None:
         return None
     if not step.roles:
         reason = "a step has a scan's operands and is not Mamba's: S' = exp(dt A) S + dt x B^T, y = S' C + D x"
         return NoLoop(loop.output, DIFFERS, reason) if step.tried else None
     step.r.fix()
-    output, entering, *operands = (
-        Leaf(n, tuple(tuple(d) for d in step.r.of(n))) for n in (loop.output, loop.entering, *step.roles.values())
-    )
+    output, entering, *operands = map(step.r.leaf, (loop.output, loop.entering, *step.roles.values()))
     return TokenLoop(
         loop, dict(zip(step.roles, operands, strict=True)), False, False, 1.0, output, entering, step.b, step.h, step.n,
         step.p, set(step.r.nodes), True, bool(step.rates), frozenset(step.t),
@@ -248,8 +242,7 @@ class _Roles:
         b, h, k, v = self._dims(roles)
         for turn in (0, 1):
             r.solve(turn)
-            generator = torch.Generator().manual_seed(turn)  # its own: what a model draws does not depend on compiling
-            leaves = {n: torch.randn(r.shape(r.of(n)), dtype=torch.float64, generator=generator) for n in r.leaves}
+            leaves = r.draw(turn)
             leaves |= {n: leaves[leaf] for n, leaf in self.step.again.items()}
             out, behind = r.run(leaves, [self.loop.output, self.next])
             targets = {"q": [b, h, k], "k": [b, h, k], "v": [b, h, v], "g": [b, h, k], "beta": [b, h]}
@@ -275,13 +268,10 @@ class _Roles:
         b, h, k, v = self._dims(roles)
         self.r.fix()
         return TokenLoop(
-            self.loop, {name: self._leaf(n) for name, n in roles.items()}, delta, decay, scale,
-            self._leaf(self.loop.output), self._leaf(self.loop.entering), b, h, k, v,
+            self.loop, {name: self.r.leaf(n) for name, n in roles.items()}, delta, decay, scale,
+            self.r.leaf(self.loop.output), self.r.leaf(self.loop.entering), b, h, k, v,
             set(self.r.nodes), tokens=frozenset(self.tokens), rate=rate,
         )  # fmt: skip
-
-    def _leaf(self, n: Node) -> Leaf:
-        return Leaf(n, tuple(tuple(d) for d in self.r.of(n)))
 
 
 def step(

@@ -168,10 +168,7 @@ class ScanStep:
         r, loop = self.r, self.loop
         for turn in (0, 1):
             r.solve(turn)
-            generator = torch.Generator().manual_seed(turn)  # its own: what a model draws does not depend on compiling
-            drawn = {n: torch.randn(r.shape(r.of(n)), dtype=torch.float64, generator=generator) for n in r.leaves}
-            for n, most in ((roles["dt"], 1), (roles["A"], -RATE)):
-                drawn[n] = most * torch.rand(drawn[n].shape, dtype=torch.float64, generator=generator)
+            drawn = r.draw(turn, {roles["dt"]: 1, roles["A"]: -RATE})
             y, behind = r.run(drawn, [loop.output, loop.states[-1]])
             targets = {
                 "x": [self.b, self.h, self.p], "dt": [self.b, self.h], "A": [self.h, self.rates], "D": [self.h],
