@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn, ParamSpec, TypeVar
 
+import torch
 from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,6 +56,19 @@ def or_refuse(found: T | MatchFailure) -> T:
     if isinstance(found, MatchFailure):
         raise Refused(found)
     return found
+
+
+def bits_of(node: Node) -> int:
+    """The bits of the numbers that `node` holds."""
+    return torch.finfo(value(node).dtype).bits
+
+
+def refuse_narrower(nodes: Iterable[Node], operands: Iterable[Node], whose: str) -> None:
+    """Raise Refused where one of `nodes` is computed in fewer bits than `operands`, whose precision that is."""
+    bits = min(map(bits_of, operands))
+    for n in sorted(nodes):
+        if isinstance(value(n), torch.Tensor) and bits_of(n) < bits:
+            refuse(n, "precision", f"computed in {value(n).dtype}, lower than {whose}")
 
 
 def or_failure(match: Callable[P, T]) -> Callable[P, T | MatchFailure]:

@@ -17,6 +17,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import padded_in_front
 from megacpp_compile.fx.views import COPIES, is_cast
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if, refuse_narrower
 from megacpp_compile.matchers.silu import match_silu
 from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.parts import part_of
@@ -44,16 +45,8 @@ class CausalConv:
     seq_idx: Node | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class NoCausalConv:
-    """A depthwise convolution, but not this one: why, and at which node."""
-
-    node: Node
-    tag: str
-    reason: str
-
-
-def match_causal_conv(node: Node) -> CausalConv | NoCausalConv | None:
+@or_failure
+def match_causal_conv(node: Node) -> CausalConv | MatchFailure | None:
     """The causal convolution that `node` computes; None where `node` is neither depthwise nor causal."""
     call = _call(node)
     if call is None:
@@ -70,16 +63,13 @@ def match_causal_conv(node: Node) -> CausalConv | NoCausalConv | None:
         if found is None or groups == 1 == channels:
             return None
         what = f"{groups} groups for {channels} channels and {value(weight).shape[0]} outputs"
-        return NoCausalConv(node, "groups", f"not depthwise: {what}")
-    if stride != 1 or dilation != 1:
-        return NoCausalConv(node, "stride" if stride != 1 else "dilation", f"stride {stride}, dilation {dilation}")
+        refuse(node, "groups", f"not depthwise: {what}")
+    reason = f"stride {stride}, dilation {dilation}"
+    refuse_if(stride != 1 or dilation != 1, node, "stride" if stride != 1 else "dilation", reason)
     if found is None:
-        return NoCausalConv(*steps.why_not())
+        refuse(*steps.why_not())
     end, end_time, activation, internal = found
-    bits = [torch.finfo(value(n).dtype).bits for n in (x, end)]
-    for n in sorted(internal - {end}):
-        if torch.finfo(value(n).dtype).bits < min(bits):
-            return NoCausalConv(n, "precision", f"computed in {value(n).dtype}, lower than operand and result")
+    refuse_narrower(internal - {end}, (x, end), "operand and result")
     return CausalConv(node, x, x_time, weight, bias, activation, end, end_time, internal)
 
 

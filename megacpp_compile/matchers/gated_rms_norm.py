@@ -16,7 +16,8 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_shape, value
 from megacpp_compile.fx.views import COPIES, FOLDS, RESHAPES, is_cast
-from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
+from megacpp_compile.matchers._match import MatchFailure, bits_of, or_failure, refuse_narrower
+from megacpp_compile.matchers.rms_norm import RmsNorm
 from megacpp_compile.matchers.silu import match_sigmoid, match_silu
 from megacpp_compile.reader.links import chain, through, widens
 
@@ -48,14 +49,15 @@ class GatedNorm:
     internal: set[Node]
 
 
-def match_gated_norm(norm: RmsNorm) -> GatedNorm | NoNorm | None:
+@or_failure
+def match_gated_norm(norm: RmsNorm) -> GatedNorm | MatchFailure | None:
     """The gated norm around `norm`, the innermost product that is a norm; None where there is no gate."""
     size = value(norm.x).shape[-1]
     if not isinstance(size, int):
         return None
     readers = _Downstream(norm, size)
     before = _gate_before(norm)
-    if isinstance(before, NoNorm):
+    if isinstance(before, MatchFailure):
         return before
     if isinstance(before, _Gate):
         y, z, behind, activation = before.y, before.z, False, before.activation
@@ -69,15 +71,9 @@ def match_gated_norm(norm: RmsNorm) -> GatedNorm | NoNorm | None:
         y, z, behind, activation = norm.x, readers.z, True, readers.activation
     y, z = (_source(n) for n in (y, z))
     end = readers.end
-    bits = min(_bits(n) for n in (y, z, end))
-    for n in sorted(internal):
-        if isinstance(value(n), torch.Tensor) and _bits(n) < bits:
-            return NoNorm(n, "precision", f"computed in {value(n).dtype}, lower than operands and result")
+    refuse_narrower(internal, (y, z, end), "operands and result")
     return GatedNorm(norm, end, y, z, readers.gains, readers.scale, size, behind, activation, internal)
 
-
-def _bits(node: Node) -> int:
-    return torch.finfo(value(node).dtype).bits
 
 
 def _keeps_order(node: Node) -> bool:
@@ -111,12 +107,12 @@ def _gate(factor: Any, activation: str) -> tuple[Node, set[Node]] | None:
     return z, {*internal, *chain(factor, lambda n: n not in internal)}
 
 
-def _other_gate(factor: Any, node: Node) -> NoNorm | None:
+def _other_gate(factor: Any, node: Node) -> MatchFailure | None:
     gate = _through(factor)
     if not isinstance(gate, Node):
         return None
     kind = _OTHER_GATES.get(gate.target)
-    return NoNorm(node, "gate-activation", f"the gate is {kind}, not SiLU or sigmoid") if kind else None
+    return MatchFailure(node, "gate-activation", f"the gate is {kind}, not SiLU or sigmoid") if kind else None
 
 
 @dataclasses.dataclass
@@ -127,7 +123,7 @@ class _Gate:
     internal: set[Node]
 
 
-def _gate_before(norm: RmsNorm) -> _Gate | NoNorm | None:
+def _gate_before(norm: RmsNorm) -> _Gate | MatchFailure | None:
     """The product with a gate, where that is what `norm` norms."""
     *between, node = chain(norm.x, is_cast, _keeps_order)
     internal = {*between}
@@ -155,7 +151,7 @@ class _Downstream:
         self.scale = norm.scale
         self.z: Node | None = None
         self.activation = ""
-        self.other: NoNorm | None = None
+        self.other: MatchFailure | None = None
 
     def walk(self, gate: bool) -> set[Node]:
         """The nodes from the norm to `end`. gate: whether a gate may be among them."""
@@ -172,7 +168,7 @@ class _Downstream:
                 continue
             if is_cast(user):
                 pending.add(user)
-                if _bits(user) <= _bits(node):
+                if bits_of(user) <= bits_of(node):
                     internal |= pending
                     self.end = user
                 node = user
@@ -210,7 +206,8 @@ class _Downstream:
     def _gate(self, other: Node, user: Node) -> set[Node] | None:
         """The nodes that `other`, a factor of the norm's shape, adds as the gate."""
         if self.z is not None:  # the two factors of a SiLU, one after the other
-            if self.activation == "sigmoid" and _through(other) is _through(self.z) and _bits(other) >= _bits(self.z):
+            same = _through(other) is _through(self.z) and bits_of(other) >= bits_of(self.z)
+            if self.activation == "sigmoid" and same:
                 self.activation = "silu"
                 return {user}
             return None

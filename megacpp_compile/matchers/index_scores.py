@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast, uncast
-from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if
 from megacpp_compile.matchers.softmax_attention.parts import Groups, Operand, beside, flattened, grouped
 from megacpp_compile.matchers.softmax_attention.scores import ScoresReader, times
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat, length, number
@@ -102,9 +102,8 @@ class _Reader(ScoresReader):
         if not keys or not set(channels) <= in_k or not in_w <= {*batch, *queries, *heads}:
             return None
         inside = frozenset({*self.inside, relu, result})
-        for node in inside - {result}:
-            if outside := next((u for u in node.users if u not in inside), None):
-                return MatchFailure(outside, "escapes", f"scores of each head are read by more than their sum ({node})")
+        for read, user in ((n, u) for n in inside - {result} for u in n.users if u not in inside):
+            refuse(user, "escapes", f"scores of each head are read by more than their sum ({read})")
         weights, product = (of[0], flattened(of[1])), next(n for n in inside - {result} if product_of(n) is not None)
         return IndexScores(
             relu, product, inside, q, k, weights, scale * factor, result, dims, batch, queries, tuple(heads), keys,

@@ -17,7 +17,8 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled, padded_in_front
 from megacpp_compile.fx.views import CASTS, IDENTITIES, SQUEEZES, UNSQUEEZE
-from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, silu_of
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_narrower
+from megacpp_compile.matchers.causal_conv import CausalConv, silu_of
 from megacpp_compile.matchers.documents import is_constant
 from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.parts import column_of, part_of
@@ -41,13 +42,14 @@ class _Term:
     seq_idx: Node | None
 
 
-def match_masked_taps(root: Node) -> CausalConv | NoCausalConv | None:
+@or_failure
+def match_masked_taps(root: Node) -> CausalConv | MatchFailure | None:
     """The convolution that the sum `root` is; None where no term of it is masked by documents or positions."""
     summands, internal = _flatten(root, aten.add.Tensor)
     factors = [_factors(s)[0] for s in summands] if len(summands) > 1 else []
     if not any(_is_same(f) is not None for product in factors for f in product):
         by_positions = any(any(map(_is_position, p)) and any(_column(f) is not None for f in p) for p in factors)
-        return NoCausalConv(root, "documents", POSITIONS) if by_positions else None
+        return MatchFailure(root, "documents", POSITIONS) if by_positions else None
     bias, terms = None, list[_Term]()
     for node in summands:
         factors, inside, cleared = _factors(node)
@@ -58,23 +60,19 @@ def match_masked_taps(root: Node) -> CausalConv | NoCausalConv | None:
         elif bias is None and _is_channels(node, value(root)):
             bias = node
         else:
-            return NoCausalConv(node, "documents", "a summand is no tap of x, masked by its document, times a weight")
+            return MatchFailure(node, "documents", "a summand is no tap of x, masked by its document, times a weight")
     wrong = _disagreement(terms, bias, root)
     if wrong is not None:
-        return NoCausalConv(root, "documents", wrong)
+        refuse(root, "documents", wrong)
     end, activation = root, ""
     silu = next((s for user in root.users for s in silu_of(root, user)), None)
     if silu is not None:
         end, activation = silu[0], "silu"
         internal |= silu[1]
     first = terms[0]
-    outside = [u for n in internal - {end} for u in n.users if u not in internal]
-    if outside:
-        return NoCausalConv(root, "escapes", f"a part of the sum of taps is read elsewhere, too: {outside[0].name}")
-    bits = [torch.finfo(value(n).dtype).bits for n in (first.x, end)]
-    low = next((n for n in sorted(internal) if torch.finfo(value(n).dtype).bits < min(bits)), None)
-    if low is not None:
-        return NoCausalConv(low, "precision", f"computed in {value(low).dtype}, lower than operand and result")
+    for outside in (u for n in internal - {end} for u in n.users if u not in internal):
+        refuse(root, "escapes", f"a part of the sum of taps is read elsewhere, too: {outside.name}")
+    refuse_narrower(internal, (first.x, end), "operand and result")
     bias = None if bias is None else _unit_free(bias)
     seq_idx = next(t.seq_idx for t in terms if t.seq_idx is not None)
     time = first.time

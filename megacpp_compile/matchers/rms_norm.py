@@ -18,6 +18,15 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, is_cast, uncast
+from megacpp_compile.matchers._match import (
+    MatchFailure,
+    Refused,
+    bits_of,
+    or_failure,
+    refuse,
+    refuse_if,
+    refuse_narrower,
+)
 from megacpp_compile.matchers.numbers import is_number, number_of
 from megacpp_compile.reader.links import above, chain, through, widens
 
@@ -39,27 +48,12 @@ class RmsNorm:
     internal: set[Node]
 
 
-@dataclasses.dataclass(frozen=True)
-class NoNorm:
-    """Why a norm is not RMSNorm over the last dimension: the node that differs, and how."""
-
-    node: Node
-    tag: str
-    reason: str
-
-
-class _Refuse(Exception):
-    def __init__(self, node: Node, tag: str, reason: str) -> None:
-        super().__init__(reason)
-        self.why = NoNorm(node, tag, reason)
-
-
-def match_rms_norm(node: Node) -> RmsNorm | NoNorm | None:
-    """RMSNorm over the last dimension ending at `node`; NoNorm for a near miss; None for anything else."""
-    try:
-        return _match(node)
-    except _Refuse as refuse:
-        return NoNorm(refuse.why.node, *_UNIT_LENGTH) if _is_l2(refuse.why, node) else refuse.why
+def match_rms_norm(node: Node) -> RmsNorm | MatchFailure | None:
+    """RMSNorm over the last dimension ending at `node`; a failure for a near miss; None for anything else."""
+    found = _match(node)
+    if isinstance(found, MatchFailure) and _is_l2(found, node):
+        return MatchFailure(found.node, *_UNIT_LENGTH)
+    return found
 
 
 def match_inverse_rms(factor: Node) -> tuple[Node, float | torch.SymFloat, set[Node]] | None:
@@ -70,12 +64,12 @@ def match_inverse_rms(factor: Node) -> tuple[Node, float | torch.SymFloat, set[N
             return None
         mean, eps, through = root
         x, narrow, more = _mean_square(mean)
-        return (x, eps, through | more) if narrow is x or _bits(narrow) >= _bits(x) else (narrow, eps, through | more)
-    except _Refuse:
+        return x if narrow is x or bits_of(narrow) >= bits_of(x) else narrow, eps, through | more
+    except Refused:
         return None
 
 
-def _is_l2(why: NoNorm, top: Node) -> bool:
+def _is_l2(why: MatchFailure, top: Node) -> bool:
     """Whether `top` norms to a length of 1, and no number makes of that a mean square of 1."""
     if why.tag not in ("eps-place", "no-mean"):
         return False
@@ -96,12 +90,15 @@ def _is_written(factor: Any) -> bool:
     return isinstance(factor, (int, float)) and factor != 0
 
 
+@or_failure
 def _match(node: Node) -> RmsNorm | None:
     top, (*between, node) = node, chain(node, is_cast, aten.contiguous.default, aten.clone.default)
     internal = {*between}
     inner = node.args[0] if node.target is operator.getitem else node
-    if isinstance(inner, Node) and inner.target in (aten.layer_norm.default, aten.native_layer_norm.default):
-        raise _Refuse(node, "layer-norm", "LayerNorm subtracts the mean; only RMSNorm can be computed again this way")
+    refuse_if(
+        isinstance(inner, Node) and inner.target in (aten.layer_norm.default, aten.native_layer_norm.default),
+        node, "layer-norm", "LayerNorm subtracts the mean; only RMSNorm can be computed again this way",
+    )
     if node.target is aten.rms_norm.default:
         return _whole(top, node, internal)
     if node.target not in _MUL | _DIV:
@@ -125,10 +122,8 @@ def _match(node: Node) -> RmsNorm | None:
     normed = [f for f in over if not is_number(f) and uncast(f) is x]
     gains = [f for f in over if not is_number(f) and f not in normed]
     for f in under:
-        if not is_number(f):
-            raise _Refuse(f, "divided", "the normed value is divided by another tensor")
-    if len(normed) != 1:
-        raise _Refuse(mean, "other-tensor", "the mean square is of another tensor than the one it scales")
+        refuse_if(not is_number(f), f, "divided", "the normed value is divided by another tensor")
+    refuse_if(len(normed) != 1, mean, "other-tensor", "the mean square is of another tensor than the one it scales")
     casts = chain(normed[0], is_cast)
     if narrow in casts:  # rounded before the norm, and all of the norm is of the rounded tensor
         internal -= set(chain(narrow, is_cast))
@@ -139,10 +134,7 @@ def _match(node: Node) -> RmsNorm | None:
         _check_gain(gain, width)
     internal.discard(x)
     internal.add(top)
-    bits = _bits(x)
-    for n in sorted(internal):
-        if isinstance(value(n), torch.Tensor) and n is not top and _bits(n) < bits:
-            raise _Refuse(n, "precision", f"computed in {value(n).dtype}, lower than its operand's precision")
+    refuse_narrower(internal - {top}, [x], "its operand's precision")
     scale = 1.0
     for f, power in numbers:
         scale *= number_of(f) ** power  # type: ignore[operator]
@@ -159,17 +151,14 @@ def _outermost(node: Node, found: list[Any]) -> Any:
         others = {f for f, _ in found if f is not factor}
         if any(uncast(f) is x for f in over) and not others & {f for f in (*over, *under) if isinstance(f, Node)}:
             return factor, (mean, *rest)
-    raise _Refuse(found[1][0], "two-norms", "the product holds two reciprocal roots")
-
-
-def _bits(node: Node) -> int:
-    return torch.finfo(value(node).dtype).bits
+    refuse(found[1][0], "two-norms", "the product holds two reciprocal roots")
 
 
 def _whole(top: Node, node: Node, internal: set[Node]) -> RmsNorm:
     x, shape, weight, eps = [*node.args, None, None][:4]
-    if len(shape) != 1:  # type: ignore[arg-type]
-        raise _Refuse(node, "axes", "the norm runs over more than the last dimension")
+    refuse_if(  # type: ignore[arg-type]
+        len(shape) != 1, node, "axes", "the norm runs over more than the last dimension"
+    )
     assert isinstance(x, Node)
     if eps is None:  # torch: the epsilon of the dtype the norm is computed in
         eps = torch.finfo(torch.promote_types(value(x).dtype, torch.float32)).eps
@@ -199,7 +188,7 @@ def _flatten(
             if inner.target in _MUL:
                 _flatten(b, over, under, internal, whole)
             elif inner.kwargs:
-                raise _Refuse(inner, "rounding", "the division rounds")
+                refuse(inner, "rounding", "the division rounds")
             else:
                 _flatten(b, under, over, internal, whole)
             return
@@ -245,14 +234,17 @@ def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
     t = node.target
     exponent = node.args[1] if t is aten.pow.Tensor_Scalar else None
     if under:
-        if t is aten.add.Tensor and _under_root(node.args[0]):
-            raise _Refuse(node, "eps-place", "eps is added outside the root")
-        if t in (aten.clamp.default, aten.clamp_min.default, aten.maximum.default) and _under_root(node.args[0]):
-            raise _Refuse(node, "eps-place", "the root is clamped instead of padded with eps")
+        refuse_if(
+            t is aten.add.Tensor and _under_root(node.args[0]), node, "eps-place", "eps is added outside the root"
+        )
+        refuse_if(
+            t in (aten.clamp.default, aten.clamp_min.default, aten.maximum.default) and _under_root(node.args[0]),
+            node, "eps-place", "the root is clamped instead of padded with eps",
+        )
         if t is not aten.sqrt.default and exponent != 0.5:
             return None
     elif t is aten.add.Tensor and isinstance(node.args[0], Node) and node.args[0].target is aten.rsqrt.default:
-        raise _Refuse(node, "eps-place", "eps is added outside the root")
+        refuse(node, "eps-place", "eps is added outside the root")
     elif t is not aten.rsqrt.default and exponent != -0.5:
         return None
     inner = _peel(node.args[0], through)
@@ -264,8 +256,10 @@ def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
             mean, eps = eps, mean
         if isinstance(eps, Node) and isinstance(value(eps), torch.SymFloat):
             eps = value(eps)  # dynamic=True makes even this number symbolic; the rewrite fixes it
-        if isinstance(eps, Node) or inner.kwargs.get("alpha", 1) != 1:
-            raise _Refuse(inner, "eps-tensor", "eps is a tensor, not a number")
+        refuse_if(
+            isinstance(eps, Node) or inner.kwargs.get("alpha", 1) != 1,
+            inner, "eps-tensor", "eps is a tensor, not a number",
+        )
         through.add(inner)
         return _peel(mean, through), eps, through
     return inner, 0.0, through
@@ -282,8 +276,7 @@ def _mean_square(mean: Node) -> tuple[Node, Node, set[Node]]:
     """(x, x rounded, nodes) where `mean` is the mean of x's squares over its last dimension; x rounded is what x was
     cast to before it was widened again, or x."""
     internal = {mean}
-    if not isinstance(mean, Node):
-        raise _Refuse(mean, "no-mean", "the root is not of a mean")
+    refuse_if(not isinstance(mean, Node), mean, "no-mean", "the root is not of a mean")
     divisor = None
     node = mean
     if node.target in _DIV | _MUL and not isinstance(node.args[1], Node):
@@ -294,14 +287,14 @@ def _mean_square(mean: Node) -> tuple[Node, Node, set[Node]]:
     elif isinstance(node, Node) and node.target is aten.sum.dim_IntList and divisor is not None:
         dims = node.args[1]
     else:
-        raise _Refuse(mean, "no-mean", "the value under the root is not a mean of squares")
+        refuse(mean, "no-mean", "the value under the root is not a mean of squares")
     internal.add(node)
     square = _peel(node.args[0], internal)
     fake = value(square)
-    if [d % fake.dim() for d in dims] != [fake.dim() - 1]:  # type: ignore[union-attr]
-        raise _Refuse(node, "axes", f"the mean runs over dimensions {list(dims)}, not the last one")  # type: ignore[arg-type]
+    last = [d % fake.dim() for d in dims] == [fake.dim() - 1]  # type: ignore[union-attr]
+    refuse_if(not last, node, "axes", f"the mean runs over dimensions {dims}, not the last one")
     if divisor is not None and abs(divisor / fake.shape[-1] - 1) > 1e-6:
-        raise _Refuse(mean, "divisor", f"the sum of squares is divided by {divisor:g}, not by {fake.shape[-1]}")
+        refuse(mean, "divisor", f"the sum of squares is divided by {divisor:g}, not by {fake.shape[-1]}")
     internal.add(square)
     if square.target is aten.pow.Tensor_Scalar and square.args[1] == 2 or square.target is aten.square.default:
         operand = square.args[0]
@@ -309,7 +302,7 @@ def _mean_square(mean: Node) -> tuple[Node, Node, set[Node]]:
         operand = square.args[0]
         internal.update(chain(square.args[1], is_cast)[:-1])
     else:
-        raise _Refuse(square, "no-square", "the mean is not of squares")
+        refuse(square, "no-square", "the mean is not of squares")
     assert isinstance(operand, Node)
     narrow = _narrowest(operand)
     *between, operand = chain(operand, is_cast)
@@ -319,9 +312,11 @@ def _mean_square(mean: Node) -> tuple[Node, Node, set[Node]]:
 
 
 def _check_gain(gain: Node, width: Any) -> None:
-    if not isinstance(value(gain), torch.Tensor):
-        raise _Refuse(gain, "gain-shape", "a factor is a number that is known at run time only")
+    refuse_if(
+        not isinstance(value(gain), torch.Tensor),
+        gain, "gain-shape", "a factor is a number that is known at run time only",
+    )
     shape = value(gain).shape
     feature = not shape or same_size(shape[-1], 1) or same_size(shape[-1], width)
     if not feature or not all(same_size(n, 1) for n in shape[:-1]):
-        raise _Refuse(gain, "gain-shape", f"a factor of shape {list(shape)} is not a gain per feature")
+        refuse(gain, "gain-shape", f"a factor of shape {list(shape)} is not a gain per feature")

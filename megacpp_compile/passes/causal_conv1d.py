@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
-from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, is_swap, match_causal_conv
+from megacpp_compile.matchers.causal_conv import CausalConv, is_swap, match_causal_conv
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.masked_taps import match_masked_taps
 from megacpp_compile.passes._rule import REGION, Match
@@ -39,25 +39,25 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     packed = [found for node in roots if (found := _sum_of_taps(node, done)) is not None]
     for node in view.graph.nodes:
         found = match_causal_conv(node)
-        if isinstance(found, NoCausalConv):
-            yield MatchFailure(found.node, found.tag, found.reason)
+        if isinstance(found, MatchFailure):
+            yield found
         elif found is not None:
             yield _check(view, found)
     for taps in reversed(packed):
-        yield MatchFailure(taps.node, taps.tag, taps.reason) if isinstance(taps, NoCausalConv) else _check(view, taps)
+        yield taps if isinstance(taps, MatchFailure) else _check(view, taps)
 
 
 def _is_summand(node: Node) -> bool:
     return len(node.users) == 1 and next(iter(node.users)).target is aten.add.Tensor
 
 
-def _sum_of_taps(node: Node, done: set[Node]) -> CausalConv | NoCausalConv | None:
+def _sum_of_taps(node: Node, done: set[Node]) -> CausalConv | MatchFailure | None:
     """The convolution of packed documents that `node` is or that is a summand of it; `done` are sums seen."""
     if node.target is not aten.add.Tensor or node in done:
         return None
     done.add(node)
     found = match_masked_taps(node)
-    if isinstance(found, NoCausalConv):
+    if isinstance(found, MatchFailure):
         parts = [part for a in node.all_input_nodes if (part := _sum_of_taps(a, done)) is not None]
         found = next((part for part in parts if isinstance(part, CausalConv)), found)
     return found

@@ -32,7 +32,7 @@ from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_projection
-from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
+from megacpp_compile.matchers.rms_norm import RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._rewrites.latent import Latent, SideOutputs, beside, frozen, keeps, latent_of
 from megacpp_compile.passes._rewrites.latent_misses import after_a_latent, beside_no_path, unmatched_latents
@@ -94,9 +94,9 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         source, norm = norm_before(up, between_ranks)
         if norm is None:
             continue
-        if isinstance(norm, NoNorm):
+        if isinstance(norm, MatchFailure):
             if after_a_latent(source, up):
-                yield MatchFailure(norm.node, norm.tag, norm.reason)
+                yield norm
             continue
         done.update(n for n, _, _ in consumers(norm.node, between_ranks))
         found = several[norm.node] if norm.node in several else _check(view, norm, up)

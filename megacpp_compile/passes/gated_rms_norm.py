@@ -23,10 +23,10 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, same_size, same_sizes, value
-from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse, refuse_if
 from megacpp_compile.matchers.gated_rms_norm import GatedNorm, gate_nearby, match_gated_norm, same_source
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
+from megacpp_compile.matchers.rms_norm import RmsNorm, match_rms_norm
 from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
@@ -44,10 +44,10 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     seen: set[Node] = set()
     for node in view.graph.nodes:
         norm = match_rms_norm(node) if node.target in _TOPS else None
-        if isinstance(norm, NoNorm):
+        if isinstance(norm, MatchFailure):
             if norm.tag not in _AROUND and norm.node not in seen and gate_nearby(node):
                 seen.add(norm.node)
-                yield MatchFailure(norm.node, norm.tag, norm.reason)
+                yield norm
         elif norm is not None:
             reductions = {n for n in norm.internal if n.target in _REDUCTIONS}
             if not reductions & seen:  # else a multiplication around a norm already met
@@ -59,11 +59,9 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 @or_failure
 def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure | None:
-    gated = match_gated_norm(norm)
+    gated = or_refuse(match_gated_norm(norm))
     if gated is None:
         return None
-    if isinstance(gated, NoNorm):
-        refuse(gated.node, gated.tag, gated.reason)
     for n in sorted(gated.internal - {gated.node}):
         outside = next((u for u in n.users if u not in gated.internal), None)
         if outside is not None and not same_source(n, (gated.y, gated.z)):

@@ -27,7 +27,7 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_projection
-from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
+from megacpp_compile.matchers.rms_norm import RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._rewrites.norm import between, depends, gain_of, norm_before, projections, refuse_escapes
 from megacpp_compile.passes._rule import Match, in_other_modes
@@ -47,8 +47,8 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         if linear is None or node in done:
             continue
         _, norm = norm_before(linear)
-        if isinstance(norm, NoNorm):
-            yield MatchFailure(norm.node, norm.tag, norm.reason)
+        if isinstance(norm, MatchFailure):
+            yield norm
         elif norm is not None:
             done.update(user for user, _, _ in consumers(norm.node, between))
             yield _check(view, norm)

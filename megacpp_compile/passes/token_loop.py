@@ -47,7 +47,7 @@ OTHER_GRAD = ("region", "its tokens are taken out of a tensor under another grad
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     for loop in find_token_loops(view.graph):
-        yield _check(view, loop) if isinstance(loop, TokenLoop) else MatchFailure(loop.node, loop.tag, loop.reason)
+        yield _check(view, loop) if isinstance(loop, TokenLoop) else loop
 
 
 @or_failure

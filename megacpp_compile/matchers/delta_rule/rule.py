@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from megacpp_compile.fx.edit import called
 from megacpp_compile.fx.walks import descendants
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.delta_rule.core import Cores, changed_state, corrects
 from megacpp_compile.matchers.delta_rule.norms import unnormed, unscaled
 from megacpp_compile.matchers.delta_rule.operands import MOST_OPERANDS, Operands
@@ -58,12 +59,9 @@ class DeltaRule:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoDeltaRule:
+class NoDeltaRule(MatchFailure):
     """Why something that corrects a state is none. `stage`: how far it got, the furthest being the best reason."""
 
-    node: Node
-    tag: str
-    reason: str
     stage: int = 0
 
 

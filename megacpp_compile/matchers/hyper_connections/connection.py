@@ -13,12 +13,12 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, COPIES, FOLDS, PERMUTATIONS, RESHAPES, is_cast
 from megacpp_compile.fx.walks import reached
-from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
+from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse, refuse_if
 from megacpp_compile.matchers.hyper_connections.affine import Affine
 from megacpp_compile.matchers.hyper_connections.maps import Gate, Mixing, bare, match_gate, match_mixing
 from megacpp_compile.matchers.hyper_connections.streams import StreamSum, rounded
 from megacpp_compile.matchers.linear import match_linear
-from megacpp_compile.matchers.rms_norm import NoNorm, match_rms_norm
+from megacpp_compile.matchers.rms_norm import match_rms_norm
 from megacpp_compile.reader.links import above, through, widens
 
 _FLAT = RESHAPES | FOLDS | COPIES
@@ -51,6 +51,7 @@ class Connection:
         return [p for p in (self.pre, self.post, self.mixing) if p is not None]
 
 
+@or_failure
 def match_connection(total: StreamSum) -> Connection | MatchFailure | None:
     """The connection whose block reads `total`; None for a sum with other weights."""
     tokens = value(total.weights).dim() - 1
@@ -59,13 +60,11 @@ def match_connection(total: StreamSum) -> Connection | MatchFailure | None:
     pre = match_gate(total.weights, tokens)
     if pre is None or pre.affine.size != value(total.weights).shape[-1]:
         return None
-    norm = _norm(pre.affine, total.streams)
-    if norm is None or isinstance(norm, MatchFailure):
-        return norm
+    norm = or_refuse(_norm(pre.affine, total.streams))
+    if norm is None:
+        return None
     exits, inside = _exits(pre.affine, total)
     found = _sorted_out(exits, inside, pre, total)
-    if isinstance(found, MatchFailure):
-        return found
     block, behind = rounded(total.node)
     internal = {*total.internal, *inside, *behind}
     return Connection(block, total.streams, norm, pre, *found, frozenset(internal))
@@ -86,11 +85,12 @@ def _norm(affine: Affine, streams: Node) -> Norm | MatchFailure | None:
         x, eps = affine.rms
         if not joined or _source(x) is not _source(streams) or _source(linear.x) is not _source(streams):
             return None
-        return _of_streams(x, streams, linear.node) or Norm(float(eps), (), 1.0)
+        _refuse_other_streams(x, streams, linear.node)
+        return Norm(float(eps), (), 1.0)
     around = bare(linear.x)
     norm = match_rms_norm(around) if isinstance(around, Node) else None
-    if isinstance(norm, NoNorm):
-        return MatchFailure(norm.node, norm.tag, norm.reason) if joined and _source_of(norm.node, streams) else None
+    if isinstance(norm, MatchFailure):
+        return norm if joined and _source_of(norm.node, streams) else None
     if norm is None:
         refuse_if(
             joined and _source(linear.x) is _source(streams),
@@ -99,9 +99,7 @@ def _norm(affine: Affine, streams: Node) -> Norm | MatchFailure | None:
         return None
     if _source(norm.x) is not _source(streams):
         return None
-    refusal = _of_streams(norm.x, streams, norm.node)
-    if refusal is not None:
-        return refusal
+    _refuse_other_streams(norm.x, streams, norm.node)
     return Norm(float(norm.eps), tuple(norm.gains), norm.scale)
 
 
@@ -116,12 +114,12 @@ def _source_of(node: Node, streams: Node) -> bool:
     return False
 
 
-def _of_streams(x: Node, streams: Node, at: Node) -> MatchFailure | None:
-    """Why a norm of `x` is none of the joined streams, or None."""
+def _refuse_other_streams(x: Node, streams: Node, at: Node) -> None:
+    """Raise Refused where a norm of `x` is none of the joined streams."""
     n, d = value(streams).shape[-2:]
-    if same_size(value(x).shape[-1], n * d) and value(x).dim() in (2, value(streams).dim() - 1):
-        return None  # tokens are joined, too, or as they are
-    return MatchFailure(at, "norm-axes", "the norm is not over all streams of a token")
+    joined = value(x).dim() in (2, value(streams).dim() - 1)  # tokens are joined, too, or as they are
+    alike = same_size(value(x).shape[-1], n * d) and joined
+    refuse_if(not alike, at, "norm-axes", "the norm is not over all streams of a token")
 
 
 def _exits(affine: Affine, total: StreamSum) -> tuple[list[Node], set[Node]]:
@@ -173,27 +171,20 @@ def _leads(node: Node, lead: Any) -> bool:
 
 def _sorted_out(
     exits: list[Node], region: set[Node], pre: Gate, total: StreamSum
-) -> tuple[Gate | None, Mixing | None] | MatchFailure:
+) -> tuple[Gate | None, Mixing | None]:
     """The weights behind the block and the mixing matrix: what is read of the logits, or what that is made of."""
     found: dict[Node, Gate | Mixing] = {}
-    pending, seen = list(exits), set[Node]()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        one = _map(node, pre, total)
+    maps: dict[Node, Gate | Mixing | None] = {}
+    for node in reached(exits, lambda n: filter(region.__contains__, n.all_input_nodes) if maps[n] is None else []):
+        maps[node] = one = _map(node, pre, total)
         if one is not None:
             found[one.node] = one
         elif node is pre.node or match_linear(node) is not None:
-            first = max(exits)
-            return MatchFailure(first, "map", "what is made of the logits is no sigmoid and no matrix")
-        else:
-            pending.extend(n for n in node.all_input_nodes if n in region)
+            refuse(max(exits), "map", "what is made of the logits is no sigmoid and no matrix")
     post = [one for one in found.values() if isinstance(one, Gate)]
     mixing = [one for one in found.values() if isinstance(one, Mixing)]
     if len(post) > 1 or len(mixing) > 1 or any(bare(one.node) is bare(pre.node) for one in post):
-        return MatchFailure(max(found), "escapes", "more of what is made of the logits is read than the op gives")
+        refuse(max(found), "escapes", "more of what is made of the logits is read than the op gives")
     return next(iter(post), None), next(iter(mixing), None)
 
 

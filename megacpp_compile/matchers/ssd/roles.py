@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat
 from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.packed import Reading, readings
@@ -52,13 +53,10 @@ class Scan:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoScan:
+class NoScan(MatchFailure):
     """Why something with a scan's decays is none. `stage`: how far it got, the furthest being the best reason.
     `decays`: those that it answers for."""
 
-    node: Node
-    tag: str
-    reason: str
     stage: int = 0
     decays: frozenset[Node] = frozenset()
 

@@ -12,15 +12,6 @@ from megacpp_compile.fx.walks import made_from
 from megacpp_compile.matchers.token_loops.tokens import Collected, Read
 
 
-@dataclasses.dataclass(frozen=True)
-class NoLoop:
-    """Why values that are carried from token to token are no known recurrence."""
-
-    node: Node
-    tag: str
-    reason: str
-
-
 @dataclasses.dataclass
 class Loop:
     """states: behind each step; initial: what enters the first, None where nothing does and the first step is that of a

@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import called, long_dimensions, value
 from megacpp_compile.fx.walks import made_from
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim
 from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.resize import Resized, agree
@@ -31,7 +32,7 @@ from megacpp_compile.matchers.ssd.trials import tried
 from megacpp_compile.matchers.token_loops import resets
 from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
 from megacpp_compile.matchers.token_loops.last_step import LastStep, of_state
-from megacpp_compile.matchers.token_loops.loops import Loop, NoLoop
+from megacpp_compile.matchers.token_loops.loops import Loop
 from megacpp_compile.matchers.token_loops.scans import LONGEST, ScanStep
 from megacpp_compile.matchers.token_loops.steps import find_loops
 
@@ -73,11 +74,11 @@ class TokenLoop:
     rate: float = 1.0
 
 
-def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
+def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | MatchFailure]:
     """Every loop of `graph` that is a delta rule or a linear attention, and what looks like one and is none."""
     algebra: Algebra | None = None
     for loop in find_loops(graph):
-        if isinstance(loop, NoLoop):
+        if isinstance(loop, MatchFailure):
             if value(loop.node).dim() > 2:
                 yield loop
             continue
@@ -87,38 +88,38 @@ def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
             found = _told(algebra, loop)
         if loop.others and not isinstance(found, TokenLoop):
             found = _beside_others(loop)
-        if found is None or loop.wide and isinstance(found, NoLoop) and found.tag != DIFFERS:
+        if found is None or loop.wide and isinstance(found, MatchFailure) and found.tag != DIFFERS:
             sources = [loop.reads[n].source for n in loop.taken() if n in loop.reads]
-            found = NoLoop(loop.output, *resets.DECAYS) if resets.cleared_in_front(sources) else found
-        told = isinstance(found, NoLoop) and (not loop.wide or found.tag in (DIFFERS, resets.DECAYS[0]))
+            found = MatchFailure(loop.output, *resets.DECAYS) if resets.cleared_in_front(sources) else found
+        told = isinstance(found, MatchFailure) and (not loop.wide or found.tag in (DIFFERS, resets.DECAYS[0]))
         if found is not None and (told or isinstance(found, TokenLoop)):
             yield found  # what is read of chunks' states and the like is nobody's loop over tokens
 
 
-def _beside_others(loop: Loop) -> NoLoop | None:
+def _beside_others(loop: Loop) -> MatchFailure | None:
     """A loop that is none which hands on more than its state, by the largest of what it hands on."""
     most = max(map(long_dimensions, loop.others))
     if value(loop.entering).dim() <= 2 or long_dimensions(loop.entering) <= most:
         return None
     names = ", ".join(n.name for n in sorted(loop.others) if n in loop.alike[-1])
-    return NoLoop(loop.output, "carried", f"each step hands on more than its state: {names}")
+    return MatchFailure(loop.output, "carried", f"each step hands on more than its state: {names}")
 
 
-def _told(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
+def _told(algebra: Algebra, loop: Loop) -> TokenLoop | MatchFailure | None:
     """What `loop` is, with all that its steps collect or, where that is none, up to what they read of the state."""
     found = _tried(algebra, loop)
     if isinstance(found, TokenLoop) or (read := _read_of_state(loop)) is None:
         return found
     other = _tried(algebra, dataclasses.replace(loop, read=read))
-    nearer = isinstance(found, NoLoop) and found.tag != DIFFERS and other is not None
+    nearer = isinstance(found, MatchFailure) and found.tag != DIFFERS and other is not None
     return other if isinstance(other, TokenLoop) or nearer else found
 
 
-def _tried(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
+def _tried(algebra: Algebra, loop: Loop) -> TokenLoop | MatchFailure | None:
     scan = None if loop.others else _scan(algebra, loop)
     if isinstance(scan, TokenLoop):
         return scan
-    no_axes = partial(NoLoop, loop.output, "axes")
+    no_axes = partial(MatchFailure, loop.output, "axes")
     first = tried(partial(_proved, algebra, loop, False), no_axes)
     other = first if isinstance(first, TokenLoop) else tried(partial(_proved, algebra, loop, True), no_axes)
     return other if isinstance(other, TokenLoop) else scan or first
@@ -135,13 +136,13 @@ def _read_of_state(loop: Loop) -> Node | None:
     return None
 
 
-def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
+def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | MatchFailure | None:
     step = tried(partial(ScanStep, algebra, loop), lambda why: None)
     if step is None:
         return None
     if not step.roles:
         reason = "a step has a scan's operands and is not Mamba's: S' = exp(dt A) S + dt x B^T, y = S' C + D x"
-        return NoLoop(loop.output, DIFFERS, reason) if step.tried else None
+        return MatchFailure(loop.output, DIFFERS, reason) if step.tried else None
     step.r.fix()
     output, entering, *operands = map(step.r.leaf, (loop.output, loop.entering, *step.roles.values()))
     return TokenLoop(
@@ -150,17 +151,17 @@ def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
     )  # fmt: skip
 
 
-def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | NoLoop | None:
+@or_failure
+def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | MatchFailure | None:
     step = LastStep(algebra, loop, whole)
     if whole and not step.taken_whole:
         return None
     if value(loop.entering).dim() < 2 or len(step.leaves) > MOST_OPERANDS:
         return None
     if step.strange is not None:
-        if resets.clears(step.strange):
-            return NoLoop(step.strange, *resets.STATE)
+        refuse_if(resets.clears(step.strange), step.strange, *resets.STATE)
         reason = f"what becomes of the state is more than sums and products ({called(step.strange).split('.')[0]})"
-        refused = NoLoop(step.strange, "op", reason)
+        refused = MatchFailure(step.strange, "op", reason)
         return refused if step.outer else None
     leaves = [loop.entering, *step.leaves, *step.again]
     resized = Resized(RULES, sorted(step.inside - set(leaves)), leaves, AxisEquations(LONGEST))
@@ -170,7 +171,7 @@ def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | NoLoop | N
     tokens = tokens_of(resized, loop)
     found = None if tokens is None else _Roles(loop, step, resized, tokens).found()
     cleared = not isinstance(found, TokenLoop) and any(map(resets.clears, step.own))
-    return NoLoop(loop.output, *resets.STATE) if cleared else found
+    return MatchFailure(loop.output, *resets.STATE) if cleared else found
 
 
 class _Roles:
@@ -183,13 +184,13 @@ class _Roles:
     def atoms(self, n: Node) -> Dim:
         return [a for d in self.r.of(n) for a in d if a not in self.tokens]
 
-    def found(self) -> TokenLoop | NoLoop | None:
+    def found(self) -> TokenLoop | MatchFailure | None:
         loop = self.loop
         state = self.atoms(loop.entering)
         sets = [set(self.atoms(n)) for n in (*self.step.leaves, self.next, loop.output)]
         if len(set(state)) != len(state) and self.step.outer:
             reason = "rows and columns of its state are the same channels, as of a product of an operand with itself"
-            return NoLoop(loop.output, "roles", reason)
+            return MatchFailure(loop.output, "roles", reason)
         if len(set(state)) != len(state) or any(s - set(state) for s in sets) or sets[-2] != set(state):
             return None
         tried = False
@@ -201,8 +202,8 @@ class _Roles:
                     return self._made(roles, delta, decay, *numbers)
         if not tried:
             wanted = "a query, a key and a value of each token, with a gate of heads or of the key's channels"
-            return NoLoop(loop.output, "roles", f"its operands are not {wanted}") if self.step.outer else None
-        return NoLoop(loop.output, DIFFERS, "a step is neither the delta rule nor linear attention")
+            return MatchFailure(loop.output, "roles", f"its operands are not {wanted}") if self.step.outer else None
+        return MatchFailure(loop.output, DIFFERS, "a step is neither the delta rule nor linear attention")
 
     def _assignments(self) -> Iterator[dict[str, Node]]:
         leaves = self.step.leaves

@@ -18,15 +18,16 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.walks import descendants, made_from, reached
+from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.token_loops.alike import Alignment, Different, like
 from megacpp_compile.matchers.token_loops.first_step import Zeros, same_sizes
-from megacpp_compile.matchers.token_loops.loops import Loop, NoLoop
+from megacpp_compile.matchers.token_loops.loops import Loop
 from megacpp_compile.matchers.token_loops.tokens import Collected, Read, collected, part_of_several, reads_by_count
 
 aten = torch.ops.aten
 
 
-def find_loops(graph: fx.Graph) -> Iterator[Loop | NoLoop]:
+def find_loops(graph: fx.Graph) -> Iterator[Loop | MatchFailure]:
     """Every chain of states that `graph` carries over the positions of its tensors."""
     nodes = list(graph.nodes)
     but_first = reads_by_count(nodes, begin=1)
@@ -39,7 +40,7 @@ def find_loops(graph: fx.Graph) -> Iterator[Loop | NoLoop]:
         yield from found
 
 
-def _with(found: list[Loop | NoLoop], further: list[Loop | NoLoop]) -> list[Loop | NoLoop]:
+def _with(found: list[Loop | MatchFailure], further: list[Loop | MatchFailure]) -> list[Loop | MatchFailure]:
     """The loops of `further`, which know of more reads, and of `found` what is none of these."""
     new = [f for f in further if isinstance(f, Loop)]
     inside = {n for f in new for n in f.inside}
@@ -83,7 +84,7 @@ class _Steps:
         """Whether `node` is the first token of a tensor, and what the first step leaves: a later position reads it."""
         return node in self.reads and any(self.step.get(u, 0) > 0 for u in node.users)
 
-    def loops(self) -> Iterator[Loop | NoLoop]:
+    def loops(self) -> Iterator[Loop | MatchFailure]:
         several = False
         for first in [n for n in self.step if self.step[n] == 0 and (self.carried(n) or self._is_state(n))]:
             chain = [first]
@@ -94,7 +95,7 @@ class _Steps:
                 told = several or first in self.reads or value(first).dim() <= 2
                 if len(following) > 1 and not told and self._by_token(first):
                     several = True
-                    yield NoLoop(first, "carried", "more than a state is carried from token to token")
+                    yield MatchFailure(first, "carried", "more than a state is carried from token to token")
                 if len(following) != 1:
                     break
                 chain += following
@@ -107,12 +108,12 @@ class _Steps:
                     if isinstance(found, Loop):
                         yield dataclasses.replace(found, wide=True)
                     continue
-                if isinstance(found, NoLoop) and first in self.reads:
+                if isinstance(found, MatchFailure) and first in self.reads:
                     continue
                 others = chain[1:] if len(chain) > 2 and same_sizes(*chain[:2]) else chain
                 kinds = {(n.target, like(n)) for n in others}
                 unlike = ("steps", "before-update")
-                if isinstance(found, NoLoop) and (len(kinds) > 1 or found.tag in unlike and len(chain) == 1):
+                if isinstance(found, MatchFailure) and (len(kinds) > 1 or found.tag in unlike and len(chain) == 1):
                     continue  # of states that differ in kind nobody made a loop, nor of two positions that differ
                 yield found
 
@@ -146,7 +147,7 @@ class _Steps:
         ahead = descendants([state], lambda n: self.step.get(n) == at and n not in self.reads)
         return sorted(n for n in ahead if n is not state)
 
-    def _loop(self, chain: list[Node]) -> Loop | NoLoop:
+    def _loop(self, chain: list[Node]) -> Loop | MatchFailure:
         # The last state is read by no later position: it is what is made as the one before is.
         last_step, refused = self._ahead(chain[-1]), None
         alike = [n for n in last_step if n.target is chain[-1].target]
@@ -161,9 +162,9 @@ class _Steps:
                 return found
             refused = refused or found
         if refused is None and self._reads_before(chain):
-            return NoLoop(chain[-1], "before-update", "a token's result is read of the state in front of it")
+            return MatchFailure(chain[-1], "before-update", "a token's result is read of the state in front of it")
         reason = f"a value is carried over {self.count} tokens, but not each step is the same"
-        return refused or NoLoop(chain[-1], "steps", reason)
+        return refused or MatchFailure(chain[-1], "steps", reason)
 
     def _reads_before(self, chain: list[Node]) -> bool:
         """Whether what each step collects is made of the state that enters it and not of the one behind it, as RWKV-6
@@ -179,7 +180,8 @@ class _Steps:
                 return True
         return False
 
-    def _aligned(self, states: list[Node], last_step: set[Node]) -> Loop | NoLoop:
+    @or_failure
+    def _aligned(self, states: list[Node], last_step: set[Node]) -> Loop | MatchFailure:
         outputs = [c for c in self.collectors if c.parts[-1] in last_step]
         Different.when(len(outputs) != 1)
         (made,) = outputs
@@ -200,8 +202,10 @@ class _Steps:
         inside = {n for n in everything if n in self.step and n not in self.reads}
         depends = self._depending(states[0], inside, initial)
         for n in sorted(depends - {states[-1]}):
-            if any(u not in inside and u is not made.node and u not in made.between for u in n.users):
-                return NoLoop(n, "escapes", "an intermediate of a step is used elsewhere too")
+            refuse_if(
+                any(u not in inside and u is not made.node and u not in made.between for u in n.users),
+                n, "escapes", "an intermediate of a step is used elsewhere too",
+            )
         others = {n for one in aligned for n in one.carried}
         Different.when(others & depends)
         return Loop(self.count, initial, states, made, alike, self.reads, inside, others=others)

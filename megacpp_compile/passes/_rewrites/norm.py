@@ -11,9 +11,9 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
-from megacpp_compile.matchers._match import refuse
+from megacpp_compile.matchers._match import MatchFailure, refuse
 from megacpp_compile.matchers.linear import Linear, match_projection
-from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
+from megacpp_compile.matchers.rms_norm import RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view
 from megacpp_compile.reader.links import through
 
@@ -42,7 +42,7 @@ def scaled(node: Node) -> bool:
     )
 
 
-def norm_before(linear: Linear, link: Callable[[Node], bool] = between) -> tuple[Node, RmsNorm | NoNorm | None]:
+def norm_before(linear: Linear, link: Callable[[Node], bool] = between) -> tuple[Node, RmsNorm | MatchFailure | None]:
     """(what `linear` reads behind views, casts and a scaling, the norm that it is). link: what else may stand there."""
     source = through(linear.x, lambda n: (link(n) or scaled(n)) and not isinstance(match_rms_norm(n), RmsNorm))
     return source, match_rms_norm(source)
