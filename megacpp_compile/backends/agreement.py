@@ -36,6 +36,7 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.errors import RanksDifferError
 from megacpp_compile.frontend.dtensors import is_dtensor, leaves
 from megacpp_compile.fx.edit import all_nodes, called, dynamo_value
+from megacpp_compile.fx.held import held
 from megacpp_compile.fx.provenance import modules_called
 from megacpp_compile.report import log
 
@@ -207,17 +208,15 @@ def tells_failures(compile_frame: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(compile_frame)
     def call(*args: Any, **kwargs: Any) -> T:
-        token = _current.set(None)
-        try:
-            return compile_frame(*args, **kwargs)
-        except (RestartAnalysis, RanksDifferError):
-            raise
-        except Exception as error:
-            if (meeting := _current.get()) is not None:
-                meeting.report(Outcome(error=f"{type(error).__name__}: {error}"[:300]))
-            raise
-        finally:
-            _current.reset(token)
+        with held(_current, None):
+            try:
+                return compile_frame(*args, **kwargs)
+            except (RestartAnalysis, RanksDifferError):
+                raise
+            except Exception as error:
+                if (meeting := _current.get()) is not None:
+                    meeting.report(Outcome(error=f"{type(error).__name__}: {error}"[:300]))
+                raise
 
     return call
 

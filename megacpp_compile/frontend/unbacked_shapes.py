@@ -37,6 +37,7 @@ from megacpp_compile.frontend.garbage import no_full_collections
 from megacpp_compile.frontend.loop_advice import advice
 from megacpp_compile.frontend.rolled_loops import CannotRepeat, RolledLoops, repeated
 from megacpp_compile.fx.edit import dynamo_value
+from megacpp_compile.fx.held import held
 from megacpp_compile.report import collector, stages
 from megacpp_compile.report.guards import in_words
 from megacpp_compile.report.records import Frame, MissedFusion
@@ -91,47 +92,41 @@ def install(at_first: Callable[[], None] = lambda: None) -> None:
         if (eager := mask_frames.in_eager(given)) is not None:
             return eager
         at_first()
-        seen, token = len(graph_break_reasons), _retraced.set(False)
+        seen = len(graph_break_reasons)
         traced = functools.partial(_traced_whole, original, args, kwargs)
         watched = watches and graph_breaks.option(given["compiler_fn"], "expert_loops")
         loops = ExpertLoopTracer(_restart) if watched else None
-        failed_token = _failed.set(functools.partial(failed_guard, given))
         option = functools.partial(graph_breaks.option, given["compiler_fn"])
         # A site of a few steps cannot be run for what verifies it.
         rolls = option("rolled_loops") and option("verify") == "off" and watches and positions.installable()
         rolled = RolledLoops(_restart) if rolls else None
-        loops_token, rolled_token = _loops.set(loops), _rolled.set(rolled)
-        try:
-            with (
-                no_full_collections(),
-                translator.watching(translator.together(loops, rolled)),
-                stages.frame_begins(),
-            ):
-                return graph_breaks.watched(
-                    traced, given["compiler_fn"], bool(given.get("one_graph")), given.get("code")
-                )
-        finally:
-            _loops.reset(loops_token)
-            _failed.reset(failed_token)
-            _rolled.reset(rolled_token)
-            for why, at in loops.refused if loops is not None else ():
-                _report_refused(why, at)
-            for found in graph_break_reasons[seen:]:
-                if speaks_of_sizes(found.reason):
-                    _report(found.reason, found.user_stack)
-            _retraced.reset(token)
+        with held(_retraced, False):
+            try:
+                with (
+                    held(_failed, functools.partial(failed_guard, given)),
+                    held(_loops, loops),
+                    held(_rolled, rolled),
+                    no_full_collections(),
+                    translator.watching(translator.together(loops, rolled)),
+                    stages.frame_begins(),
+                ):
+                    return graph_breaks.watched(
+                        traced, given["compiler_fn"], bool(given.get("one_graph")), given.get("code")
+                    )
+            finally:
+                for why, at in loops.refused if loops is not None else ():
+                    _report_refused(why, at)
+                for found in graph_break_reasons[seen:]:
+                    if speaks_of_sizes(found.reason):
+                        _report(found.reason, found.user_stack)
 
     def _in_pieces(*args: Any, **kwargs: Any) -> Any:
         """A frame whose graph DDP's optimizer cuts: its loops are looked at for the report."""
         compiler = ddp.cuts_for(signature.bind_partial(*args, **kwargs).arguments["compiler_fn"])
         looks = graph_breaks.option(compiler, "rolled_loops") and positions.installable()
         loops = RolledLoops(_restart, never=IN_PIECES) if looks else None
-        token = _rolled.set(loops)
-        try:
-            with translator.watching(loops):
-                return original(*args, **kwargs)
-        finally:
-            _rolled.reset(token)
+        with held(_rolled, loops), translator.watching(loops):
+            return original(*args, **kwargs)
 
     setattr(compile_frame, _MARK, True)
     set_frame_compiler(compile_frame)
@@ -150,18 +145,15 @@ def what_changed() -> str:
 def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if getattr(dynamo_config, SETTING):
         return original(*args, **kwargs)
-    token, counted = _asked.set(True), _counted.set(dict(counters["graph_break"]))
-    try:
-        with dynamo_config.patch({SETTING: True}):
-            return original(*args, **kwargs)
-    except Exception as error:
-        text = f"{type(error).__name__} {error} {error.__cause__}"
-        if not speaks_of_sizes(text):
-            raise
-        _report(text, getattr(error, "real_stack", None) or ())
-    finally:
-        _asked.reset(token)
-        _counted.reset(counted)
+    with held(_asked, True), held(_counted, dict(counters["graph_break"])):
+        try:
+            with dynamo_config.patch({SETTING: True}):
+                return original(*args, **kwargs)
+        except Exception as error:
+            text = f"{type(error).__name__} {error} {error.__cause__}"
+            if not speaks_of_sizes(text):
+                raise
+            _report(text, getattr(error, "real_stack", None) or ())
     return original(*args, **kwargs)  # as if nobody had asked
 
 

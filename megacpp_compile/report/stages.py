@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 from megacpp_compile._torch.compile_events import Events
+from megacpp_compile.fx.held import held
 from megacpp_compile.report import pieces
 
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -162,11 +163,8 @@ heard = _events.heard  # a context in which pieces of torch's are told apart
 @contextlib.contextmanager
 def frame_begins() -> Iterator[None]:
     """Dynamo has a frame inside."""
-    token = _began.set(time.perf_counter())
-    try:
+    with held(_began, time.perf_counter()):
         yield
-    finally:
-        _began.reset(token)
 
 
 def since_frame_began() -> float | None:

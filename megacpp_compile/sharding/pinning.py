@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile.config.sharding import ShardingPlan, Spec, text
 from megacpp_compile.errors import ShardingError
+from megacpp_compile.fx.held import held
 from megacpp_compile.fx.module_names import named_parameters
 from megacpp_compile.fx.provenance import input_name
 from megacpp_compile.report.records import Pinned
@@ -155,11 +156,8 @@ def constructing(plan: ShardingPlan, fqn: str) -> Iterator[None]:
     Nested, an inner name is relative to the outer one. Raises ShardingError as `pin`.
     """
     outer = _constructing.get()
-    token = _constructing.set((plan, f"{outer[1]}.{fqn}" if outer is not None else fqn))
-    try:
+    with held(_constructing, (plan, f"{outer[1]}.{fqn}" if outer is not None else fqn)):
         yield
-    finally:
-        _constructing.reset(token)
 
 
 def constructed(name: str, parameter: nn.Parameter) -> None:
