@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,11 @@ def insert_outer(it: LaneContext, x: Lanes, dim: int) -> Lanes:
     at = x.outer(dim)
     terms = it.redim(x, lambda dims: (*dims[:at], -1, *dims[at:]))
     return Lanes(x.kinds[:dim] + "o" + x.kinds[dim:], (*x.sizes[:dim], 1, *x.sizes[dim:]), terms, x.complex)
+
+
+def with_rank(it: LaneContext, x: Lanes, rank: int) -> Lanes:
+    """`x` with as many dimensions of size 1 in front as `rank` asks for."""
+    return functools.reduce(lambda made, _: insert_outer(it, made, 0), range(rank - len(x.kinds)), x)
 
 
 def drop(it: LaneContext, x: Lanes, dim: int) -> Lanes:
@@ -104,11 +110,7 @@ def _pairs(sizes: Any) -> bool:
 def align(it: LaneContext, values: list[Lanes]) -> list[Lanes]:
     """Bring values to the same number and kinds of dimensions, as broadcasting does."""
     n = max(len(v.kinds) for v in values)
-    out = []
-    for v in values:
-        while len(v.kinds) < n:
-            v = insert_outer(it, v, 0)
-        out.append(v)
+    out = [with_rank(it, v, n) for v in values]
     for dim in range(n):
         kinds = {v.kinds[dim] for v in out}
         if len(kinds) == 2:

@@ -161,11 +161,13 @@ class LaneContext(Protocol):
 
 
 Rule = Callable[[LaneContext, Node], Lanes]
+Unary = Callable[[LaneContext, Node, Lanes], Lanes]
 RuleTable = dict[Any, Rule]
 
 
-def rule_table() -> tuple[RuleTable, Callable[..., Callable[[Rule], Rule]]]:
-    """An empty table of rules by op, and the decorator that enters a rule for its ops."""
+def rule_table() -> tuple[RuleTable, Callable[..., Callable[[Rule], Rule]], Callable[..., Callable[[Unary], Unary]]]:
+    """An empty table of rules by op, and the decorators that enter a rule for its ops: one that is given the node, and
+    one that is given the lanes of its first operand, too."""
     table: RuleTable = {}
 
     def rule(*targets: Any) -> Callable[[Rule], Rule]:
@@ -175,7 +177,14 @@ def rule_table() -> tuple[RuleTable, Callable[..., Callable[[Rule], Rule]]]:
 
         return register
 
-    return table, rule
+    def unary(*targets: Any) -> Callable[[Unary], Unary]:
+        def register(f: Unary) -> Unary:
+            rule(*targets)(lambda it, node: f(it, node, it.get(node.args[0])))
+            return f
+
+        return register
+
+    return table, rule, unary
 
 
 _PRECISION = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.complex64: 2}

@@ -17,7 +17,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import UNIT_DIMS, is_identity, is_reshape
 from megacpp_compile.matchers.rope import lanes as L
-from megacpp_compile.matchers.rope.lane_dims import as_lane, insert_outer
+from megacpp_compile.matchers.rope.lane_dims import as_lane, with_rank
 from megacpp_compile.reader.links import through
 
 
@@ -87,8 +87,7 @@ def _meeting(it: L.LaneContext, t: L.Lanes, x: L.Lanes) -> L.Term | None:
     try:
         if len(t.terms) != 1:
             return None
-        while len(t.kinds) < len(x.kinds):
-            t = insert_outer(it, t, 0)
+        t = with_rank(it, t, len(x.kinds))
         for dim, kind in enumerate(x.kinds):
             if t.kinds[dim] != kind:
                 if kind == "o":

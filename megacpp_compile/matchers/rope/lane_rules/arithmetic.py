@@ -12,7 +12,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.numbers import number_of
-from megacpp_compile.matchers.rope.lane_dims import align, as_lane, broadcast, insert_outer, select, widen
+from megacpp_compile.matchers.rope.lane_dims import align, as_lane, broadcast, select, widen, with_rank
 from megacpp_compile.matchers.rope.lanes import (
     MAX_TERMS,
     NONE,
@@ -28,7 +28,7 @@ from megacpp_compile.matchers.rope.lanes import (
 from megacpp_compile.matchers.rope.tables import table_lanes
 
 aten = torch.ops.aten
-RULES, rule = rule_table()
+RULES, rule, unary = rule_table()
 
 
 @rule(aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
@@ -55,10 +55,10 @@ def add_lanes(it: LaneContext, a: Lanes, b: Lanes, alpha: float) -> Lanes:
     return Lanes(a.kinds, sizes, terms, a.complex)
 
 
-@rule(aten.sum.dim_IntList)
-def _sum(it: LaneContext, node: Node) -> Lanes:
+@unary(aten.sum.dim_IntList)
+def _sum(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     """Of a row of a 2 x 2 matrix, the products with both lanes of a pair."""
-    x, dims = it.get(node.args[0]), node.args[1]
+    dims = node.args[1]
     Opaque.when(not isinstance(dims, (list, tuple)) or len(dims) != 1 or any(node.args[2:]) or node.kwargs or x.complex)
     dim = axis_of(dims[0], len(x.kinds))
     Opaque.when(not x.rotated or x.kinds[dim] != "l" or x.sizes[dim] * len(x.terms) > MAX_TERMS)
@@ -66,9 +66,8 @@ def _sum(it: LaneContext, node: Node) -> Lanes:
     return dataclasses.replace(parts[0], terms=[t for part in parts for t in part.terms])
 
 
-@rule(aten.neg.default)
-def _neg(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(aten.neg.default)
+def _neg(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     return dataclasses.replace(x, terms=[t.scaled(-1.0) for t in x.terms])
 
 
@@ -135,8 +134,7 @@ def times_table(it: LaneContext, x: Lanes, table: Node) -> Lanes:
     """x * table: table entries that meet a lane of x become part of its terms."""
     fake = value(table)
     Opaque.when(not isinstance(fake, torch.Tensor) or fake.dim() == 0 or fake.is_complex() != x.complex)
-    while len(x.kinds) < fake.dim():
-        x = insert_outer(it, x, 0)
+    x = with_rank(it, x, fake.dim())
     if x.rotated:
         return _rotated_again(x, fake)
     x = _rows_of_matrices(it, x, fake)

@@ -27,7 +27,7 @@ from megacpp_compile.matchers.rope.lanes import (
 )
 
 aten = torch.ops.aten
-RULES, rule = rule_table()
+RULES, rule, _ = rule_table()
 
 
 def concat(values: list[Lanes], dim: int) -> Lanes:
@@ -92,9 +92,6 @@ def _slice_scatter(it: LaneContext, node: Node) -> Lanes:
     base, part = align(it, [base, part])
     Opaque.when(base.kinds[dim] != "l")
     base_terms, part_terms = pad_terms([base, part])
-    count = max(len(base_terms), len(part_terms))
-    base_terms += [zero_term(base_terms[0].coef.shape) for _ in range(count - len(base_terms))]
-    part_terms += [zero_term(part_terms[0].coef.shape) for _ in range(count - len(part_terms))]
     key = (slice(None),) * base.axis(dim) + (index,)
 
     def write(a: np.ndarray, b: np.ndarray) -> np.ndarray:

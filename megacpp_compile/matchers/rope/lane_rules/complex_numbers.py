@@ -13,12 +13,11 @@ from megacpp_compile.matchers.rope.lane_rules.arithmetic import stack_parts
 from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, rule_table
 
 aten = torch.ops.aten
-RULES, rule = rule_table()
+RULES, rule, unary = rule_table()
 
 
-@rule(aten.view_as_complex.default)
-def _view_as_complex(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(aten.view_as_complex.default)
+def _view_as_complex(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     Opaque.when(x.kinds[-1] != "l" or x.sizes[-1] != 2)
     return Lanes(x.kinds[:-1], x.sizes[:-1], x.terms, True)
 
@@ -30,24 +29,21 @@ def _complex(it: LaneContext, node: Node) -> Lanes:
     return Lanes(re.kinds, re.sizes, [stack_parts(re.terms[0], im.terms[0])], True)
 
 
-@rule(aten.view_as_real.default)
-def _view_as_real(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(aten.view_as_real.default)
+def _view_as_real(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     Opaque.when(not x.complex)
     return Lanes(x.kinds + "l", (*x.sizes, 2), x.terms)
 
 
-@rule(aten.real.default, aten.imag.default)
-def _part(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(aten.real.default, aten.imag.default)
+def _part(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     Opaque.when(not x.complex)
     part = 0 if node.target is aten.real.default else 1
     return Lanes(x.kinds, x.sizes, x.map(lambda a: a[..., part]))
 
 
-@rule(aten._conj.default, aten.conj.default)
-def _conj(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(aten._conj.default, aten.conj.default)
+def _conj(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     Opaque.when(not x.complex)
     sign = np.array([1.0, -1.0])
     return dataclasses.replace(x, terms=[dataclasses.replace(t, coef=t.coef * sign) for t in x.terms])

@@ -13,13 +13,13 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PERMUTATIONS, RESHAPES, SQUEEZES
-from megacpp_compile.matchers.rope.lane_dims import drop, insert_outer, permute, reshape, select, take
+from megacpp_compile.matchers.rope.lane_dims import drop, insert_outer, permute, reshape, select, take, with_rank
 from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, axis_of, is_one, precision, rule_table
 from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
-RULES, rule = rule_table()
+RULES, rule, unary = rule_table()
 
 
 @rule(*IDENTITIES)
@@ -28,11 +28,11 @@ def _same(it: LaneContext, node: Node) -> Lanes:
     return it.get(node.args[0])
 
 
-@rule(*CASTS)
-def _cast(it: LaneContext, node: Node) -> Lanes:
+@unary(*CASTS)
+def _cast(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     """Values rounded on their way to the rotation, such as a norm's that computes in float32, are a source of their
     own: what the rotation reads is the rounded value."""
-    x, dtype = it.get(node.args[0]), value(node).dtype
+    dtype = value(node).dtype
     Opaque.when(not value(node).is_floating_point())
     scaled = precision(dtype) < precision(value(node.args[0]).dtype) and x.scaled
     Opaque.when(not x.rotated and (scaled or any(precision(source) > precision(dtype) for source in it.dtypes(x))))
@@ -63,9 +63,8 @@ def bounds(node: Node, first: int, sizes: tuple[Any, ...]) -> tuple[int, slice, 
     return dim, slice(start, end, step), whole
 
 
-@rule(aten.flip.default)
-def _flip(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(aten.flip.default)
+def _flip(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     for d in node.args[1]:
         dim = axis_of(d, len(x.kinds))
         Opaque.when(x.kinds[dim] != "l")
@@ -74,9 +73,8 @@ def _flip(it: LaneContext, node: Node) -> Lanes:
     return x
 
 
-@rule(aten.roll.default)
-def _roll(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(aten.roll.default)
+def _roll(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     shifts, dims = node.args[1], node.args[2] if len(node.args) > 2 else []
     shifts = [shifts] if isinstance(shifts, int) else shifts
     Opaque.when(len(shifts) != len(dims))
@@ -88,20 +86,18 @@ def _roll(it: LaneContext, node: Node) -> Lanes:
     return x
 
 
-@rule(*PERMUTATIONS)
-def _transpose(it: LaneContext, node: Node) -> Lanes:
-    return permute(it, it.get(node.args[0]), permutation(node) or [])
+@unary(*PERMUTATIONS)
+def _transpose(it: LaneContext, node: Node, x: Lanes) -> Lanes:
+    return permute(it, x, permutation(node) or [])
 
 
-@rule(aten.unsqueeze.default)
-def _unsqueeze(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(aten.unsqueeze.default)
+def _unsqueeze(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     return insert_outer(it, x, axis_of(node.args[1], len(x.kinds) + 1))
 
 
-@rule(*SQUEEZES)
-def _squeeze(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(*SQUEEZES)
+def _squeeze(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     n = len(x.kinds)
     dims = node.args[1] if len(node.args) > 1 else range(n)
     dims = [dims] if isinstance(dims, int) else dims
@@ -111,12 +107,10 @@ def _squeeze(it: LaneContext, node: Node) -> Lanes:
     return x
 
 
-@rule(*EXPANSIONS)
-def _expand(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(*EXPANSIONS)
+def _expand(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     sizes = tuple(value(node).shape)
-    while len(x.kinds) < len(sizes):
-        x = insert_outer(it, x, 0)
+    x = with_rank(it, x, len(sizes))
     terms = x.terms
     for dim, (have, want) in enumerate(zip(x.sizes, sizes, strict=True)):
         if x.kinds[dim] == "l" and not same_size(have, want):
@@ -126,20 +120,17 @@ def _expand(it: LaneContext, node: Node) -> Lanes:
     return Lanes(x.kinds, sizes, terms, x.complex)
 
 
-@rule(aten.repeat.default)
-def _repeat(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(aten.repeat.default)
+def _repeat(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     repeats = node.args[1]
-    while len(x.kinds) < len(repeats):
-        x = insert_outer(it, x, 0)
+    x = with_rank(it, x, len(repeats))
     Opaque.when(any(not is_one(s) and not is_one(r) for s, r in zip(x.sizes, repeats, strict=True)))
     Opaque.when(any(k == "l" and not is_one(r) for k, r in zip(x.kinds, repeats, strict=True)))
     return Lanes(x.kinds, tuple(value(node).shape), x.terms, x.complex)
 
 
-@rule(aten.repeat_interleave.self_int)
-def _repeat_interleave(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(aten.repeat_interleave.self_int)
+def _repeat_interleave(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
     Opaque.when(dim is None)
     dim = axis_of(dim, len(x.kinds))
@@ -151,7 +142,6 @@ def _repeat_interleave(it: LaneContext, node: Node) -> Lanes:
     return Lanes(x.kinds, tuple(value(node).shape), x.terms, x.complex)
 
 
-@rule(*RESHAPES)
-def _view(it: LaneContext, node: Node) -> Lanes:
-    x = it.get(node.args[0])
+@unary(*RESHAPES)
+def _view(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     return reshape(it, x, tuple(value(node).shape))
