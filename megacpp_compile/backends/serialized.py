@@ -56,10 +56,8 @@ def made_by() -> dict[str, str]:
 
 def difference(theirs: Mapping[str, Any]) -> str:
     """How what made some code differs from what is here, in words; "" where it does not."""
-    for what, mine in made_by().items():
-        if theirs.get(what) != mine:
-            return f"{what} was {theirs.get(what)!r} where it was made, and is {mine!r}"
-    return ""
+    others = ((what, theirs.get(what), mine) for what, mine in made_by().items() if theirs.get(what) != mine)
+    return next((f"{what} was {their!r} where it was made, and is {mine!r}" for what, their, mine in others), "")
 
 
 def wanted() -> bool:

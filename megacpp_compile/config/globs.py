@@ -79,11 +79,8 @@ def longest_hit(patterns: Iterable[str], fqn: str) -> tuple[str, str] | None:
     """(name, pattern) of the longest of `patterns` that hits `fqn` or a module around it, or None; ties go by the
     alphabet. name: the outermost module that the pattern hits. See `block_hit` for what counts as a hit."""
     names = [*_around(fqn), fqn]
-    for pattern in sorted(patterns, key=lambda p: (-len(p), p)):
-        for name in names:
-            if block_hit(pattern, name):
-                return name, pattern
-    return None
+    longest = sorted(patterns, key=lambda p: (-len(p), p))
+    return next(((name, pattern) for pattern in longest for name in names if block_hit(pattern, name)), None)
 
 
 def block_hit(pattern: str, fqn: str) -> bool:

@@ -25,6 +25,14 @@ def reached(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[T
         pending += new
 
 
+def following(start: T, step: Callable[[T], T | None]) -> Iterator[T]:
+    """`start`, what `step` makes of it, what it makes of that, and so on, up to the last of which it makes nothing."""
+    at: T | None = start
+    while at is not None:
+        yield at
+        at = step(at)
+
+
 def levels(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[list[T]]:
     """`starts`, then all that one `step` leads to from these, all that another leads to, and so on, each once."""
     level = list(dict.fromkeys(starts))

@@ -63,10 +63,8 @@ def _states(root: Node) -> States | None:
     leaves = [n for n in found if n not in tree]
     if len(leaves) != 2 or len(tree) > MOST_NODES or not all(same_shape(n, root) for n in leaves):
         return None
-    for a, b in (leaves, leaves[::-1]):
-        if _is_recurrence(root, sorted(tree), a, b, len(rest)):
-            return States(root, a, b, frozenset(tree))
-    return None
+    pairs = ((a, b) for a, b in (leaves, leaves[::-1]) if _is_recurrence(root, sorted(tree), a, b, len(rest)))
+    return next((States(root, a, b, frozenset(tree)) for a, b in pairs), None)
 
 
 def _of_numbers(fake: Any) -> bool:

@@ -56,12 +56,9 @@ class ModuleTracker:
                 running = frame.f_locals.get("self")
                 if isinstance(running, nn.Module) and (not modules or modules[-1] is not running):
                     modules.append(running)
-        for root in filter(None, (self._model, modules[-1] if modules else None)):
-            names = self._names_below(root)
-            for module in modules:
-                if id(module) in names:
-                    return names[id(module)]
-        return None
+        roots = filter(None, (self._model, modules[-1] if modules else None))
+        named = (self._names_below(root).get(id(module)) for root in roots for module in modules)
+        return next((name for name in named if name is not None), None)
 
     def _names_below(self, root: nn.Module) -> dict[int, str]:
         if root not in self._names:

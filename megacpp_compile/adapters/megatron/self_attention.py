@@ -50,10 +50,8 @@ def adapter(name: str) -> type:
 
 def adapted_base(cls: Any) -> tuple[type, bool] | None:
     """(base, whether it is the absorbed one) if `cls` is exactly a class of Megatron's that there is an adapter of."""
-    for name, path in BASES.items():
-        if (base := installed.loaded(path)) is not None and cls is base:
-            return base, name == _ABSORBED
-    return None
+    found = ((installed.loaded(path), name) for name, path in BASES.items())
+    return next(((base, name == _ABSORBED) for base, name in found if base is not None and cls is base), None)
 
 
 @functools.cache

@@ -138,10 +138,8 @@ def _of_softmax(softmax: Node) -> Iterator[Core]:
 
 def _pair(product: tuple[Factor, ...], names: dict[int, str]) -> tuple[Operand, Operand] | None:
     """(queries, keys) of a product of scores."""
-    both = []
-    for factor in product:
-        axes = tuple("c" if d == CONTRACTED else None if d == BROADCAST else names[d] for d in factor.dims)
-        both.append(Operand(factor.node, axes))
+    named = {**names, CONTRACTED: "c", BROADCAST: None}
+    both = [Operand(factor.node, tuple(named[d] for d in factor.dims)) for factor in product]
     if "s" in both[0].axes:
         both.reverse()
     queries, keys = both

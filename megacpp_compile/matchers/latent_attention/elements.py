@@ -30,11 +30,13 @@ from megacpp_compile.fx.views import (
     UNIT_DIMS,
     is_cast,
 )
+from megacpp_compile.fx.walks import following
 from megacpp_compile.reader.dims import unpermuted
 from megacpp_compile.reader.parts import Part, part_of
 
 aten = torch.ops.aten
 AXES = "bhscr"  # batch, head, row, channel of a head, channel of the latent
+ZERO = np.zeros([1] * len(AXES), dtype=np.int64)
 _SAME_ORDER = RESHAPES | FOLDS | UNIT_DIMS
 _PERMUTATIONS = PERMUTATIONS | COMPOSITE_PERMUTATIONS
 
@@ -86,8 +88,7 @@ def along(axis: str, values: np.ndarray) -> np.ndarray:
 
 def elements(node: Node, axes: Sequence[str | None], samples: Mapping[str, np.ndarray]) -> Elements:
     """The elements of `node`, whose dimensions are `axes`, None for one of size 1."""
-    zero = np.zeros([1] * len(AXES), dtype=np.int64)
-    return Elements(node, samples, tuple(zero if a is None else along(a, samples[a]) for a in axes))
+    return Elements(node, samples, tuple(ZERO if a is None else along(a, samples[a]) for a in axes))
 
 
 def back(at: Elements) -> Elements | None:
@@ -131,10 +132,7 @@ def operand(at: Elements, source: Node) -> Elements | None:
 
 def levels(at: Elements) -> list[Elements]:
     """`at`, and the elements of each tensor that it is views of, to the one that is no view."""
-    found = [at]
-    while (step := back(found[-1])) is not None:
-        found.append(step)
-    return found
+    return list(following(at, back))
 
 
 def cut(at: Elements) -> list[Elements] | None:
@@ -187,10 +185,9 @@ def _reshaped(index: Sequence[np.ndarray], here: Sequence[Any], there: Sequence[
     """The index of elements of sizes `here` in the same order under sizes `there`, group by group of equal size."""
     new, i = list[np.ndarray](), 0
     d = 0
-    zero = np.zeros([1] * len(AXES), dtype=np.int64)
     while d < len(there):
         if same_size(there[d], 1):
-            new.append(zero)
+            new.append(ZERO)
             d += 1
             continue
         while i < len(here) and same_size(here[i], 1):
@@ -208,7 +205,7 @@ def _reshaped(index: Sequence[np.ndarray], here: Sequence[Any], there: Sequence[
                 b, d = b * hint(there[d]), d + 1
             else:
                 return None
-        flat = zero
+        flat = ZERO
         for k in range(first_i, i):
             flat = flat * hint(here[k]) + index[k]
         digits = list[np.ndarray]()

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.latent_attention.elements import AXES, Elements, along, levels, operand, places
+from megacpp_compile.matchers.latent_attention.elements import AXES, ZERO, Elements, along, levels, operand, places
 from megacpp_compile.reader.products import (
     BROADCAST,
     CONTRACTED,
@@ -160,8 +160,7 @@ def _sides(last: Elements, product: Product) -> tuple[tuple[list[Elements], list
 
 def factor_elements(at: Elements, factor: Factor, samples: Mapping[str, np.ndarray]) -> Elements:
     """The elements of a factor that the elements `at` of a product are made of, along "r"."""
-    zero = np.zeros([1] * len(AXES), dtype=np.int64)
-    of = {CONTRACTED: along("r", samples["r"]), BROADCAST: zero, **dict(enumerate(at.index))}
+    of = {CONTRACTED: along("r", samples["r"]), BROADCAST: ZERO, **dict(enumerate(at.index))}
     return Elements(factor.node, samples, tuple(of[d] for d in factor.dims))
 
 

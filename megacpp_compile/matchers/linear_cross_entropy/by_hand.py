@@ -149,11 +149,8 @@ def _adds_again(user: Node, difference: Node) -> bool:
     if not isinstance(a, Node) or not isinstance(b, Node) or not _alike(user, a, b):
         return False
     subtracted = _constant(difference.args[1])  # type: ignore[arg-type]
-    for one, other in ((a, b), (b, a)):
-        found = log_sum_exp(_source(one))
-        if found is not None and found.of is difference and _constant(other) == subtracted:
-            return True
-    return False
+    both = ((log_sum_exp(_source(one)), other) for one, other in ((a, b), (b, a)))
+    return any(found and found.of is difference and _constant(other) == subtracted for found, other in both)
 
 
 def _alike(first: Node, *others: Node) -> bool:

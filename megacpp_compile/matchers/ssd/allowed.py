@@ -45,10 +45,10 @@ def _allowed(env: Any, symbol: sympy.Symbol) -> tuple[int, int] | None:
 
 def _furthest(start: int, step: int, symbol: sympy.Symbol, guards: list[Any]) -> int | None:
     """The last number before one that a guard excludes; None where that is none of the next few."""
-    for n in range(start + step, start + step * (FEW + 1), step):
-        if any(guard.xreplace({symbol: sympy.Integer(n)}) == sympy.false for guard in guards):
-            return n - step
-    return None
+    def excluded(n: int) -> bool:
+        return any(guard.xreplace({symbol: sympy.Integer(n)}) == sympy.false for guard in guards)
+
+    return next((n - step for n in range(start + step, start + step * (FEW + 1), step) if excluded(n)), None)
 
 
 def join_lengths(graph: Graph) -> bool:

@@ -89,11 +89,8 @@ class Trial:
         if len(set(made)) != len(made):
             return None
         readings = list(self._readings(made))
-        for sign in (1,) if self.rate is None or self.power else (1, -1):
-            for reading in readings:
-                if (found := self._proved(reading, sign)) is not None:
-                    return found
-        return None
+        signs = (1,) if self.rate is None or self.power else (1, -1)
+        return next(filter(None, (self._proved(reading, sign) for sign in signs for reading in readings)), None)
 
     def _readings(self, made: Dim) -> Iterator[Reading]:
         """How the result, over the atoms `made`, may be made of the operands."""
