@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megacpp_compile.errors._attempts import GivenUp
 from megacpp_compile.errors._base import MegacppError, place
 
 
-class CaptureError(MegacppError):
+class CaptureError(GivenUp, MegacppError):
     """Internal: why a frame cannot be captured. It compiles as plain Inductor would and `reason` goes to the report;
     under `strict` the user meets it as the reason of a NotCapturedError.
 

@@ -105,8 +105,10 @@ def isolate_hops(
                 call.arguments[marker] = graph.call_function(_CLONE, (marker,))
         for index, result in _results(node) if not on_dtensor else [(None, node)] if dtensors.crosses(node) else ():
             fake = dynamo_value(result)
-            if not isinstance(fake, torch.Tensor | torch.SymInt):
-                raise CaptureError(f"{node.target} returns something that is neither a tensor nor a size")
+            CaptureError.when(
+                not isinstance(fake, torch.Tensor | torch.SymInt),
+                f"{node.target} returns something that is neither a tensor nor a size",
+            )
             holder = _placeholder(graph, f"opaque_{node.name}_{index or 0}")
             holder.meta["example_value"] = fake
             env[result] = holder
@@ -217,15 +219,19 @@ def restore(gm: GraphModule, made: IsolatedHops) -> None:
     before: Node | None = None
     for call, leaving, results in borders:
         clones = [v for a, v in leaving.items() if call.arguments[a].target is _CLONE]
-        if not (clones or call.joined) or any(getattr(v, "target", None) is not _CLONE for v in clones):
-            raise CaptureError(f"tracing lost the place of {call.node.target}")
+        CaptureError.when(
+            not (clones or call.joined) or any(getattr(v, "target", None) is not _CLONE for v in clones),
+            f"tracing lost the place of {call.node.target}",
+        )
         snapshots += clones
         markers += [v.args[0] for a, v in leaving.items() if a.target is _EMPTY and a.graph is made.gm.graph]
         before = max(clones) if clones else before
         assert before is not None
         traced = {a: v.args[0] if v in clones else v for a, v in leaving.items()}
-        if any(isinstance(v, Node) and not v < before for v in traced.values()):
-            raise CaptureError("a call's arguments are ready only after it")
+        CaptureError.when(
+            any(isinstance(v, Node) and not v < before for v in traced.values()),
+            "a call's arguments are ready only after it",
+        )
         with graph.inserting_before(before):
 
             def place(a: Node, traced: dict[Node, Any] = traced, call: OpaqueCall = call) -> Any:
@@ -274,8 +280,7 @@ def _is_call(node: Node) -> bool:
         return True
     if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
         return False
-    if "mutation" in str(node.target) or not node.users:
-        raise CaptureError(f"{node.target} writes to its arguments")
+    CaptureError.when("mutation" in str(node.target) or not node.users, f"{node.target} writes to its arguments")
     return True
 
 
@@ -289,7 +294,9 @@ def _results(node: Node) -> list[tuple[int | None, Node]]:
         return [(None, node)]
     found: list[tuple[int | None, Node]] = []
     for user in node.users:
-        if user.target is not operator.getitem or not isinstance(user.args[1], int):
-            raise CaptureError(f"{node.target} returns something that is not a tuple of tensors")
+        CaptureError.when(
+            user.target is not operator.getitem or not isinstance(user.args[1], int),
+            f"{node.target} returns something that is not a tuple of tensors",
+        )
         found.append((user.args[1], user))
     return found

@@ -26,9 +26,9 @@ from megacpp_compile._torch.functorch import is_functorch_wrapped_tensor
 from megacpp_compile._torch.modes import restored
 from megacpp_compile._torch.ops import HigherOrderOperator, set_grad_enabled
 from megacpp_compile.errors import CaptureError
+from megacpp_compile.errors._attempts import GivenUp
 from megacpp_compile.frontend import autocast
 from megacpp_compile.frontend.opaque_ops import WHAT, is_body, refake
-from megacpp_compile.fx.attempts import GivenUp
 
 aten = torch.ops.aten
 # Ops that a vmap leaves as they are, each with the gradient that it has by itself.
@@ -213,8 +213,10 @@ def _enclose(
         return  # nobody reads what it computes
     inputs = [i for i in region.inputs if not is_body(gm, i)]
     body = _body(gm, region, inputs)
-    if len({n.meta.get("ac_graph_id") for n in region.nodes if n.op == "call_function"}) > 1:
-        raise CaptureError("a checkpoint region inside a torch.func transform")
+    CaptureError.when(
+        len({n.meta.get("ac_graph_id") for n in region.nodes if n.op == "call_function"}) > 1,
+        "a checkpoint region inside a torch.func transform",
+    )
     fakes = _fakes(region, values, mode)
     _check(body, [fakes[i] for i in inputs], mode, grad)
     out.add_submodule(name := f"transform_{region.nodes[0].name}", body)
@@ -236,10 +238,12 @@ def _check(body: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode, grad: 
         versions = [t._version for t in tensors]
         results = [r for r in body(*given) if isinstance(r, torch.Tensor)]
         switched = torch.is_grad_enabled() is not grad
-    if any(t._version != v for t, v in zip(tensors, versions, strict=True)):
-        raise CaptureError("a torch.func transform writes to what it reads")
-    if switched or any(is_functorch_wrapped_tensor(r) for r in results):
-        raise CaptureError("a torch.func transform is left in parts")
+    CaptureError.when(
+        any(t._version != v for t, v in zip(tensors, versions, strict=True)),
+        "a torch.func transform writes to what it reads",
+    )
+    CaptureError.when(
+        switched or any(is_functorch_wrapped_tensor(r) for r in results), "a torch.func transform is left in parts"
+    )
     memory = [t.untyped_storage()._cdata for t in (*tensors, *results)]
-    if len(set(memory)) < len(memory):
-        raise CaptureError("a torch.func transform returns a view of what it reads")
+    CaptureError.when(len(set(memory)) < len(memory), "a torch.func transform returns a view of what it reads")

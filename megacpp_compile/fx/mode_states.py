@@ -55,9 +55,7 @@ def autocast_pairs(graph: fx.Graph) -> list[tuple[Node, Node]]:
         if node.target is ENTER:
             opened.append(node)
         elif node.target is LEAVE:
-            if not opened or node.args[0] is not opened[-1]:
-                raise CaptureError("autocast regions of the frame overlap")
+            CaptureError.when(not opened or node.args[0] is not opened[-1], "autocast regions of the frame overlap")
             found.append((opened.pop(), node))
-    if opened:
-        raise CaptureError("an autocast region of the frame is not closed in it")
+    CaptureError.when(opened, "an autocast region of the frame is not closed in it")
     return found

@@ -16,11 +16,11 @@ from torch.fx import Node
 
 from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch import variables
+from megacpp_compile.errors._attempts import GivenUp
 from megacpp_compile.frontend.expert_loops import origins
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
 from megacpp_compile.frontend.expert_loops.empty_experts import same_shapes, same_without_rows
 from megacpp_compile.fx import assumptions
-from megacpp_compile.fx.attempts import GivenUp
 from megacpp_compile.fx.edit import called
 from megacpp_compile.fx.walks import reached
 

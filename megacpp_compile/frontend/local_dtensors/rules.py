@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import GivenUp
 from megacpp_compile.frontend.dtensors import leaves, writes
-from megacpp_compile.fx.attempts import GivenUp
 from megacpp_compile.fx.edit import called, dynamo_value, same_size, same_sizes
 
 SIZED = frozenset(("view", "reshape", "expand", "unflatten"))  # told the sizes of their result

@@ -18,10 +18,10 @@ from torch import fx
 from torch.fx import Graph, GraphModule, Node
 
 from megacpp_compile._torch.fakes import FakeTensor
+from megacpp_compile.errors._attempts import GivenUp
 from megacpp_compile.frontend.checkpoint import TAGS, inline_checkpoints
 from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
 from megacpp_compile.fx import short_loops
-from megacpp_compile.fx.attempts import GivenUp
 from megacpp_compile.fx.edit import all_nodes, dynamo_value
 
 NOT_FROM_AN_END = "a tensor is not read from its first or its last part on, part by part"

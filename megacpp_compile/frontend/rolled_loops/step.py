@@ -9,9 +9,9 @@ import torch
 
 from megacpp_compile._torch import positions, variables
 from megacpp_compile._torch import translator as translation
+from megacpp_compile.errors._attempts import GivenUp
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
 from megacpp_compile.frontend.hidden_writes import storage_of
-from megacpp_compile.fx.attempts import GivenUp
 
 _LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "SEND", "RETURN_GENERATOR")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.attempts import GivenUp
+from megacpp_compile.errors._attempts import GivenUp
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.latent_attention.core import constant

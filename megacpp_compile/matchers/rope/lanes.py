@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.attempts import GivenUp
+from megacpp_compile.errors._attempts import GivenUp
 
 aten = torch.ops.aten
 # Source ids: no table in this term; memory nothing was written to; a product of tables.

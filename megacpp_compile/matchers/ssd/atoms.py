@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from megacpp_compile.fx.attempts import GivenUp
+from megacpp_compile.errors._attempts import GivenUp
 from megacpp_compile.fx.edit import same_size
 
 

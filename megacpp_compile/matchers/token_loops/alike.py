@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.attempts import GivenUp
+from megacpp_compile.errors._attempts import GivenUp
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.token_loops.first_step import Zeros, same_sizes
 from megacpp_compile.matchers.token_loops.tokens import Read

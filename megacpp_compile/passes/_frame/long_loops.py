@@ -37,13 +37,14 @@ def lengthen(captured: Captured, given: Set[Node]) -> None:
             long |= dict.fromkeys(users, (short, count))
             graph.erase_node(node)
         elif node.target is short_loops.lengthened:
-            if not _alike(value(node.args[0]), value(node)):
-                raise CaptureError(f"{node.name} is not as long as the loop that it stands for")
+            CaptureError.when(
+                not _alike(value(node.args[0]), value(node)),
+                f"{node.name} is not as long as the loop that it stands for",
+            )
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node in long:
-            if node in given:
-                raise CaptureError(f"{node.name} is left of a loop of which a few steps were traced")
+            CaptureError.when(node in given, f"{node.name} is left of a loop of which a few steps were traced")
             _remake(captured, node, *long[node])
             for user in node.users:
                 long.setdefault(user, long[node])
@@ -73,8 +74,10 @@ def _remake(captured: Captured, node: Node, short: int, count: int) -> None:
         return  # it may save a state of every so many tokens; what it is read for is looked at there
     for old, new in zip(_tensors(before), _tensors(made), strict=True):
         wanted = tuple(longer(s) if type(s) is int else s for s in old.shape)
-        if tuple(new.shape) != wanted or old.dtype != new.dtype:
-            raise CaptureError(f"{node.name} of all steps has not the size that it is to have")
+        CaptureError.when(
+            tuple(new.shape) != wanted or old.dtype != new.dtype,
+            f"{node.name} of all steps has not the size that it is to have",
+        )
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

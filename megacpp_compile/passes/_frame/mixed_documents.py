@@ -25,7 +25,7 @@ from megacpp_compile._torch import calls
 from megacpp_compile._torch.fakes import FakeTensor
 from megacpp_compile._torch.guards import TracingContext
 from megacpp_compile.config.options import Config
-from megacpp_compile.config.warn_once import warn_once
+from megacpp_compile.config.warn_once import raise_or_warn
 from megacpp_compile.errors import MixedDocumentsError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import value
@@ -68,10 +68,7 @@ class Ledger:
         self.said |= new.keys()
         rows = [dataclasses.replace(new[block], reason=_reason(new[block], self.keeper)) for block in blocks]
         collector.emit_misses(frame, rows)
-        error = MixedDocumentsError(blocks, self.keeper)
-        if config.strict:
-            raise error
-        warn_once(str(error))
+        raise_or_warn(MixedDocumentsError(blocks, self.keeper), config.strict)
 
 
 def mixed(captured: Captured | None, misses: Sequence[MissedFusion], whole: bool, config: Config) -> Mixed | None:

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch import context_parallel
 from megacpp_compile.config.options import Config
-from megacpp_compile.config.warn_once import warn_once
+from megacpp_compile.config.warn_once import raise_or_warn
 from megacpp_compile.errors import OtherPartsError, SequenceShardedError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.frontend.dtensors import activations_in, leaves
@@ -100,10 +100,7 @@ class SequenceShards:
                 found.setdefault((row.fqn, row.source), row)
         if told or found:
             every = [(miss.fqn or miss.source, miss.pass_name) for miss in (*told.values(), *found.values())]
-            error = SequenceShardedError(every, self.why)
-            if config.strict:
-                raise error
-            warn_once(str(error))
+            raise_or_warn(SequenceShardedError(every, self.why), config.strict)
         return list(found.values())
 
     def _near(self, misses: Iterable[MissedFusion], captured: Captured | None) -> Iterator[MissedFusion]:
@@ -191,10 +188,7 @@ def _call_watched(
     if now != parts:
         if parts is not None:
             raise OtherPartsError(reads, parts.why, now.why if now else "")
-        error = SequenceShardedError(reads, now.why if now else "")
-        if strict:
-            raise error
-        warn_once(str(error))
+        raise_or_warn(SequenceShardedError(reads, now.why if now else ""), strict)
     return compiled(*args)
 
 
