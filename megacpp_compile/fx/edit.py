@@ -97,6 +97,31 @@ class Builder:
     def item(self, node: Node, index: int) -> Node:
         return self(operator.getitem, node, index)
 
+    def size(self, node: Node, dim: int) -> Any:
+        """A size of `node`, by a node that reads it only where it is no number."""
+        known = value(node).shape[dim]
+        return known if isinstance(known, int) else self(torch.ops.aten.sym_size.int, node, dim)
+
+    def flat(self, node: Node) -> Node:
+        """`node` with one dimension, by a node only where it has not."""
+        return node if value(node).dim() == 1 else self(torch.ops.aten.reshape.default, node, [-1])
+
+    def joined(self, nodes: Sequence[Node], *dim: int) -> Node:
+        """`nodes` side by side, by a node only where there are several."""
+        return nodes[0] if len(nodes) == 1 else self(torch.ops.aten.cat.default, nodes, *dim)
+
+    def folded(self, op: Any, nodes: Iterable[Node]) -> Node | None:
+        """`nodes` put together by an op of two, from the first on; None where there are none."""
+        left = iter(nodes)
+        return functools.reduce(lambda made, one: self(op, made, one), left, next(left, None))
+
+    def part(self, node: Node, dim: int, first: int, size: Any) -> Node:
+        """`size` places of `node` from `first` on, by a node only where they are not known to be all of them."""
+        whole = value(node).shape[dim]
+        if not isinstance(size, int) or isinstance(whole, int) and (first, size) == (0, whole):
+            return node
+        return self(torch.ops.aten.slice.Tensor, node, dim, first, first + size)
+
     def permuted(self, node: Node, order: Sequence[int]) -> Node:
         """`node` with its dimensions in `order`, by a node only where they are not so already."""
         return node if [*order] == sorted(order) else self(torch.ops.aten.permute.default, node, [*order])

@@ -133,8 +133,7 @@ def _weight(build: Builder, gated: GatedNorm, width: int) -> Node | None:
     """The product of all gains and numbers, one per channel of a row; None where there is none."""
     weight: Node | None = None
     for gain, own_width in gated.gains:
-        if value(gain).dim() != 1:
-            gain = build(aten.reshape.default, gain, [value(gain).numel()])
+        gain = build.flat(gain)
         if value(gain).shape[0] == 1 != width:
             gain = build(aten.expand.default, gain, [width])
         elif own_width != width:

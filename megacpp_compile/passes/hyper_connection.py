@@ -74,8 +74,8 @@ def _check(view: GraphView, found: Connection) -> Match | MatchFailure:
 def _rewrite(build: Builder, found: Connection) -> tuple[Node, list[Node]]:
     device = value(found.streams).device
     post, mixing = found.post, found.mixing
-    scale = _joined(build, [part.affine.scale(build, device) for part in found.parts])
-    base = _joined(build, [part.affine.base(build, device) for part in found.parts])
+    scale = build.joined([part.affine.scale(build, device) for part in found.parts])
+    base = build.joined([part.affine.base(build, device) for part in found.parts])
     node = build(
         torch.ops.megacpp.hyper_connection.default,
         found.streams, _weight(build, found), scale, base, found.norm.eps,
@@ -90,10 +90,6 @@ def _rewrite(build: Builder, found: Connection) -> tuple[Node, list[Node]]:
             joined = value(result).dim() - value(part.node).dim()
             made.append(build(aten.flatten.using_ints, result, 0, joined) if joined else result)
     return node, made
-
-
-def _joined(build: Builder, vectors: list[Node]) -> Node:
-    return vectors[0] if len(vectors) == 1 else build(aten.cat.default, vectors)
 
 
 def _weight(build: Builder, found: Connection) -> Node:
@@ -112,7 +108,7 @@ def _weight(build: Builder, found: Connection) -> Node:
         weight = build(aten.t.default, weight) if linear.transposed else weight
         parts.append(weight if (start, end) == (0, linear.out_features)
                      else build(aten.slice.Tensor, weight, 0, start, end))  # fmt: skip
-    weight = _joined(build, parts)
+    weight = build.joined(parts)
     for gain in found.norm.gains:
         flat = gain if value(gain).dim() <= 1 else build(aten.reshape.default, gain, [-1])
         weight = build(aten.mul.Tensor, weight, build.cast(flat, torch.promote_types(value(flat).dtype, torch.float32)))

@@ -230,7 +230,7 @@ def _rewrite(
         made = {n.args[1]: n for n in quantised.users}
         return [made.get(i) or build.item(quantised, i) for i in which]
 
-    ops, aten = torch.ops.megacpp, torch.ops.aten
+    ops = torch.ops.megacpp
     x, weights = build.cast(first.x, dtype), [linear.weight(build) for linear in linears]
     if recipe == "fp8_block":
         tiles = ops.fp8_quantize_tiles.default
@@ -254,7 +254,7 @@ def _rewrite(
         w8, w_scale = parts(made, 0, 2)
         w_columns = parts(made, 1) if trained else []
     else:
-        w = weights[0] if len(weights) == 1 else build(aten.cat.default, weights)
+        w = build.joined(weights)
         w8, w_scale = parts(payload(w, one, FORWARD, *of_w), 0, scale)
     quantised = [x8, x_scale, w8, w_scale]
     # None stands for what is not there in front of what is.

@@ -27,10 +27,6 @@ def functional_copies(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
         if have.dtype != to.dtype or have.device != to.device:
             new = build(aten._to_copy.default, source, dtype=to.dtype, device=to.device)
         if not same_sizes(have.shape, to.shape):
-            new = build(aten.expand.default, new, _sizes(build, destination, to))
+            new = build(aten.expand.default, new, [build.size(destination, i) for i in range(to.dim())])
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-
-
-def _sizes(build: Builder, node: fx.Node, fake: torch.Tensor) -> list[object]:
-    return [n if isinstance(n, int) else build(aten.sym_size.int, node, i) for i, n in enumerate(fake.shape)]

@@ -37,8 +37,7 @@ def put_back(graph: fx.Graph, fake_mode: FakeTensorMode) -> int:
             continue
         old, read = {n: (value(n), n.args, n.kwargs) for n in graph.nodes}, _readers(rows)
         build = Builder(graph, fake_mode, min((node, *read)), node)
-        count_of = value(order).shape[0]
-        slots = count_of if isinstance(count_of, int) else build(aten.sym_size.int, order, 0)
+        slots = build.size(order, 0)
         build.anchor = node
         empty = build(aten.new_empty.default, rows, [slots, *channels], dtype=value(buffer).dtype)
         node.args = (empty, places, rows)

@@ -191,6 +191,5 @@ def _first_rows(build: Builder, x: Node, index: Node, dim: int) -> Node:
     """As many rows of `x` as `index` has, along each dimension but its own `dim`."""
     for d, n in enumerate(value(index).shape):
         if d != dim and not same_size(n, value(x).shape[outer(d, dim)]):
-            count = n if isinstance(n, int) else build(aten.sym_size.int, index, d)
-            x = build(aten.slice.Tensor, x, outer(d, dim), 0, count)
+            x = build(aten.slice.Tensor, x, outer(d, dim), 0, build.size(index, d))
     return x

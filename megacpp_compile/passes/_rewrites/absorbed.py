@@ -12,7 +12,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention, View
-from megacpp_compile.passes._rewrites.absorbed_weights import absorbed, expanded, ordered
+from megacpp_compile.passes._rewrites.absorbed_weights import absorbed, expanded, taken
 
 aten = torch.ops.aten
 
@@ -36,17 +36,16 @@ def latent_rows(
     if latent is None:
         parts = [_rows(build, found.latent, "bsr", size)]
         parts += [_rows(build, one.rows, "bsc", size, one.width) for one in found.shared]
-        parts = [build.cast(part, dtype) for part in parts] + [*more]
-        latent = build(aten.cat.default, parts, -1) if len(parts) > 1 else parts[0]
+        latent = build.joined([*(build.cast(part, dtype) for part in parts), *more], -1)
     return build.cast(latent, dtype)
 
 
 def absorbed_queries(build: Builder, found: LatentAttention, dtype: torch.dtype) -> list[Node]:
     """The queries' channels [b, t, h, ..] in the order of `latent_rows`: by W_uk, and those that meet shared ones."""
     queries = [_queries(build, found, i, dtype) for i in range(len(found.core.scores))]
-    nope = _channels(build, queries[found.part], found.first, found.sizes["n"])
+    nope = build.part(queries[found.part], -1, found.first, found.sizes["n"])
     pieces = [build.cast(absorbed(build, nope, found, dtype), dtype)]
-    return pieces + [_channels(build, queries[one.part], one.first, one.width) for one in found.shared]
+    return pieces + [build.part(queries[one.part], -1, one.first, one.width) for one in found.shared]
 
 
 def expanded_result(
@@ -80,19 +79,9 @@ class Sizes:
 
 def _rows(build: Builder, view: View, axes: str, size: Callable[[str], Any], width: int | None = None) -> Node:
     """[b, s, channels] of what holds them. width: of the channels, where they are not the latent's."""
-    node, kept = view.node, list[str]()
-    for dim in reversed(range(len(view.places))):
-        first, steps = view.places[dim]
-        if not steps:
-            node = build(aten.select.int, node, dim, first)
-            continue
-        (axis,) = steps
-        wanted = width if axis == "c" else size(axis)
-        whole = value(node).shape[dim]
-        if isinstance(wanted, int) and isinstance(whole, int) and (first, wanted) != (0, whole):
-            node = build(aten.slice.Tensor, node, dim, first, first + wanted)
-        kept.insert(0, axis)
-    return ordered(build, node, kept, axes)
+    dims = [(axis, first, width if axis == "c" else axis and size(axis))
+            for first, steps in view.places for axis in steps or (None,)]  # fmt: skip
+    return taken(build, view.node, dims, axes)
 
 
 def _one_buffer(build: Builder, found: LatentAttention, size: Callable[[str], Any]) -> Node | None:
@@ -116,14 +105,7 @@ def _one_buffer(build: Builder, found: LatentAttention, size: Callable[[str], An
 def _queries(build: Builder, found: LatentAttention, part: int, dtype: torch.dtype) -> Node:
     """[b, t, h, c] of the queries of a part of the scores."""
     operand = found.core.scores[part][0]
-    have = [axis for axis in operand.axes if axis is not None]
-    return build.cast(ordered(build, operand.node, have, "bthc"), dtype)
-
-
-def _channels(build: Builder, queries: Node, first: int, width: int) -> Node:
-    if (first, width) == (0, value(queries).shape[-1]):
-        return queries
-    return build(aten.slice.Tensor, queries, -1, first, first + width)
+    return build.cast(taken(build, operand.node, [(axis, 0, None) for axis in operand.axes], "bthc"), dtype)
 
 
 def _result(build: Builder, found: LatentAttention, out: Node) -> Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,39 +57,28 @@ def _sum(build: Builder, terms: Sequence[tuple[Node, Times]], dtype: torch.dtype
         return terms[0][0]
     wide, made = torch.promote_types(dtype, torch.float32), []
     for x, times in terms:
-        x = build.cast(x, wide)
-        for number in (*([] if times.number == 1 else [times.number]), *times.nodes):
-            x = build(aten.mul.Tensor, x, number)
-        made.append(x)
-    return build.cast(functools.reduce(lambda a, b: build(aten.add.Tensor, a, b), made), dtype)
+        numbers = [times.number] if times.number != 1 else []
+        made.append(build.folded(aten.mul.Tensor, [build.cast(x, wide), *numbers, *times.nodes]))  # type: ignore[list-item]
+    return build.cast(build.folded(aten.add.Tensor, made), dtype)  # type: ignore[arg-type]
 
 
 def _weight(build: Builder, view: View, wanted: Mapping[str, int], dtype: torch.dtype) -> Node:
     """A weight, or constant, with the dimensions `wanted` and in their order: its own are taken apart into digits, of
     which each axis is one; of size 1 for an axis it does not have."""
-    shape, kept = list[int](), list[tuple[str, int]]()  # digits; (axis, its first place) of each
+    shape, kept = list[int](), list[tuple[str | None, int, Any]]()
     for whole, (first, steps) in zip(value(view.node).shape, view.places, strict=True):
         left = whole
         for axis, step in sorted(steps.items(), key=lambda one: -one[1]):
             shape.append(left // step)
-            kept.append((axis, first // step))
+            kept.append((axis, first // step, wanted[axis]))
             first, left = first % step, step
         if left > 1 or not steps:
             shape.append(left)
-            kept.append(("", first))
+            kept.append((None, first, 1))
     node = view.node
     if shape != list(value(node).shape):
         node = build(aten.reshape.default, node, shape)
-    have = list[str]()
-    for dim in reversed(range(len(kept))):
-        axis, first = kept[dim]
-        if not axis:
-            node = build(aten.select.int, node, dim, first)
-            continue
-        if (first, wanted[axis]) != (0, shape[dim]):
-            node = build(aten.slice.Tensor, node, dim, first, first + wanted[axis])
-        have.insert(0, axis)
-    return build.cast(ordered(build, node, have, "".join(wanted)), dtype)
+    return build.cast(taken(build, node, kept, "".join(wanted)), dtype)
 
 
 def weights_fit(found: LatentAttention) -> bool:
@@ -119,7 +107,11 @@ def _fits(view: View, wanted: Mapping[str, int], some: bool = False) -> bool:
     return True
 
 
-def ordered(build: Builder, node: Node, have: list[str], axes: str) -> Node:
-    """`node`, whose dimensions are `have`, with those of `axes`, of size 1 where it has none."""
+def taken(build: Builder, node: Node, dims: Sequence[tuple[str | None, int, Any]], axes: str) -> Node:
+    """`node` with the dimensions `axes`, of size 1 where it has none. dims: of each of its own (the axis, the first
+    place, how many); of one without an axis that place alone is taken."""
+    for dim, (axis, first, size) in reversed([*enumerate(dims)]):
+        node = build(aten.select.int, node, dim, first) if axis is None else build.part(node, dim, first, size)
+    have = [axis for axis, _, _ in dims if axis is not None]
     node = build.permuted(node, [have.index(axis) for axis in axes if axis in have])
     return build.unsqueezed(node, [place for place, axis in enumerate(axes) if axis not in have])

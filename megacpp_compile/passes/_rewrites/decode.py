@@ -9,10 +9,10 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, same_size, value
-from megacpp_compile.matchers.latent_attention.masks import Seen
+from megacpp_compile.matchers.latent_attention.masks import Seen, SeenRows
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention
 from megacpp_compile.passes._rewrites.absorbed import Sizes, absorbed_queries, expanded_result, latent_rows
-from megacpp_compile.passes._rewrites.absorbed_weights import ordered
+from megacpp_compile.passes._rewrites.absorbed_weights import taken
 
 aten = torch.ops.aten
 # What a row is hidden by where data says so: its exponential is 0 beside any other's, and it is no infinity, of which a
@@ -30,7 +30,7 @@ def emit(build: Builder, found: LatentAttention) -> tuple[Node, list[Node]]:
     pieces = absorbed_queries(build, found, dtype)
     if found.given:
         pieces.append(build(aten.new_ones.default, pieces[0], [size("b"), size("t"), sizes["h"], 1]))
-    q = build(aten.cat.default, pieces, -1) if len(pieces) > 1 else pieces[0]
+    q = build.joined(pieces, -1)
     together = not same_size(sizes["t"], 1) and not (found.seen and found.seen[0].moves)
     if together:  # all queries see the same rows: as many heads of one
         q = build(aten.unsqueeze.default, build(aten.flatten.using_ints, q, 1, 2), 1)
@@ -46,18 +46,13 @@ def emit(build: Builder, found: LatentAttention) -> tuple[Node, list[Node]]:
 
 def _given(build: Builder, found: LatentAttention) -> Node | None:
     """[b or 1, s] of bool, which rows all queries see as far as data says so; None where it says nothing."""
-    seen = None
-    for one in found.given:
-        node, axes = one.node, found.core.scores_axes
-        have = list(axes[len(axes) - value(node).dim() :])
-        for dim in reversed(range(len(have))):
-            if have[dim] not in "bs":
-                node = build(aten.select.int, node, dim, 0)
-                del have[dim]
-        node = ordered(build, node, have, "bs")
-        node = build(aten.logical_not.default, node) if one.hidden else node
-        seen = node if seen is None else build(aten.logical_and.default, seen, node)
-    return seen
+
+    def seen(one: SeenRows) -> Node:
+        axes = found.core.scores_axes[len(found.core.scores_axes) - value(one.node).dim() :]
+        node = taken(build, one.node, [(axis if axis in "bs" else None, 0, None) for axis in axes], "bs")
+        return build(aten.logical_not.default, node) if one.hidden else node
+
+    return build.folded(aten.logical_and.default, map(seen, found.given))
 
 
 def _bias(build: Builder, seen: Node, size: Callable[[str], Any], dtype: torch.dtype) -> Node:
@@ -75,10 +70,7 @@ def _lengths(build: Builder, found: LatentAttention, size: Callable[[str], Any])
     if not found.seen:
         return build(aten.full.default, [size("b")], size("s"), **options)
     limits = [_limit(build, one, found, size, options) for one in found.seen]
-    whole = limits[0]
-    for other in limits[1:]:
-        whole = build(aten.minimum.default, whole, other)
-    return build(aten.expand.default, whole, [size("b")])
+    return build(aten.expand.default, build.folded(aten.minimum.default, limits), [size("b")])
 
 
 def _limit(

@@ -15,7 +15,7 @@ from megacpp_compile.fx.walks import reached
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers.linear_cross_entropy.heads import HeadLoss, Output
 from megacpp_compile.matchers.linear_cross_entropy.logits import Step
-from megacpp_compile.matchers.linear_cross_entropy.reads import Read
+from megacpp_compile.matchers.linear_cross_entropy.reads import Read, Weight
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, outer, replay
 
 aten = torch.ops.aten
@@ -116,37 +116,30 @@ def _after_steps(
 def _plus_number(build: Builder, w: Node, b: Node | None, number: float) -> Node:
     if b is not None:
         return build(aten.add.Tensor, b, number)
-    return build(aten.new_full.default, w, [_size(build, w, 0)], number)
+    return build(aten.new_full.default, w, [build.size(w, 0)], number)
 
 
 def _target(build: Builder, site: HeadLoss, x: Node) -> Node:
     """The targets as int64 [n]; where there are none, all are ignored."""
     if not site.targets:
-        return build(aten.new_full.default, x, [_size(build, x, 0)], site.of_targets.ignore_index, dtype=torch.int64)
+        return build(aten.new_full.default, x, [build.size(x, 0)], site.of_targets.ignore_index, dtype=torch.int64)
     if site.mask is not None:
         others = build(aten.logical_not.default, site.mask)
         chosen = build(aten.masked_fill.Scalar, *site.targets, others, site.of_targets.ignore_index)
         return build.cast(build(aten.reshape.default, chosen, [-1]), torch.int64)
-    flat = [t if value(t).dim() == 1 else build(aten.reshape.default, t, [-1]) for t in site.targets]
-    return build.cast(flat[0] if len(flat) == 1 else build(aten.cat.default, flat), torch.int64)
+    return build.cast(build.joined([build.flat(t) for t in site.targets]), torch.int64)
 
 
 def _weight(build: Builder, site: HeadLoss, x: Node) -> Node | None:
     """What each row counts for, [n] in the op's compute dtype; None where all count alike."""
-    product = None
-    for weight in site.of_targets.weights:
+
+    def of_rows(weight: Weight) -> Node:
         one = build(aten.logical_not.default, weight.tensor) if weight.unless else weight.tensor
         if weight.shape is not None:
             one = build(aten.expand.default, one, [size_node(build, n) for n in weight.shape])
-        one = one if value(one).dim() == 1 else build(aten.reshape.default, one, [-1])
-        one = build.cast(build(aten.detach.default, one), compute_dtype(value(x)))
-        product = one if product is None else build(aten.mul.Tensor, product, one)
-    return product
+        return build.cast(build(aten.detach.default, build.flat(one)), compute_dtype(value(x)))
 
-
-def _size(build: Builder, of: Node, dim: int) -> Any:
-    size = value(of).shape[dim]
-    return size if isinstance(size, int) else build(aten.sym_size.int, of, dim)
+    return build.folded(aten.mul.Tensor, map(of_rows, site.of_targets.weights))
 
 
 class _Rows:
@@ -252,7 +245,7 @@ class _Results:
         """How many rows there are, or are chosen."""
         if chosen is not None:
             return self.build(aten.sum.default, chosen)
-        return _size(self.build, self.target, 0)
+        return self.build.size(self.target, 0)
 
     def _mean(self, total: Node) -> Node:
         """Over rows that are not ignored."""
@@ -272,7 +265,7 @@ class _Results:
     def _shaped(self, flat: Node, views: tuple[RowView, ...]) -> Node:
         """`flat` [n] with the rows' dimensions under `views`."""
         like = self.rows.of_x(views)
-        sizes = [_size(self.build, like, d) for d in range(value(like).dim() - 1)]
+        sizes = [self.build.size(like, d) for d in range(value(like).dim() - 1)]
         if len(sizes) == 1:
             return flat
         return self._once((views, flat), lambda: self.build(aten.reshape.default, flat, sizes))

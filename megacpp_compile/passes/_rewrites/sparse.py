@@ -13,7 +13,7 @@ from megacpp_compile.matchers.latent_attention.lists import Axes
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention
 from megacpp_compile.matchers.latent_attention.selections import Selection
 from megacpp_compile.passes._rewrites.absorbed import Sizes, absorbed_queries, expanded_result, latent_rows
-from megacpp_compile.passes._rewrites.absorbed_weights import ordered
+from megacpp_compile.passes._rewrites.absorbed_weights import taken
 from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ def emit(build: Builder, found: LatentAttention, selected: Selection) -> tuple[N
     size, dtype = Sizes(build, found), _dtype(found)
     rows = build(aten.unsqueeze.default, latent_rows(build, found, size, dtype), 2)
     pieces = absorbed_queries(build, found, dtype)
-    q = build(aten.cat.default, pieces, -1) if len(pieces) > 1 else pieces[0]
+    q = build.joined(pieces, -1)
     causal, last = selected.last is not None, selected.last or 0
     op = build(
         torch.ops.megacpp.sparse_mla.default, q, rows, _indices(build, selected, size), None, found.core.scale,
@@ -50,9 +50,7 @@ def _rounded_to(node: Node) -> torch.dtype:
 def _indices(build: Builder, selected: Selection, size: Sizes) -> Node:
     """[b, t, 1, k] in int32, as the op keeps it for backward: the list, with -1 for rows that a query does not see, and
     for all but one of the entries that name the same row."""
-    k = value(selected.index).shape[selected.axes.index("k")]
-    if not isinstance(k, int):
-        k = build(aten.sym_size.int, selected.index, selected.axes.index("k"))
+    k = build.size(selected.index, selected.axes.index("k"))
     index = _over(build, selected.index, selected.axes, "btk", [size("b"), size("t"), k])
     wide, seen = build.cast(index, torch.int64), None
     if selected.repeats:  # every row keeps the number of one entry
@@ -74,8 +72,4 @@ def _indices(build: Builder, selected: Selection, size: Sizes) -> Node:
 
 def _over(build: Builder, node: Node, have: Axes, axes: str, sizes: list[Any]) -> Node:
     """`node`, whose dimensions are `have`, over all of `axes`."""
-    for dim in reversed(range(len(have))):
-        if have[dim] is None:
-            node = build(aten.select.int, node, dim, 0)
-    node = ordered(build, node, [axis for axis in have if axis is not None], axes)
-    return build(aten.expand.default, node, sizes)
+    return build(aten.expand.default, taken(build, node, [(axis, 0, None) for axis in have], axes), sizes)
