@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import replace, value
 from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.reader.links import above, through
@@ -71,8 +71,7 @@ class Join:
             with cat.graph.inserting_before(cat):
                 whole = cat.graph.call_function(aten.reshape.default, (whole, list(value(cat).shape)))
             whole.meta["val"] = value(cat)
-        cat.replace_all_uses_with(whole)
-        cat.graph.erase_node(cat)
+        replace(cat, whole)
 
 
 def find(graph: fx.Graph, target: str, late: bool) -> dict[Node, Join]:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.fx.copies import changed
-from megacpp_compile.fx.edit import called
+from megacpp_compile.fx.edit import called, replace
 from megacpp_compile.reader.links import through
 
 _ITSELF = ("to", "detach", "_get_data_attr")
@@ -25,8 +25,7 @@ def _drop(node: Node) -> None:
     for user in list(node.users):
         if called(user) == "_lower_version_count_by_1":  # of the write that is none
             node.graph.erase_node(user)
-    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-    node.graph.erase_node(node)
+    replace(node, node.args[0])
 
 
 def _is_idle(node: Node) -> bool:

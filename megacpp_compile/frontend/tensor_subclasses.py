@@ -26,6 +26,7 @@ from megacpp_compile._torch.fakes import detect_fake_mode
 from megacpp_compile._torch.ops import nn_linear
 from megacpp_compile.errors import TorchInternalsError
 from megacpp_compile.fx.copies import copied
+from megacpp_compile.fx.edit import replace
 from megacpp_compile.fx.provenance import input_name, source_line
 from megacpp_compile.nn.fp8_wrappers import Split, is_wrapper, split
 from megacpp_compile.precision import sentinel
@@ -156,8 +157,7 @@ def _split_node(graph: fx.Graph, node: fx.Node, held: Split, mode: Any) -> None:
                 torch.ops.megacpp.linear_fp8_weight.default, (x, *parts, bias, user.meta["example_value"].dtype)
             )
         lane.meta.update(user.meta)
-        user.replace_all_uses_with(lane)
-        graph.erase_node(user)
+        replace(user, lane)
     graph.erase_node(node)
 
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend.hidden_writes import storage_id, storage_of, written_tensors
 from megacpp_compile.fx.copies import changed, clone_for_users
-from megacpp_compile.fx.edit import called, dynamo_value
+from megacpp_compile.fx.edit import called, dynamo_value, replace
 from megacpp_compile.fx.provenance import source_line
 
 _SAME = {"type_as", "sum_to_size"}
@@ -40,8 +40,7 @@ def without_writes_to_undeclared_aliases(gm: GraphModule) -> GraphModule:
 
 def _told_apart(node: Node) -> None:
     if _returns_its_input(node):
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        node.graph.erase_node(node)
+        replace(node, node.all_input_nodes[0])
     else:
         clone_for_users(node)
 

@@ -213,6 +213,12 @@ def has_effects(node: Node) -> bool:
     return bool(node.is_impure())
 
 
+def replace(node: Node, by: Any) -> None:
+    """Have what reads `node` read `by`, and erase it."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
 def drop_dead(graph: fx.Graph) -> bool:
     """Erase values nobody reads; whether there were any. Unlike `eliminate_dead_code` this leaves submodules alone: the
     bodies of higher-order ops are shared with Dynamo's graph, and in them an in-place op without readers is not dead.

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, move_after, place, same_size, unread_without, value
+from megacpp_compile.fx.edit import Builder, move_after, place, replace, same_size, unread_without, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.lowerings._traits import name_of
@@ -104,8 +104,7 @@ class Rewriter:
         if is_semantic(done.op_node):
             self.ops.add(done.op_node)
         for node in self.unread.intersection(done.match.draws):  # it would be drawn for nobody
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            node.graph.erase_node(node)
+            replace(node, node.all_input_nodes[0])
 
     def undo(self, done: Rewrite) -> None:
         """Let the plain nodes be read again."""

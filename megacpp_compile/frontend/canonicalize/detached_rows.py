@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import of_tensors, replace, same_size, value
 from megacpp_compile.fx.views import (
     DETACH,
     EXPANSIONS,
@@ -42,8 +42,7 @@ def _merged(graph: fx.Graph) -> list[Node]:
     for node in graph.find_nodes(op="call_function", target=DETACH):
         one = first.setdefault(node.args[0], node)  # type: ignore[arg-type]
         if one is not node:
-            node.replace_all_uses_with(one)
-            graph.erase_node(node)
+            replace(node, one)
     return list(first.values())
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile._torch.fakes import FakeTensorMode
-from megacpp_compile.fx.edit import Builder
+from megacpp_compile.fx.edit import Builder, replace
 from megacpp_compile.fx.mode_states import mode_states
 
 aten = torch.ops.aten
@@ -30,8 +30,7 @@ def elementwise_equations(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
         product = _spread(build, operands[0], terms[0], out)
         for operand, term in zip(operands[1:], terms[1:], strict=True):
             product = build(aten.mul.Tensor, product, _spread(build, operand, term, out))
-        node.replace_all_uses_with(product)
-        graph.erase_node(node)
+        replace(node, product)
 
 
 def _of(node: Node) -> tuple[list[str], str] | None:

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx import assumptions
-from megacpp_compile.fx.edit import Builder, same_size, value
+from megacpp_compile.fx.edit import Builder, replace, same_size, value
 from megacpp_compile.fx.walks import descendants
 
 aten = torch.ops.aten
@@ -29,8 +29,7 @@ def expert_numbers(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
                 if user.target is assumptions.iteration or _is_same_number(user):
                     continue
                 if (new := _by_number(build, user, tensor, number)) is not None:
-                    user.replace_all_uses_with(new)
-                    graph.erase_node(user)
+                    replace(user, new)
                     _drop_squeezes(new)
                 else:
                     fake = value(tensor)
@@ -80,5 +79,4 @@ def _drop_squeezes(row: Node) -> None:
     for user in list(row.users):
         one = user.target is aten.squeeze.dim or user.target is aten.select.int and user.args[2] in (0, -1)
         if one and user.args[1] % value(row).dim() == dim:  # type: ignore[operator]
-            user.replace_all_uses_with(entry)  # type: ignore[arg-type]
-            user.graph.erase_node(user)
+            replace(user, entry)

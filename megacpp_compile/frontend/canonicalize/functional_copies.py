@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
-from megacpp_compile.fx.edit import Builder, same_sizes, value
+from megacpp_compile.fx.edit import Builder, replace, same_sizes, value
 
 aten = torch.ops.aten
 
@@ -28,5 +28,4 @@ def functional_copies(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
             new = build(aten._to_copy.default, source, dtype=to.dtype, device=to.device)
         if not same_sizes(have.shape, to.shape):
             new = build(aten.expand.default, new, [build.size(destination, i) for i in range(to.dim())])
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        replace(node, new)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
-from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.edit import Builder, replace, value
 from megacpp_compile.fx.views import CASTS, is_elementwise
 from megacpp_compile.reader.links import through
 
@@ -34,10 +34,8 @@ def only_entries(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
         for reader in list(node.users):
             again = reader.target is aten.select.int and reader.args[1] % dims == dim % dims  # type: ignore[operator]
             if again and not _is_output(reader):
-                reader.replace_all_uses_with(written)
-                graph.erase_node(reader)
-        node.replace_all_uses_with(entry)
-        graph.erase_node(node)
+                replace(reader, written)
+        replace(node, entry)
 
 
 def _is_only(fake: Any, dim: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import replace, value
 
 
 def whole_slices(graph: fx.Graph) -> int:
@@ -24,8 +24,7 @@ def whole_slices(graph: fx.Graph) -> int:
         start, end, step = (*node.args[2:], None, None, None)[:3]
         whole = (end is None or end == sys.maxsize) and step in (None, 1) and (start in (None, 0) or _all(node, start))
         if whole and not any(user.op == "output" for user in node.users):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+            replace(node, node.args[0])
             count += 1
     return count
 

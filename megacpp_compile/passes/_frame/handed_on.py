@@ -24,7 +24,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx import short_loops
-from megacpp_compile.fx.edit import Builder, arguments, value
+from megacpp_compile.fx.edit import Builder, arguments, replace, value
 from megacpp_compile.lowerings._entering_states import entering_states
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.sharding.sequences import Parts
@@ -76,8 +76,7 @@ def hand_on(node: Node, parts: Parts, fake_mode: Any) -> tuple[Node, list[Node]]
         op_node = _from_state(build, node, given, parts)
         result = _together(build, build.item(op_node, 0), parts)
         for item in _items(node, 0):
-            item.replace_all_uses_with(result)
-            node.graph.erase_node(item)
+            replace(item, result)
         for item in list(node.users):
             node.graph.erase_node(item)
     node.graph.erase_node(node)

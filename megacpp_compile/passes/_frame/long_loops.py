@@ -17,7 +17,7 @@ from torch.fx import Node
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx import short_loops
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import replace, value
 from megacpp_compile.lowerings._registry import semantic_ops
 
 aten = torch.ops.aten
@@ -41,8 +41,7 @@ def lengthen(captured: Captured, given: Set[Node]) -> None:
                 not _alike(value(node.args[0]), value(node)),
                 f"{node.name} is not as long as the loop that it stands for",
             )
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+            replace(node, node.args[0])
         elif node in long:
             CaptureError.when(node in given, f"{node.name} is left of a loop of which a few steps were traced")
             _remake(captured, node, *long[node])
