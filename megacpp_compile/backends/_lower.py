@@ -63,7 +63,7 @@ class LowerSemanticOps(GraphPass):
     ) -> None:
         self.target, self.config, self.before, self.regions, self.report = target, config, before, regions, report
 
-    @stages.in_stage("lowering")
+    @stages.stage("lowering")
     def run(self, graph: fx.Graph) -> None:
         _sum_gradient.erase(graph)
         keep_float32(graph)

@@ -105,7 +105,7 @@ class Automatic:
         self._say(choice.reported)
         return halves
 
-    @stages.in_stage("plan")
+    @stages.stage("plan")
     def _choose(self, gm: GraphModule, none: Plan) -> _Choice:
         """What becomes of `gm`. none: the plan that the partitioner makes of it as it is."""
         config, target, graph = self.settings.config, self.settings.target, gm.graph

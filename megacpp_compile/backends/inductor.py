@@ -163,7 +163,7 @@ def _no_kernel_serves(operands: Mapping[str, Any]) -> bool:
     return chosen(q, q, q.new_empty((*q.shape[:-1], v.shape[-1])), causal=False) == UNFUSED
 
 
-@stages.in_stage("code")
+@stages.stage("code")
 def _keeping_saved_tensors(inner_compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     keep_saved_tensors()
     return inner_compile(*args, **kwargs)

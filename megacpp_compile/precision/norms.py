@@ -133,15 +133,11 @@ class _Watch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def hooked(self) -> Any:
-        handles = []
-        for module in (*self.norms, *self.linears):
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for module in (*self.norms, *self.linears):
+                hooks.enter_context(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(self._leave))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module in self.linears:

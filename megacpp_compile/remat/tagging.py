@@ -57,7 +57,7 @@ class TagForRemat(GraphPass):
         self.policy, self.block_kinds, self.before = policy, block_kinds, before
         self.on_plan, self.around = on_plan, around
 
-    @stages.in_stage("plan")
+    @stages.stage("plan")
     def run(self, graph: fx.Graph) -> None:
         forward, needed = joint(graph)
         if not needed:

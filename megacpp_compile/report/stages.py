@@ -9,13 +9,12 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 from megacpp_compile._torch.compile_events import Events
 from megacpp_compile.fx.held import held
 from megacpp_compile.report import pieces
 
-Called = TypeVar("Called", bound=Callable[..., Any])
 
 class _Open(NamedTuple):
     """What goes on: a stage, perhaps a piece (kind, where) of it, of which half of the frame ("" before it has any),
@@ -88,16 +87,15 @@ def timed(seconds: dict[str, float], name: str, found: list[dict[str, Any]] | No
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """What runs inside is of the stage `name` of the frame that is being compiled, if any is timed."""
+    """What runs inside, or in a function that it decorates, is of the stage `name` of the frame that is being compiled,
+    if any is timed."""
     with _inside(lambda clock: _Open(name, None, clock.open[-1].half if clock.open else "")):
         yield
 
 
-@contextlib.contextmanager
-def piece(kind: str, where: str = "") -> Iterator[None]:
+def piece(kind: str, where: str = "") -> contextlib.AbstractContextManager[None]:
     """What runs inside is a piece of the stage that goes on: of a `kind` that `pieces` knows, about `where`."""
-    with _inside(lambda clock: clock.piece(kind, where)):
-        yield
+    return _inside(lambda clock: clock.piece(kind, where))
 
 
 @contextlib.contextmanager
@@ -112,20 +110,6 @@ def _inside(opened: Callable[[_Clock], _Open]) -> Iterator[None]:
         yield
     finally:
         clock.end(place)
-
-
-def in_stage(name: str) -> Callable[[Called], Called]:
-    """A function whose calls are of the stage `name`."""
-
-    def of(called: Called) -> Called:
-        @functools.wraps(called)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with stage(name):
-                return called(*args, **kwargs)
-
-        return cast(Called, call)
-
-    return of
 
 
 def _event_begins(event: str) -> None:
@@ -160,11 +144,9 @@ _events = Events(_event_begins, _event_ends, functools.partial(piece, pieces.KER
 heard = _events.heard  # a context in which pieces of torch's are told apart
 
 
-@contextlib.contextmanager
-def frame_begins() -> Iterator[None]:
+def frame_begins() -> contextlib.AbstractContextManager[None]:
     """Dynamo has a frame inside."""
-    with held(_began, time.perf_counter()):
-        yield
+    return held(_began, time.perf_counter())
 
 
 def since_frame_began() -> float | None:

@@ -13,7 +13,7 @@ from benchmarks import models
 from megacpp_compile.backends import automatic
 from megacpp_compile.report import stages
 from megacpp_compile.report.pieces import STAGES
-from megacpp_compile.report.stages import in_stage, stage, timed
+from megacpp_compile.report.stages import stage, timed
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_stage_stops_while_one_inside_it_runs(clock):
                 clock(4)
             clock(8)
         clock(16)
-        in_stage("plan")(clock)(32)
+        stage("plan")(clock)(32)
     assert seconds == {"torch": 21, "plan": 42}
 
 
