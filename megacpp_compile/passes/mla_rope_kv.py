@@ -40,7 +40,7 @@ after = ("mla_rope_q",)
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     yield from rotations.refusals(view, name)
     for head in view.heads.found:
-        if is_mla_key(view, head):
+        if is_mla_key(head):
             yield _check(view, head)
 
 

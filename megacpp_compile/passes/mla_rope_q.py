@@ -35,13 +35,13 @@ after = ("down_norm_up",)
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     yield from rotations.refusals(view, name)
     for head in view.heads.found:
-        if head.kind in ("partial", "separate") and not is_mla_key(view, head):
+        if head.kind in ("partial", "separate") and not is_mla_key(head):
             found = _check(view, head)
             if found is not None:
                 yield found
 
 
-def is_mla_key(view: GraphView, head: Head) -> bool:
+def is_mla_key(head: Head) -> bool:
     """Whether `head` is a key of MLA: one rope row behind every head's own channels. A single head broadcasts nothing;
     its row is one that comes from a second tensor and that the attention scores read as a key."""
     if head.kind == "shared":
@@ -62,14 +62,14 @@ def _reads_mla_keys(view: GraphView, head: Head) -> bool:
     decides."""
     partners = view.heads.partners(head)
     if partners:
-        return any(is_mla_key(view, p) for p in partners)
+        return any(is_mla_key(p) for p in partners)
     if not head.readers and leaves_graph(head.root):
         return head.kind == "partial" and not head.rotation.rope_first
     # The keys went through something the graph view does not follow, such as a cache: match by tables and widths.
     mine = head.rotation
     for other in view.heads.found:
         theirs = other.rotation
-        if is_mla_key(view, other) and not view.heads.partners(other):
+        if is_mla_key(other) and not view.heads.partners(other):
             same = mine.cos.source.node is theirs.cos.source.node or mine.cos.width == theirs.cos.width
             if (
                 same

@@ -45,7 +45,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         if q.kind not in ("full", "partial") or q.root in done or q.role() != "q":
             continue
         partners = [k for k in view.heads.partners(q) if k.root not in done]
-        if not partners or any(is_mla_key(view, k) for k in partners):
+        if not partners or any(is_mla_key(k) for k in partners):
             continue
         checked = [(k, _check(view, q, k)) for k in partners]
         k, found = next(((k, one) for k, one in checked if isinstance(one, Match)), checked[0])

@@ -56,16 +56,6 @@ def _saved_instead(plan: Plan, needed: set[Node]) -> Iterable[Node]:
 
 def _recomputed_from(node: Node, recomputed: set[Node], free: set[Node], needed: set[Node]) -> set[Node] | None:
     """The values that backward recomputes from `node` or a view of it; None where backward reads it itself."""
-    if node in needed or any(u in free for u in node.users):
-        return None
-    found: set[Node] = set()
-    for user in node.users:
-        if user in recomputed:
-            if is_view(user):
-                inner = _recomputed_from(user, recomputed, free, needed)
-                if inner is None:
-                    return None
-                found |= inner
-            else:
-                found.add(user)
-    return found
+    views = list(reached([node], lambda n: [u for u in n.users if u in recomputed and is_view(u)]))
+    users = {u for n in views for u in n.users}
+    return None if not needed.isdisjoint(views) or users & free else users & recomputed - set(views)

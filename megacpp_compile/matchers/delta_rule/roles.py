@@ -55,12 +55,12 @@ def assignments(r: Resized, root: Node, gate: Node | None, corrected: Set[Node])
         nodes.setdefault("q", nodes["k"])  # one tensor as both
         if gate is not None:
             nodes["g"] = gate
-        axes = _axes(r, root, made, nodes)
+        axes = _axes(r, made, nodes)
         if axes is not None:
             yield Roles(nodes, axes)
 
 
-def _axes(r: Resized, root: Node, made: Dim, nodes: dict[str, Node]) -> DeltaRuleAxes | None:
+def _axes(r: Resized, made: Dim, nodes: dict[str, Node]) -> DeltaRuleAxes | None:
     of = {name: set(r.atoms(n)) for name, n in nodes.items()}
     if any(len(r.atoms(n)) != len(of[name]) for name, n in nodes.items()) or len(set(made)) != len(made):
         return None
