@@ -28,6 +28,7 @@ from megacpp_compile.matchers.latent_attention.integers import (
     sum_of,
     viewed,
 )
+from megacpp_compile.matchers.ssd.packed import alike
 from megacpp_compile.reader.links import through
 
 aten = torch.ops.aten
@@ -158,6 +159,24 @@ def is_flags(node: Any) -> bool:
     if node.target is aten.mul.Tensor:
         return all(map(is_flags, node.args))
     return node.target in (aten.rsub.Scalar, aten.sub.Tensor) and truth_of(node) is not None
+
+
+def by_flags(node: Node) -> tuple[Node, Any, Node, float] | None:
+    """(the product, scores, flags, the number in the place of scores whose flag is 0) of `s * m - 1e10 * (1 - m)`, m of
+    0s and 1s."""
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
+        return None
+    sign = 1 if node.target is aten.add.Tensor else -1
+    for kept, rest in (node.args, node.args[::-1])[: 2 if sign == 1 else 1]:
+        if any(getattr(n, "target", None) is not aten.mul.Tensor for n in (kept, rest)):
+            continue
+        number, (of_zeros, left) = constant(rest.args[1]), truth_of(rest.args[0]) or (None, False)  # type: ignore[union-attr]
+        if number is None or sign * number >= 0 or not left:
+            continue
+        for of, flags in (kept.args, kept.args[::-1]):  # type: ignore[union-attr]
+            if is_flags(flags) and alike(flags, of_zeros):
+                return kept, of, flags, sign * number
+    return None
 
 
 def _least(found: list[Seen], tokens: Any) -> list[Seen]:

@@ -13,12 +13,11 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.latent_attention.core import WHERES, constant
-from megacpp_compile.matchers.latent_attention.masks import is_flags, truth_of
+from megacpp_compile.matchers.latent_attention.masks import by_flags
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, Gain, Operand, Scores, Term, beside, grouped
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes, flat, fresh, is_one
 from megacpp_compile.matchers.ssd.axes import AxisEquations
-from megacpp_compile.matchers.ssd.packed import alike
 from megacpp_compile.reader.dims import permuted, reduced_dims
 from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
@@ -131,7 +130,7 @@ class ScoresReader:
             if constant(b) is not None:
                 return self.masked(node, a, condition, "seen", b)
             return self.masked(node, b, condition, "hidden", a) if constant(a) is not None else None
-        if (hidden := _hidden_by_product(node)) is not None:
+        if (hidden := by_flags(node)) is not None:
             kept, of, flags, number = hidden
             self.inside.append(kept)
             return self.masked(node, of, flags, "seen", number)
@@ -299,23 +298,6 @@ def _repeats(node: Node) -> bool:
 def _has_more_bits(node: Node) -> bool:
     """Whether `node` is a cast to a dtype that holds all of its operand's numbers."""
     return is_cast(node) and value(node).dtype.itemsize > value(node.args[0]).dtype.itemsize
-
-
-def _hidden_by_product(node: Node) -> tuple[Node, Any, Node, float] | None:
-    """(the product, scores, flags, the number in the place of scores whose flag is 0) of `s * m - 1e10 * (1 - m)`, m of
-    0s and 1s."""
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
-        return None
-    sign = 1 if node.target is aten.add.Tensor else -1
-    for kept, rest in (node.args, node.args[::-1])[: 2 if sign == 1 else 1]:
-        number = times(rest)
-        if number is None or sign * number >= 0 or getattr(kept, "target", None) is not aten.mul.Tensor:
-            continue
-        of_zeros, left = truth_of(rest.args[0]) or (None, False)
-        for of, flags in (kept.args, kept.args[::-1]) if left else ():
-            if is_flags(flags) and alike(flags, of_zeros):
-                return kept, of, flags, sign * number
-    return None
 
 
 def times(node: Any) -> float | None:
