@@ -107,7 +107,10 @@ def places_of(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
         if isinstance(n, Node) and n not in losses and has_gradient(n) and nbytes(dynamo_value(n)) >= LARGE
         and outputs.count(n) == memory.count(storage_of(n)) == 1 and computed_from(losses, n)
     ]  # fmt: skip
-    return found if found and not any(_differs(m) for m in gm.modules() if isinstance(m, GraphModule)) else []
+    if not found or any(_differs(m) for m in gm.modules() if isinstance(m, GraphModule)):
+        return []
+    log.logger.info("without a gradient until one is asked for: %s", ", ".join(outputs[i].name for i in found))
+    return found
 
 
 def _outputs(gm: GraphModule) -> list[Any]:

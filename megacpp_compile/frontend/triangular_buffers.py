@@ -29,6 +29,7 @@ from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
 from megacpp_compile.fx.copies import changed
 from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.fx.fake_state import STANDS_FOR
+from megacpp_compile.report import log
 
 # Numbers of the largest buffer that is looked at, as of 16384 tokens, and of what is compared at once.
 LARGEST, AT_ONCE = 2**28, 2**24
@@ -62,6 +63,7 @@ def as_code(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
         if node.users and _of_a_module(source) and storage_of(node) not in kept and (band := band_of(given)):
             install_guard(guard_of(source, functools.partial(_still, band), f"{node.name} has the numbers of a band"))
             found[node.name] = band
+            log.logger.info("%s is computed, not read: %s", node.name, band)
     return changed(gm, [n for n in holders if n.name in found], lambda n: _compute(n, found[n.name]))
 
 
