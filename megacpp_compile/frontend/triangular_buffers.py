@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch._registry import present
 from megacpp_compile._torch.ddp import writes_buffers
 from megacpp_compile._torch.dynamo import guard_of, install_guard
 from megacpp_compile._torch.guards import TracingContext
@@ -52,19 +53,21 @@ class Band(NamedTuple):
 def as_code(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
     """Dynamo's graph `gm` itself where no module's tensor in it is a band, else a copy that makes them where they are
     read, and guards on what it knows of them."""
-    if writes_buffers() or TracingContext.try_get() is None:
+    if writes_buffers() or not present(TracingContext, install_guard) or TracingContext.try_get() is None:
         return gm
-    holders = gm.graph.find_nodes(op="placeholder")
-    kept = {storage_of(w) for n in gm.graph.nodes for w in written_tensors(n)}
-    kept |= {storage_of(n) for n in gm.graph.output_node().all_input_nodes}  # whose memory others see
-    found = dict[str, Band]()
-    for node, given in zip(holders, example_inputs, strict=True):
-        source = getattr(node, "_dynamo_source", None)
-        if node.users and _of_a_module(source) and storage_of(node) not in kept and (band := band_of(given)):
-            install_guard(guard_of(source, functools.partial(_still, band), f"{node.name} has the numbers of a band"))
-            found[node.name] = band
-            log.logger.info("%s is computed, not read: %s", node.name, band)
-    return changed(gm, [n for n in holders if n.name in found], lambda n: _compute(n, found[n.name]))
+    holders = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
+    mine = [n for n in holders if n.users and _of_a_module(getattr(n, "_dynamo_source", None))]
+    found = {n: band for n in mine if (band := band_of(holders[n])) is not None}
+    if found:
+        kept = {storage_of(w) for n in gm.graph.nodes for w in written_tensors(n)}
+        kept |= {storage_of(n) for n in gm.graph.output_node().all_input_nodes}  # whose memory others see
+        found = {n: band for n, band in found.items() if storage_of(n) not in kept}
+    for node, band in found.items():
+        says = f"{node.name} has the numbers of a band"
+        install_guard(guard_of(node._dynamo_source, functools.partial(_still, band), says))  # type: ignore[attr-defined]
+        log.logger.info("%s is computed, not read: %s", node.name, band)
+    bands = {n.name: band for n, band in found.items()}
+    return changed(gm, list(found), lambda n: _compute(n, bands[n.name]))
 
 
 def band_of(tensor: Any) -> Band | None:
@@ -73,7 +76,7 @@ def band_of(tensor: Any) -> Band | None:
     if type(tensor) not in _PLAIN or tensor.device.type == "meta":
         return None
     unlike = tensor.requires_grad or tensor.is_inference() or tensor.is_complex() or tensor.layout != torch.strided
-    if unlike or tensor.dim() < 2 or not 3 < tensor.numel() <= LARGEST:
+    if unlike or tensor.dim() < 2 or min(tensor.shape[-2:]) < 2 or not _one_matrix(tensor):
         return None
     key, now = id(tensor), (tensor._version, tensor.data_ptr())
     known = _read.get(key)
@@ -114,11 +117,15 @@ def _of_a_module(source: Any) -> bool:
     return False
 
 
+def _one_matrix(tensor: Tensor) -> bool:
+    return math.prod(tensor.shape[-2:]) == tensor.numel() <= LARGEST
+
+
 def _looked_at(tensor: Tensor) -> Band | None:
-    *leading, rows, columns = tensor.shape
-    if math.prod(leading) != 1 or min(rows, columns) < 2:
-        return None
+    rows, columns = tensor.shape[-2:]
     matrix = tensor.detach().reshape(rows, columns)
+    if len({*torch.stack([matrix[0, 0], matrix[0, 1], matrix[1, 0], matrix[0, -1], matrix[-1, 0]]).tolist()}) > 2:
+        return None  # as of nearly every weight that is not trained
     edge = torch.cat([matrix[0].flip(0), matrix[1:, 0]]).tolist()  # by row - column, from 1 - columns on
     ends = [i for i in range(1, len(edge)) if edge[i] != edge[i - 1]]
     if not 1 <= len(ends) <= 2 or edge[0] != edge[-1] and len(ends) == 2:
