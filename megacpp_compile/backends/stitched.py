@@ -30,6 +30,7 @@ from megacpp_compile.frontend.opaque_ops import refake
 from megacpp_compile.frontend.repeated_blocks import cut
 from megacpp_compile.frontend.worth_cutting import fires_across, worth
 from megacpp_compile.fx.edit import attribute_of, dynamo_value
+from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.provenance import module_fqn, modules_called
 from megacpp_compile.report.records import CompiledRegion
 from megacpp_compile.targets import Target
@@ -85,9 +86,7 @@ def compile_blocks(
     if why:
         raise NotCut(why)
     given: dict[Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
-    kinds: dict[Hashable, list[Piece]] = {}
-    for piece in pieces:
-        kinds.setdefault(piece.kind, []).append(piece)
+    kinds = by_key((piece.kind, piece) for piece in pieces)
 
     def alone(piece: Piece) -> tuple[GraphModule, list[Any]]:
         return piece.graph_of(gm), [_example(gm, n, given, mode) for n in piece.inputs]

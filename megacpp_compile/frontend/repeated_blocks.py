@@ -13,7 +13,7 @@ transform goes on from one to the next, and where values pass between that are n
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from megacpp_compile.frontend.calls_of_blocks import NotCut, Piece, Reader, Rule
 from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
 from megacpp_compile.frontend.opaque_ops import is_body
 from megacpp_compile.fx.edit import dynamo_value
+from megacpp_compile.fx.groups import by_key
 
 # With this many blocks fewer artifacts outweigh the calls between them, as in `megacpp_compile.compile`.
 LEAST = 4
@@ -50,9 +51,7 @@ def cut(gm: GraphModule, example_inputs: Sequence[Any], rules: Rules = lambda *_
 
 def _choose(reader: Reader, rules: Rules) -> list[Run]:
     """The blocks to take, in order: of each kind, from the largest, unless one within its blocks saves more of them."""
-    kinds: dict[Hashable, list[Run]] = {}
-    for run in reader.runs():
-        kinds.setdefault(reader.kind_of(run, rules), []).append(run)
+    kinds = by_key((reader.kind_of(run, rules), run) for run in reader.runs())
     open_ = sorted((runs for runs in kinds.values() if len(runs) > 1), key=lambda runs: runs[0].first - runs[0].end)
     taken: list[Run] = []
     free = [True] * len(reader.calls)

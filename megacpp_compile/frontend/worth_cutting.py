@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile.frontend.calls_of_blocks import CALL, NotCut, Piece, all_calls
 from megacpp_compile.frontend.hidden_writes import storage_of
 from megacpp_compile.fx.edit import dynamo_value
+from megacpp_compile.fx.groups import by_key
 
 # Blocks of one kind. Fewer are compiled in seconds.
 MANY = 8
@@ -29,9 +30,7 @@ WORK = 2e10
 
 def worth(gm: GraphModule, pieces: Sequence[Piece]) -> str:
     """Why the cut is worth it, in words. Raises NotCut where it is not."""
-    kinds: dict[object, list[Piece]] = {}
-    for piece in pieces:
-        kinds.setdefault(piece.kind, []).append(piece)
+    kinds = by_key((piece.kind, piece) for piece in pieces)
     blocks = max((like for like in kinds.values() if like[0].name), key=len)
     if len(blocks) < MANY:
         raise NotCut(f"{len(blocks)} equal blocks, fewer than {MANY}", few=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+
+from megacpp_compile.fx.held import held
 
 _measure: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_autotune", default=False)
 _traced: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_traced", default=False)
@@ -28,23 +29,14 @@ def ahead() -> bool:
 
 def autotune(on: bool) -> contextlib.AbstractContextManager[None]:
     """A context in which kernels measure their choices of block sizes, or with `on` false take the built-in ones."""
-    return _set(_measure, on)
+    return held(_measure, on)
 
 
 def tracing() -> contextlib.AbstractContextManager[None]:
     """A context in which a launch becomes a node of the graph being traced."""
-    return _set(_traced, True)
+    return held(_traced, True)
 
 
 def compiling_ahead() -> contextlib.AbstractContextManager[None]:
     """A context in which ops run on fake tensors, so that what they would launch is compiled."""
-    return _set(_ahead, True)
-
-
-@contextlib.contextmanager
-def _set(flag: contextvars.ContextVar[bool], on: bool) -> Iterator[None]:
-    token = flag.set(on)
-    try:
-        yield
-    finally:
-        flag.reset(token)
+    return held(_ahead, True)
