@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.pytree import tree_leaves
@@ -20,7 +19,7 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import BadOptionError, DroppedOutputError, closest
 from megacpp_compile.errors._base import listed
-from megacpp_compile.fx.copies import in_place_of
+from megacpp_compile.fx.copies import copied, in_place_of
 from megacpp_compile.fx.edit import dynamo_value, same_size
 from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.reader.links import chain
@@ -96,10 +95,9 @@ def without(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> O
         if beside:
             _check_names(config, sorted({re.sub(r"_\d+$", "", n.name) for n in beside}))
         return Outputs(gm, {})
-    graph = fx.Graph()
-    copies: dict[Node, Node] = {}
-    results = graph.graph_copy(gm.graph, copies)
-    graph.output(tuple(None if i in dropped else result for i, result in enumerate(results)))  # type: ignore[arg-type]
+    graph, copies = copied(gm.graph)
+    output = graph.output_node()
+    output.args = (tuple(None if i in dropped else result for i, result in enumerate(output.args[0])),)  # type: ignore[arg-type]
     return Outputs(in_place_of(gm, graph, copies), dropped)
 
 

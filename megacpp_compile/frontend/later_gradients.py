@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch import modes
@@ -25,8 +25,9 @@ from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
 from megacpp_compile.frontend.dropped_outputs import computed_from, is_loss
 from megacpp_compile.frontend.hidden_writes import has_gradient, storage_of, written_tensors
 from megacpp_compile.frontend.hoisted_input_writes import RANDOM
-from megacpp_compile.fx.copies import in_place_of
-from megacpp_compile.fx.edit import called, dynamo_value
+from megacpp_compile.frontend.undeclared_aliases import drops
+from megacpp_compile.fx.copies import copied, in_place_of
+from megacpp_compile.fx.edit import argument, called, dynamo_value
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.report import log
 
@@ -128,28 +129,23 @@ def _draws(node: Node) -> bool:
         return False
     name = called(node)
     if "scaled_dot_product" in name:
-        return _argument(node, 4, "dropout_p", 0.0) != 0
+        return argument(node, 4, "dropout_p", 0.0) != 0
     if name.removesuffix("_").endswith("dropout"):
-        return _argument(node, 1, "p", 0.5) != 0 and _argument(node, 2, "training", True) is not False
+        return drops(node)
     seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return seeded or RANDOM.search(name) is not None or "rrelu" in name
 
 
-def _argument(node: Node, place: int, name: str, default: Any) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
 def _detached(gm: GraphModule, places: Sequence[int]) -> GraphModule:
     """A copy of Dynamo's graph `gm` whose outputs at `places` are detached."""
-    graph = fx.Graph()
-    copies: dict[Node, Node] = {}
-    results = list(graph.graph_copy(gm.graph, copies))  # type: ignore[arg-type]
-    for i in places:
-        old, results[i] = results[i], graph.call_method("detach", (results[i],))
-        results[i].meta.update(old.meta)
-        if (fake := dynamo_value(old)) is not None:
-            results[i].meta["example_value"] = fake.detach()
-    graph.output(tuple(results)).meta.update(gm.graph.output_node().meta)
+    graph, copies = copied(gm.graph)
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    with graph.inserting_before(output):
+        for i in places:
+            old, results[i] = results[i], graph.call_method("detach", (results[i],))
+            results[i].meta |= old.meta | {"example_value": dynamo_value(old).detach()}
+    output.args = (tuple(results),)
     return in_place_of(gm, graph, copies)
 
 

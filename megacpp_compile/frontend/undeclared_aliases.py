@@ -8,14 +8,12 @@ known: the input stands for itself, what is new is copied, and a frame that writ
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend.hidden_writes import storage_id, storage_of, written_tensors
 from megacpp_compile.fx.copies import changed, clone_for_users
-from megacpp_compile.fx.edit import called, dynamo_value, replace
+from megacpp_compile.fx.edit import argument, called, dynamo_value, replace
 from megacpp_compile.fx.provenance import source_line
 
 _SAME = {"type_as", "sum_to_size"}
@@ -62,7 +60,7 @@ def _is_written_to(node: Node, to: set[int | None]) -> bool:
 
 def _returns_its_input(node: Node) -> bool:
     if _is_dropout(node):
-        return not _drops(node)
+        return not drops(node)
     made, of = (dynamo_value(n) for n in (node, node.all_input_nodes[0]))
     if _name(node) not in _SAME or storage_of(node) is None or storage_id(made) != storage_id(of):
         return False
@@ -71,21 +69,17 @@ def _returns_its_input(node: Node) -> bool:
 
 def _is_dropout(node: Node) -> bool:
     """Whether `node` calls a dropout that is not to work in place: such a one writes, and is traced."""
-    return _name(node) == "dropout" and not _argument(node, 3, "inplace")
+    return _name(node) == "dropout" and not argument(node, 3, "inplace")
 
 
 def _name(node: Node) -> str:
     return called(node).partition(".")[0] if node.op in ("call_function", "call_method") else ""
 
 
-def _drops(node: Node) -> bool:
+def drops(node: Node) -> bool:
     """Whether a dropout may drop anything: a probability that is an input is not known."""
-    trains = _argument(node, 2, "training", _argument(node, 2, "train", True))
-    return trains is not False and _argument(node, 1, "p", 0.5) != 0
-
-
-def _argument(node: Node, at: int, name: str, default: Any = False) -> Any:
-    return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
+    trains = argument(node, 2, "training", argument(node, 2, "train", True))
+    return trains is not False and argument(node, 1, "p", 0.5) != 0
 
 
 def _hidden(node: Node) -> bool:

@@ -37,6 +37,11 @@ def arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = {}) -> d
     return {a.name: given.get(a.name, a.default_value) for a in known}
 
 
+def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
+    """What a call is given for its argument `name`, the one in `place`."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
 def dynamo_value(node: Node) -> Any:
     """The fake value of a node of Dynamo's graph, or of one that tracing made."""
     return node.meta.get("example_value", node.meta.get("val"))

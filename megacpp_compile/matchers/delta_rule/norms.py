@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import argument, value
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers.delta_rule.rules import POWERS
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of
-from megacpp_compile.matchers.ssd.tensor_ops import argument
 from megacpp_compile.reader.links import chain
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors
+from megacpp_compile.fx.edit import argument, of_tensors
 from megacpp_compile.fx.views import PARTS
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes
 from megacpp_compile.matchers.ssd.resize_rules import RULES as SCAN_RULES
@@ -25,7 +25,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     VIEWS,
     ResizeContext,
     RuleTable,
-    argument,
     axis,
     broadcast,
     rule_table,

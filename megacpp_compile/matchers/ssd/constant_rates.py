@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_shape, value
+from megacpp_compile.fx.edit import argument, same_shape, value
 from megacpp_compile.fx.views import EXPANSIONS
 from megacpp_compile.fx.walks import made_from, reached
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, pin
@@ -36,7 +36,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     SAME,
     VIEWS,
     RuleTable,
-    argument,
     broadcast,
     rule_table,
 )

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import argument, value
 from megacpp_compile.matchers.ssd.allowed import join_lengths
 from megacpp_compile.matchers.ssd.atoms import is_one
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
@@ -28,7 +28,7 @@ from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, NoScan, Roles, Scan
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, lends_shape, operand_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS, argument
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS
 from megacpp_compile.matchers.ssd.trials import best_of, tried
 
 __all__ = ["Leaf", "NoScan", "Scan", "find_packed_scans", "find_scans"]

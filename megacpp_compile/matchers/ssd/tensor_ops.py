@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx import short_loops
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import argument, same_size, value
 from megacpp_compile.fx.views import (
     CASTS,
     COMPOSITE_PERMUTATIONS,
@@ -106,10 +106,6 @@ def run_reshape(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Any:
 
 def axis(dim: int, n: int) -> int:
     return dim + n if dim < 0 else dim
-
-
-def argument(n: Node, index: int, name: str, default: Any = None) -> Any:
-    return n.args[index] if len(n.args) > index else n.kwargs.get(name, default)
 
 
 def broadcast(r: ResizeContext, operands: Sequence[list[Dim]]) -> list[Dim]:

@@ -21,12 +21,11 @@ from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.rules import role_at
 from megacpp_compile.frontend.tensor_subclasses import LINEARS
 from megacpp_compile.fx.aliasing import memory_of
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import argument, value
 from megacpp_compile.fx.provenance import module_classes, module_fqn, source_line
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.matchers.linear import match_linear
-from megacpp_compile.matchers.ssd.tensor_ops import argument
 from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.nn.fp8_wrappers import FP8
 from megacpp_compile.passes._driver import Outcome

@@ -12,10 +12,9 @@ from typing import Any
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import OpOverload
-from megacpp_compile.fx.edit import called, dynamo_value
+from megacpp_compile.fx.edit import argument, called, dynamo_value
 from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
-from megacpp_compile.matchers.ssd.tensor_ops import argument
 from megacpp_compile.passes._driver import all_passes
 from megacpp_compile.report.records import MissedFusion
 

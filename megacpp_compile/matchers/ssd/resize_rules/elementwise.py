@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import argument, same_size, value
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, length, pin
 from megacpp_compile.matchers.ssd.tensor_ops import (
     CREATION,
@@ -18,7 +18,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     MASKS,
     SAME,
     ResizeContext,
-    argument,
     broadcast,
     rule_table,
 )

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import argument, same_size, value
 from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import SPLITS
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one, length, pin
-from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
+from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, axis, broadcast, rule_table
 from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx import short_loops
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import argument, same_size, value
 from megacpp_compile.fx.views import (
     COMPOSITE_PERMUTATIONS,
     EXPANSIONS,
@@ -20,7 +20,7 @@ from megacpp_compile.fx.views import (
     UNIT_DIMS,
 )
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one, length
-from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, rule_table, run_reshape
+from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, rule_table, run_reshape
 from megacpp_compile.reader.dims import permutation, permuted
 
 aten = torch.ops.aten

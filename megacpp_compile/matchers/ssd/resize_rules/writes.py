@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import argument, same_size, value
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, pin
-from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
+from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, axis, broadcast, rule_table
 
 aten = torch.ops.aten
 RULES, rule = rule_table()
