@@ -8,8 +8,9 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.sizes import nbytes
-from megacpp_compile.fx.views import is_view
+from megacpp_compile.fx.views import REARRANGEMENTS, is_view
 from megacpp_compile.fx.walks import reached
+from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.remat.plan import FREE, MUST_RECOMPUTE, RECOMPUTE, SAVE, Plan
 
 _ROUNDS = 8
@@ -19,7 +20,7 @@ def settle(forward: Sequence[Node], needed: Sequence[Node], decisions: dict[Node
     """The plan that carries out `decisions`, of all forward nodes, for what backward needs.
 
     A saved value that serves only to recompute one other value of no more bytes is recomputed, and the other is saved
-    instead.
+    instead. One of as many bytes, which a fused kernel computes from it alone, is not where saving it would round it.
 
     forward: the forward's nodes in graph order; needed: those of them that backward reads directly.
     """
@@ -50,8 +51,21 @@ def _saved_instead(plan: Plan, needed: set[Node]) -> Iterable[Node]:
             if readers is not None and len(readers) == 1:
                 (reader,) = readers
                 held = reader.meta.get("val")
-                if isinstance(held, torch.Tensor) and nbytes(held) <= nbytes(node.meta["val"]):
+                if isinstance(held, torch.Tensor) and nbytes(held) + _rounds(reader) <= nbytes(node.meta["val"]):
                     yield reader
+
+
+def _rounds(node: Node) -> bool:
+    """Whether saving `node` rounds what a fused kernel computes of one tensor in float32: its bytes are as soon read.
+
+    The forward goes on with what it computed, rounded or not as kernels are fused, and backward then differs from it:
+    a scaled embedding or a cap on logits saved in bfloat16 made gradients' errors 1.1 to 1.9 times as large.
+    """
+    held = node.meta["val"]
+    fused = traits_of(node).kernel in ("pointwise", "reduction") and node.target not in REARRANGEMENTS
+    if not fused or not held.is_floating_point() or held.itemsize >= torch.float32.itemsize:
+        return False
+    return sum(nbytes(a.meta.get("val")) >= nbytes(held) for a in node.all_input_nodes) == 1
 
 
 def _recomputed_from(node: Node, recomputed: set[Node], free: set[Node], needed: set[Node]) -> set[Node] | None:

@@ -11,9 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.remat import times
+from megacpp_compile.remat.closure import settle
 from megacpp_compile.remat.costs import flops
 from megacpp_compile.remat.fusion import fuse, fuse_into
 from megacpp_compile.remat.liveness import Facts, Run
+from megacpp_compile.remat.plan import RECOMPUTE, SAVE
 from tests.lowerings.agreement import reference_of
 from tests.lowerings.cases import CASES
 
@@ -140,3 +142,32 @@ def test_what_is_computed_beside_two_kernels_does_not_make_them_one():
     assert fuse(list(reads), reads, kinds) == [[again, one, other]]
     assert fuse_into([[one], [other]], list(reads), reads, kinds) == [[one, again], [other]]
     assert fuse_into([[one], [other]], list(reads), reads, {**kinds, again: "reduction"}) == [[one], [other], [again]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["scaled", "capped", "added", "moved", "cast"])
+def test_what_is_saved_instead_of_what_it_is_made_from_is_not_rounded_for_it(name, dtype):
+    """A scaled embedding or logits under a cap in half precision are recomputed of what they are made from, which is in
+    memory as it is. A sum is saved, of which backward else would read two, and so is what a copy or a cast moves."""
+    aten, graph = torch.ops.aten, fx.Graph()
+
+    def node(op, *args):
+        made = graph.call_function(op.default if hasattr(op, "default") else op, args)
+        made.meta["val"] = op(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
+        return made
+
+    x, w = (graph.placeholder(n) for n in "xw")
+    x.meta["val"], w.meta["val"] = meta(64, 32, dtype=dtype), meta(32, 48, dtype=dtype)
+    product = node(aten.mm, x, w)
+    other = node(aten.mm, x, w)
+    last = {
+        "scaled": lambda: node(aten.mul.Scalar, product, 0.3),
+        "capped": lambda: node(aten.tanh, product),
+        "added": lambda: node(aten.add.Tensor, product, other),
+        "moved": lambda: node(aten.clone, product),
+        "cast": lambda: node(torch.ops.prims.convert_element_type, product, torch.float8_e4m3fn),
+    }[name]()
+    forward = [product, other, last]
+    plan = settle(forward, [last], {product: SAVE, other: SAVE, last: RECOMPUTE})
+    kept = name in ("scaled", "capped") and dtype.itemsize < 4
+    assert plan.saved == ([product] if kept else [last])
