@@ -48,11 +48,11 @@ from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
-from megacpp_compile.lowerings.linear_cross_entropy import reference
+from megacpp_compile.lowerings.linear_cross_entropy import _chunk_ops, reference
 from megacpp_compile.lowerings.linear_cross_entropy.chunks import kept_dtype, workspace
 from megacpp_compile.lowerings.linear_cross_entropy.scaled import scaled_gradient
 
-__all__ = ["GRADS", "PREFERENCE", "linear_cross_entropy", "linear_cross_entropy_backward"]
+__all__ = ["GRADS", "PREFERENCE", "_chunk_ops", "linear_cross_entropy", "linear_cross_entropy_backward"]
 
 PREFERENCE = {"cuda": ("cuda_triton", "cuda_triton_ranks", "reference")}
 GRADS = ("", "x", "w", "b", "xw", "xb", "wb", "xwb")

@@ -9,12 +9,13 @@ on the device, as in eager.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megacpp_compile._torch.dispatch import disable_current_modes
 from megacpp_compile._torch.ops import assert_async
 from megacpp_compile.lowerings._kernels import triton_grouped
 from megacpp_compile.lowerings._kernels.triton_launch import is_wide
@@ -24,16 +25,15 @@ from megacpp_compile.lowerings.linear_cross_entropy._triton_rows import launch
 from megacpp_compile.lowerings.linear_cross_entropy.chunks import TILE
 from megacpp_compile.lowerings.linear_cross_entropy.reference import counted, counts, reduced, row_losses
 
-__all__ = ["TRACED", "linear_cross_entropy", "linear_cross_entropy_backward", "supports"]
+__all__ = ["linear_cross_entropy", "linear_cross_entropy_backward", "supports"]
 
-# A loop over chunks, of which there may be any number, each in the memory of the one before.
-TRACED = False
 # Bytes of float32 products that torch 2.9, which adds none of them inside a GEMM, makes beside that sum.
 SCRATCH_BYTES = 64 << 20
 # Rows of the logits' gradient that a program adds up.
 SUMMED = 512
 
 aten = torch.ops.aten
+of_chunks = torch.ops.megacpp_head.walk.default  # of `_chunk_ops`, which calls `walk`
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -77,7 +77,8 @@ class HeadGradients:
         new = of.w.new_empty if of.tokens else of.w.new_zeros
         self.dx = of.x.new_empty(of.x.shape if x else 0)
         self.dw = new(of.w.shape if w else 0, dtype=sums)
-        self.db = of.w.new_zeros(of.width if b else 0, dtype=compute_dtype(of.w))
+        self.db = new(of.width if b else 0, dtype=compute_dtype(of.w))
+        self.ends = functools.cache(functools.partial(parts_of, device=of.x.device))
 
     def add(self, rows: slice, d: Tensor) -> None:
         """d: the gradient of the logits of `rows`, zeros behind the words."""
@@ -86,20 +87,60 @@ class HeadGradients:
         if "w" in self.wanted:
             add_product(self.dw, d.t(), self.of.x[rows], first=rows.start == 0)
         if "b" in self.wanted:
-            self.db += column_sums(d)
+            if rows.start:
+                self.db += column_sums(d, self.ends(len(d)))
+            else:
+                column_sums(d, self.ends(len(d)), self.db)
 
     def made(self) -> tuple[Tensor, Tensor, Tensor]:
-        dw, db = (t[: self.of.words].to(self.dtype) for t in (self.dw, self.db))
-        return self.dx, dw, db
+        """The gradients, that of b in the compute dtype."""
+        return self.dx, self.dw[: self.of.words].to(self.dtype), self.db[: self.of.words]
 
 
-def _walk(of: HeadChunks, made: HeadGradients, vectors: dict[str, Tensor], constants: dict[str, Any]) -> None:
-    """Run the kernel on every chunk, and `made` on what it leaves there. vectors: a number for each token."""
-    for rows, logits in of.logits():
+def walk(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    target: Tensor,
+    are_words: Tensor | None,
+    count: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor | None,
+    settings: Sequence[float],
+    grads: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the op `_chunk_ops.walk`: run the kernel on every chunk, and `HeadGradients` on what it leaves there."""
+    if are_words is not None:
+        assert_async(are_words, "linear_cross_entropy: a target is out of bounds")
+    of = HeadChunks(x, w, b, target, grads)
+    made = HeadGradients(of, grads, dtype)
+    count = count.contiguous()
+    found = [torch.empty_like(count) if lse is None else count.new_empty(0) for _ in range(3)]
+    statistics = found if lse is None else [lse.contiguous()] * 3
+    vectors = dict(zip(("lse", "picked", "total"), statistics, strict=True))
+    vectors |= {"target": of.target, "count": count, "dlse": count if dlse is None else dlse.contiguous()}
+    sweeps = {"STATISTICS": lse is None, "GRADIENT": bool(grads), "DLSE": dlse is not None}
+    walk_chunks(of.logits(), made, vectors, constants(x, *settings) | sweeps)
+    return *found, *made.made()  # type: ignore[return-value]
+
+
+def walk_chunks(
+    logits: Iterable[tuple[slice, Tensor]], made: HeadGradients, vectors: dict[str, Tensor], constants: dict[str, Any]
+) -> None:
+    """Run the kernel on chunks, (tokens, their logits) each, and `made` on gradients that it leaves there. vectors: a
+    number for each token."""
+    for rows, chunk in logits:
         own = {name: t[rows] for name, t in vectors.items()}
-        launch(len(logits), of.words, logits=logits, ROOM=of.width, **own, **constants)
-        if made.wanted:
-            made.add(rows, logits)
+        launch(len(chunk), made.of.words, logits=chunk, ROOM=made.of.width, **own, **constants)
+        if constants["GRADIENT"] and made.wanted:
+            made.add(rows, chunk)
+
+
+def constants(x: Tensor, label_smoothing: float, scale: float, softcap: float, z_loss: float) -> dict[str, Any]:
+    """Those of the kernel that say what a loss is. softcap: 0 for none."""
+    return {"SMOOTHING": label_smoothing, "SCALE": scale, "SOFTCAP": softcap, "Z_LOSS": z_loss,
+            "WIDE": is_wide(x.dtype)}  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -116,16 +157,12 @@ def linear_cross_entropy(
     reduction: str,
     grads: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    of = HeadChunks(x, w, b, target, grads)
-    made = HeadGradients(of, grads, chunks.kept_dtype(w.dtype))
-    _assert_words(of.target, ignore_index, of.words)
-    count = counts(of.target, weight, ignore_index, compute_dtype(x))
-    lse, picked, total = (torch.empty_like(count) for _ in range(3))
-    vectors = {"target": of.target, "count": count, "dlse": count, "lse": lse, "picked": picked, "total": total}
-    constants = _constants(x, label_smoothing, scale, softcap, z_loss)
-    _walk(of, made, vectors, constants | {"STATISTICS": True, "GRADIENT": bool(grads), "DLSE": False})
-    loss = row_losses(lse, picked, total, of.words, label_smoothing, z_loss)
-    return reduced(loss, count, reduction), lse, *made.made()
+    count, kept = counts(target, weight, ignore_index, compute_dtype(x)), chunks.kept_dtype(w.dtype)
+    are_words = ((target >= 0) & (target < w.shape[0]) | (target == ignore_index)).all()
+    settings = label_smoothing, scale, softcap or 0.0, z_loss
+    lse, picked, total, dx, dw, db = of_chunks(x, w, b, target, are_words, count, None, None, settings, grads, kept)
+    loss = row_losses(lse, picked, total, w.shape[0], label_smoothing, z_loss)
+    return reduced(loss, count, reduction), lse, dx, dw, db.to(kept)
 
 
 def linear_cross_entropy_backward(
@@ -144,26 +181,11 @@ def linear_cross_entropy_backward(
     z_loss: float,
     grads: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of = HeadChunks(x, w, b, target, grads)
-    made = HeadGradients(of, grads, w.dtype)
-    lse = lse.contiguous()
-    count = counts(of.target, weight, ignore_index, lse.dtype)
-    count = counted(count, dloss)
-    own = count if dlse is None else dlse.to(lse.dtype).contiguous()
-    vectors = {"target": of.target, "count": count, "dlse": own, "lse": lse, "picked": lse, "total": lse}
-    constants = _constants(x, label_smoothing, scale, softcap, z_loss)
-    _walk(of, made, vectors, constants | {"STATISTICS": False, "GRADIENT": True, "DLSE": dlse is not None})
-    return made.made()
-
-
-def _constants(x: Tensor, label_smoothing: float, scale: float, softcap: float | None, z_loss: float) -> dict[str, Any]:
-    return {"SMOOTHING": label_smoothing, "SCALE": scale, "SOFTCAP": softcap or 0, "Z_LOSS": z_loss,
-            "WIDE": is_wide(x.dtype)}  # fmt: skip
-
-
-def _assert_words(target: Tensor, ignore_index: int, words: int) -> None:
-    inside = (target >= 0) & (target < words)
-    assert_async((inside | (target == ignore_index)).all(), "linear_cross_entropy: a target is out of bounds")
+    count = counted(counts(target, weight, ignore_index, lse.dtype), dloss)
+    own = None if dlse is None else dlse.to(lse.dtype)
+    settings = label_smoothing, scale, softcap or 0.0, z_loss
+    *_, dx, dw, db = of_chunks(x, w, b, target, None, count, own, lse, settings, grads, w.dtype)
+    return dx, dw, db.to(w.dtype)
 
 
 def _padded(t: Tensor, words: int) -> Tensor:
@@ -175,10 +197,14 @@ def _padded(t: Tensor, words: int) -> Tensor:
     return padded
 
 
-def column_sums(d: Tensor) -> Tensor:
-    """The sum of d's rows in the compute dtype, of `SUMMED` rows at a time first, which fill a GPU."""
-    ends = torch.arange(SUMMED, len(d) + SUMMED, SUMMED, device=d.device).clamp_(max=len(d))
-    return triton_grouped.sums(d, ends, None, None).sum(0)
+def column_sums(d: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
+    """The sum of d's rows in the compute dtype, of those up to each of `ends` first."""
+    return torch.sum(triton_grouped.sums(d, ends, None, None), 0, out=out)
+
+
+def parts_of(rows: int, device: torch.device) -> Tensor:
+    """Where parts of `SUMMED` rows end, which fill a GPU."""
+    return torch.arange(SUMMED, rows + SUMMED, SUMMED, device=device).clamp_(max=rows)
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -205,11 +231,13 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 @functools.cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch adds a product of half precision to float32 inside the GEMM: older ones take no such sum."""
-    a = torch.zeros((16, 16), dtype=dtype, device=device)
-    total = torch.zeros((16, 16), device=device)
-    try:
-        aten.addmm.dtype_out(total, a, a, torch.float32, out=total)
-    except RuntimeError:
-        return False
-    return True
+    """Whether torch adds a product of half precision to float32 inside the GEMM: older ones take no such sum. Tried
+    with tensors of their own where kernels are compiled ahead, on fake ones."""
+    with disable_current_modes():
+        a = torch.zeros((16, 16), dtype=dtype, device=device)
+        total = torch.zeros((16, 16), device=device)
+        try:
+            aten.addmm.dtype_out(total, a, a, torch.float32, out=total)
+        except RuntimeError:
+            return False
+        return True

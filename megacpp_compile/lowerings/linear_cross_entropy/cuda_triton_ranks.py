@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.linear_cross_entropy import cuda_triton
-from megacpp_compile.lowerings.linear_cross_entropy._triton_rows import launch
 from megacpp_compile.lowerings.linear_cross_entropy.chunks import kept_dtype
 from megacpp_compile.lowerings.linear_cross_entropy.ranks import in_bounds, joined
 from megacpp_compile.lowerings.linear_cross_entropy.reference import counts, places_of, reduced, row_losses
@@ -34,15 +33,6 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     if args[_SMOOTHING[name]]:
         return "smoothing: the kernel counts the words of one rank"
     return cuda_triton.supports(name, args)
-
-
-def _walk(of: Any, made: Any, logits: Any, vectors: dict[str, Tensor], constants: dict[str, Any]) -> None:
-    """Run the kernel on chunks, (tokens, their logits) each, and `made` on the gradients that it leaves there."""
-    for rows, chunk in logits:
-        own = {name: t[rows] for name, t in vectors.items()}
-        launch(len(chunk), of.words, logits=chunk, ROOM=of.width, **own, **constants)
-        if constants["GRADIENT"]:
-            made.add(rows, chunk)
 
 
 def linear_cross_entropy(
@@ -69,18 +59,19 @@ def linear_cross_entropy(
     count = counts(target, weight, ignore_index, compute_dtype(x))
     lse, picked = (torch.empty_like(count) for _ in range(2))
     vectors = {"target": of.target, "count": count, "dlse": count, "lse": lse, "picked": picked, "total": lse}
-    constants = cuda_triton._constants(x, 0.0, scale, softcap, z_loss) | {"DLSE": False}
+    constants = cuda_triton.constants(x, 0.0, scale, softcap or 0.0, z_loss) | {"DLSE": False}
     kept = []
     for rows, chunk in of.logits():
-        _walk(of, made, [(rows, chunk)], vectors, constants | {"STATISTICS": True, "GRADIENT": False})
+        cuda_triton.walk_chunks([(rows, chunk)], made, vectors, constants | {"STATISTICS": True, "GRADIENT": False})
         kept = [(rows, chunk)]
     lse, picked, _ = joined(lse, picked, torch.zeros_like(lse), group)
     if grads:
         again = kept if len(of.slices) == 1 else of.logits()
         vectors |= {"lse": lse, "picked": picked, "total": lse}
-        _walk(of, made, again, vectors, constants | {"STATISTICS": False, "GRADIENT": True})
+        cuda_triton.walk_chunks(again, made, vectors, constants | {"STATISTICS": False, "GRADIENT": True})
     loss = row_losses(lse, picked, lse, words, 0.0, z_loss)
-    return reduced(loss, count, reduction), lse, *made.made()
+    dx, dw, db = made.made()
+    return reduced(loss, count, reduction), lse, dx, dw, db.to(dw.dtype)
 
 
 def linear_cross_entropy_backward(
