@@ -21,6 +21,7 @@ from megacpp_compile.config import registered
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings import _registry
+from megacpp_compile.lowerings._op import KERNEL_OPS
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.passes import _registered, linear_cross_entropy
 from megacpp_compile.report.at_exit import ENDING
@@ -189,8 +190,9 @@ def vectorised():
 
 
 def held(node):
-    """Whether a graph for CPU keeps this op: one that cannot be traced, or that is called as it is."""
-    if any(name in str(node.target) for name in ("fa4_attention", "mtp_loss_gradient", "entering_states")):
+    """Whether a graph keeps this op: one for lowerings to call, or that cannot be traced, or that is called as it is."""
+    called = "fa4_attention", "mtp_loss_gradient", "entering_states"
+    if node.target in KERNEL_OPS or any(name in str(node.target) for name in called):
         return True
     found = semantic_ops().get(node.target)
     return found is not None and not choose(node.target, "cpu", fx.map_arg(node.args, value)).traced
