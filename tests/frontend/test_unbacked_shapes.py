@@ -304,8 +304,9 @@ def test_a_graph_that_is_traced_again_is_looked_at_once(monkeypatch):
     monkeypatch.setattr(analysis, "capture", capture)
     report = megacpp_compile.explain(Within(), torch.randn(11, DIM))
     assert looked_at.count(max(looked_at)) == 1, looked_at  # not for `forward` and for `within`
-    names = [frame.name.split(" ")[0] for frame in report.frames]
-    assert names[:2] == ["forward", "within"] and "resume_in_within" in " ".join(names[2:])
+    names = [frame.name for frame in report.frames]
+    assert [name.split(" ")[0] for name in names[:2]] == ["forward", "within"]
+    assert any("resume_in_within" in name for name in names[2:])  # torch 2.11 names it by its line first
 
 
 def graph_and_inputs(function, *args):
