@@ -43,7 +43,8 @@ def _closure(forward: Sequence[Node], needed: Sequence[Node], decisions: Mapping
 
 
 def _saved_instead(plan: Plan, needed: set[Node]) -> Iterable[Node]:
-    """Recomputed values, each the only one that some saved value serves, and of no more bytes than that one."""
+    """Recomputed values, each the only one that some saved value serves, and of fewer bytes than that one, or of as
+    many that hold it exactly."""
     recomputed, free = set(plan.recomputed), set(plan.free)
     for node in plan.saved:
         if isinstance(node.meta.get("val"), torch.Tensor):
@@ -51,8 +52,10 @@ def _saved_instead(plan: Plan, needed: set[Node]) -> Iterable[Node]:
             if readers is not None and len(readers) == 1:
                 (reader,) = readers
                 held = reader.meta.get("val")
-                if isinstance(held, torch.Tensor) and nbytes(held) + _rounds(reader) <= nbytes(node.meta["val"]):
-                    yield reader
+                if isinstance(held, torch.Tensor):
+                    own, others = nbytes(held), nbytes(node.meta["val"])
+                    if own < others or own == others and not _rounds(reader):
+                        yield reader
 
 
 def _rounds(node: Node) -> bool:

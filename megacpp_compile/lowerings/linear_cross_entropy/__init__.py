@@ -48,11 +48,12 @@ from megacpp_compile.errors import OperandError
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._op import compute_dtype, define_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
-from megacpp_compile.lowerings.linear_cross_entropy import _chunk_ops, reference
+from megacpp_compile.lowerings.linear_cross_entropy import reference
+from megacpp_compile.lowerings.linear_cross_entropy._chunk_ops import gradients_like
 from megacpp_compile.lowerings.linear_cross_entropy.chunks import kept_dtype, workspace
 from megacpp_compile.lowerings.linear_cross_entropy.scaled import scaled_gradient
 
-__all__ = ["GRADS", "PREFERENCE", "_chunk_ops", "linear_cross_entropy", "linear_cross_entropy_backward"]
+__all__ = ["GRADS", "PREFERENCE", "linear_cross_entropy", "linear_cross_entropy_backward"]
 
 PREFERENCE = {"cuda": ("cuda_triton", "cuda_triton_ranks", "reference")}
 GRADS = ("", "x", "w", "b", "xw", "xb", "wb", "xwb")
@@ -100,21 +101,16 @@ def linear_cross_entropy(  # type: ignore[no-untyped-def]
     x, w, b, target, weight, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, grads, *part
 ):
     wide = compute_dtype(x)
+    kept = kept_dtype(w.dtype)
     loss = x.new_empty(() if reduction == "sum" else x.shape[:1], dtype=wide)
-    return loss, x.new_empty(x.shape[:1], dtype=wide), *_gradients_like(x, w, grads, kept_dtype(w.dtype))
-
-
-def _gradients_like(x: Tensor, w: Tensor, grads: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (("x", x.shape, x.dtype), ("w", w.shape, dtype), ("b", w.shape[:1], dtype))
-    dx, dw, db = (x.new_empty(shape if name in grads else 0, dtype=own) for name, shape, own in shapes)
-    return dx, dw, db
+    return loss, x.new_empty(x.shape[:1], dtype=wide), *gradients_like(x, w, grads, kept, kept)
 
 
 @define_op(reference.linear_cross_entropy_backward, served=True)
 def linear_cross_entropy_backward(  # type: ignore[no-untyped-def]
     dloss, dlse, x, w, b, target, weight, lse, ignore_index, label_smoothing, scale, softcap, z_loss, grads, *part
 ):
-    return _gradients_like(x, w, grads, w.dtype)
+    return gradients_like(x, w, grads, w.dtype, w.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -43,10 +43,13 @@ def walk(
 @torch.library.register_fake("megacpp_head::walk")
 def _(x, w, b, target, are_words, count, dlse, lse, settings, grads, dtype):  # type: ignore[no-untyped-def]
     statistics = (torch.empty_like(count) if lse is None else count.new_empty(0) for _ in range(3))
-    dx, dw, db = (
-        like.new_empty(shape if name in grads else 0, dtype=own)
-        for name, like, shape, own in (
-            ("x", x, x.shape, x.dtype), ("w", w, w.shape, dtype), ("b", w, w.shape[:1], count.dtype)
-        )
-    )  # fmt: skip
-    return *statistics, dx, dw, db
+    return *statistics, *gradients_like(x, w, grads, dtype, count.dtype)
+
+
+def gradients_like(
+    x: Tensor, w: Tensor, grads: str, dtype: torch.dtype, of_b: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What those that `grads` names are like: w's in `dtype`, b's in `of_b`."""
+    shapes = (("x", x.shape, x.dtype), ("w", w.shape, dtype), ("b", w.shape[:1], of_b))
+    dx, dw, db = (x.new_empty(shape if name in grads else 0, dtype=own) for name, shape, own in shapes)
+    return dx, dw, db

@@ -133,7 +133,7 @@ def walk_chunks(
     for rows, chunk in logits:
         own = {name: t[rows] for name, t in vectors.items()}
         launch(len(chunk), made.of.words, logits=chunk, ROOM=made.of.width, **own, **constants)
-        if constants["GRADIENT"] and made.wanted:
+        if constants["GRADIENT"]:
             made.add(rows, chunk)
 
 

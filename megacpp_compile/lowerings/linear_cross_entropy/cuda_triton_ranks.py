@@ -21,7 +21,8 @@ from megacpp_compile.lowerings.linear_cross_entropy.reference import counts, pla
 
 __all__ = ["TRACED", "linear_cross_entropy", "linear_cross_entropy_backward", "supports"]
 
-TRACED = False  # as in `cuda_triton`
+# Loops over chunks, of which there may be any number, around what ranks exchange.
+TRACED = False
 _GROUP = {"linear_cross_entropy": 14, "linear_cross_entropy_backward": 16}
 _SMOOTHING = {"linear_cross_entropy": 6, "linear_cross_entropy_backward": 9}
 
