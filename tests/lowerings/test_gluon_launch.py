@@ -79,6 +79,84 @@ def test_a_launch_like_one_before(launched):
     assert [arg is second[name] for arg, name in zip(args, Kernel.arg_names, strict=True)] == [True] * 5
 
 
+class TestPastTriton:
+    """The second launch of a kernel calls what Triton has compiled for it in C."""
+
+    @pytest.fixture
+    def direct(self, launched, monkeypatch):
+        """The calls, of a kernel with a tile. What a listener hears goes through Triton."""
+        calls, listeners = [], []
+        active = types.SimpleNamespace(
+            get_current_stream=lambda device: 77,
+            utils=types.SimpleNamespace(fill_tma_descriptor=lambda *how: ("tile", *how)))
+        monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=active))
+        monkeypatch.setattr("triton.backends.nvidia.driver.TMA_DTYPE_DEVICE_TO_HOST", {8: 10})
+        monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", listeners)
+
+        def launcher(*given):
+            calls.append(given)
+
+        def inner(*given):
+            return launcher(*given)
+
+        meta = {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [64, 128], "fp4_padded": False}
+        compiled = Compiled(launched.launched)
+        compiled.function, compiled.packed_metadata = 55, (4, 1, 0)
+        compiled.metadata = types.SimpleNamespace(tensordesc_meta=[meta])
+        compiled.run = types.SimpleNamespace(launch=inner, global_scratch_size=0, profile_scratch_size=0,
+                                             launch_cooperative_grid=False, launch_pdl=False)
+        monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: lambda **args: compiled)
+        return types.SimpleNamespace(calls=calls, listeners=listeners, compiled=compiled)
+
+    def test_what_it_is_given(self, launched, direct):
+        first, second = arguments(), arguments(scale=0.25, count=5)
+        for given in (first, second):
+            gluon_launch.launch(launched, (7, 2), **given)
+        tile, flags = second["rows"], second["flags"]
+        described = ("tile", tile.base.data_ptr(), 3, 2, 10, [64, 128], [64, 128], [128, 1], False)
+        ((*how, stream, function, cooperative, pdl, scratch, profile, packed, metadata, enter, leave), args) = (
+            direct.calls[0][:13], direct.calls[0][13:])  # fmt: skip
+        assert (how, stream, function, packed) == ([7, 2, 1], 77, 55, (4, 1, 0)) and not (cooperative or pdl)
+        assert {scratch, profile, metadata, enter, leave} == {None}
+        assert args == (described, 64, 128, 128, 1, flags.data_ptr(), 5, 0.25, None)
+        assert len(direct.calls) == 1 and not launched.launched
+
+    def test_with_a_listener(self, launched, direct):
+        gluon_launch.launch(launched, (1,), **arguments())
+        direct.listeners.append(print)
+        gluon_launch.launch(launched, (1,), **arguments())
+        assert len(launched.launched) == 1 and not direct.calls
+
+    @pytest.mark.parametrize("change", ["scratch", "another launcher"])
+    def test_a_launcher_that_does_more(self, launched, direct, change):
+        if change == "scratch":
+            direct.compiled.run.global_scratch_size = 128
+        else:
+            direct.compiled.run.launch = direct.calls.append  # no closure over Triton's
+        for _ in range(2):
+            gluon_launch.launch(launched, (1,), **arguments())
+        assert len(launched.launched) == 1 and not direct.calls
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_launched_again_on_a_gpu():
+    """Weights and rows elsewhere, and other numbers of rows, than at the first launch: as eager's."""
+    if hopper_grouped.kernels.missing or not hopper_grouped.on_hopper(torch.device("cuda")):
+        pytest.skip("the kernels are for Hopper")
+    for rows in (16384, 16384, 8192 + 24):
+        x, gates, ups = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / 16
+                         for shape in ((rows, WIDE), (EXPERTS, WIDE, WIDE), (EXPERTS, WIDE, WIDE)))
+        ends = torch.tensor([rows * (i + 1) // EXPERTS for i in range(EXPERTS)], device="cuda", dtype=torch.int32)
+        gate, up, _ = grouped.gated(x, [gates], [ups], ends, None, "silu")
+        for weights, seen in ((gates, gate), (ups, up)):
+            parts = x.double().tensor_split(ends[:-1].tolist())
+            wanted = torch.cat([part @ w.double().T for part, w in zip(parts, weights, strict=True)])
+            assert (seen - wanted).norm() <= 3e-3 * wanted.norm()
+    direct = [found[1] for found in gluon_launch._compiled.values()]
+    assert direct and None not in direct
+
+
 @pytest.mark.parametrize("change",
                          [{"count": 1}, {"count": 32}, {"count": 1 << 31}, {"WIDTH": 64}, {"num_warps": 8}, {"flags": torch.zeros(64, dtype=torch.int32)},
                           {"flags": torch.zeros(65)[1:]}, {"scale": None}], ids=lambda change: next(iter(change)))
@@ -136,9 +214,9 @@ class TestAhead:
         """A view counts as aligned as its offset is, whether it is somewhere or not."""
         whole = torch.zeros(4096, dtype=torch.bfloat16)
         for view in (whole, whole[1:], whole[8:]):
-            key = gluon_launch._key(launched, {"rows": view, "count": 3})
+            key, _ = gluon_launch._key(launched, {"rows": view, "count": 3})
             with compiling_ahead():
-                assert gluon_launch._key(launched, {"rows": view, "count": 3}) == key
+                assert gluon_launch._key(launched, {"rows": view, "count": 3})[0] == key
 
     def test_numbers_on_no_device(self):
         """What is kept for real calls is never a tensor without data."""

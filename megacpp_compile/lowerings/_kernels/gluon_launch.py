@@ -2,7 +2,8 @@
 
 With some ten descriptors of tiles Triton takes 0.2 ms of the host for a launch: it checks each of them, and describes
 each in words for its cache of compiled kernels. A call that differs from one before in no way that a kernel is compiled
-for goes to what that one was compiled to.
+for goes to what that one was compiled to: to the function in C that Triton made for it, with addresses for tensors,
+about which Triton would ask CUDA one by one.
 
 Inductor does not know these kernels, so none of its workers compiles them. Threads of ours do, while it compiles the
 graph that will launch them (`compile_ahead` in backends/static_launch.py): most of a compilation is in C++ and ptxas.
@@ -11,7 +12,9 @@ graph that will launch them (`compile_ahead` in backends/static_launch.py): most
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import inspect
+import operator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -71,9 +74,8 @@ def _offset(t: Tensor) -> int:
     return int(t.storage_offset()) * t.element_size()
 
 
-_compiled: dict[Any, Any] = {}
-# The parameters of a kernel whose values a launch passes; others, and options, are constants of what is compiled.
-_passed: dict[int, frozenset[str]] = {}
+_compiled: dict[Any, tuple[Any, _Direct | None]] = {}
+_plans: dict[Any, _Plan] = {}
 # Calls whose kernels were begun ahead.
 _begun: dict[Any, Future[None]] = {}
 
@@ -84,9 +86,11 @@ def launch(kernel: Any, grid: tuple[int, ...], **args: Any) -> None:
         _begin(kernel, grid, args)
         return
     known = triton.__version__.startswith(KNOWN) and isinstance(kernel, triton.JITFunction)
-    key = _key(kernel, args) if known else None
-    if (compiled := _compiled.get(key)) is not None:
-        compiled[(*grid, 1, 1)[:3]](*map(args.__getitem__, kernel.arg_names))
+    key, values = _key(kernel, args) if known else (None, [])
+    if (found := _compiled.get(key)) is not None:
+        compiled, direct = found
+        if direct is None or not direct.run(grid, values):
+            compiled[(*grid, 1, 1)[:3]](*map(args.__getitem__, kernel.arg_names))
         return
     # Whatever of this kernel is being compiled is most likely this call's; what it failed with, the launch meets again.
     wait([job for begun, job in _begun.items() if begun[0] == id(kernel)])
@@ -94,7 +98,60 @@ def launch(kernel: Any, grid: tuple[int, ...], **args: Any) -> None:
     if known and compiled is not None:
         if len(_compiled) >= MOST:
             _compiled.clear()
-        _compiled[key] = compiled
+        _compiled[key] = compiled, _direct(compiled)
+
+
+class _Direct:
+    """A compiled kernel, as Triton's launcher of it in C is called: grid, stream, function and what Triton keeps of the
+    kernel, no hooks, and then each argument in order, with None in the place of constants, and a descriptor, sizes and
+    strides in that of tiles."""
+
+    def __init__(self, compiled: Any, call: Callable[..., None]) -> None:
+        from triton.backends.nvidia import driver
+
+        runtime, run = triton.knobs.runtime, compiled.run
+        self.call, self.function, self.packed = call, compiled.function, compiled.packed_metadata
+        self.how = run.launch_cooperative_grid, run.launch_pdl
+        self.hooks = runtime.launch_enter_hook.calls, runtime.launch_exit_hook.calls
+        self.stream = triton.runtime.driver.active.get_current_stream
+        self.describe = triton.runtime.driver.active.utils.fill_tma_descriptor
+        self.kinds = [
+            (m["swizzle"], m["elem_size"], driver.TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"])
+            for m in compiled.metadata.tensordesc_meta or ()
+        ]
+
+    def run(self, grid: tuple[int, ...], values: list[Any]) -> bool:
+        """Launch it, unless somebody listens to launches, as Triton's profiler does."""
+        if self.hooks[0] or self.hooks[1]:
+            return False
+        if self.kinds:
+            flat: list[Any] = []
+            kinds = iter(self.kinds)
+            for value in values:
+                if type(value) is Tile:
+                    base, shape, strides = value.base.data_ptr(), value.shape, value.strides
+                    flat += self.describe(base, *next(kinds), shape, strides, value.padding == "nan"), *shape, *strides
+                else:
+                    flat.append(value)
+            values = flat
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = self.stream(torch.cuda.current_device())
+        self.call(x, y, z, stream, self.function, *self.how, None, None, self.packed, None, None, None, *values)
+        return True
+
+
+def _direct(compiled: Any) -> _Direct | None:
+    """None where Triton's launcher does more than this release's does for kernels of ours."""
+    try:
+        run = compiled.run
+        call = run.launch
+        if tiles := compiled.metadata.tensordesc_meta:
+            call = inspect.getclosurevars(call).nonlocals["launcher"]
+        plain = not run.global_scratch_size and not run.profile_scratch_size
+        plain = plain and all(kind is not None and not kind["fp4_padded"] for kind in tiles or ())
+        return _Direct(compiled, call) if plain else None
+    except (AttributeError, KeyError, TypeError):
+        return None
 
 
 @functools.cache
@@ -105,7 +162,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 def _begin(kernel: Any, grid: tuple[int, ...], args: dict[str, Any]) -> None:
     """Has a thread compile the kernel for such a call, unless one does."""
-    if not isinstance(kernel, triton.JITFunction) or (key := _key(kernel, args)) in _begun:
+    if not isinstance(kernel, triton.JITFunction) or (key := _key(kernel, args)[0]) in _begun:
         return
     from megacpp_compile._torch.inductor import get_compile_threads
 
@@ -138,25 +195,47 @@ def _nowhere(arg: Any) -> Any:
     return arg.dtype if isinstance(arg, Tensor) else arg
 
 
-def _key(kernel: Any, args: dict[str, Any]) -> Any:
-    """What a kernel is compiled for in a call, or more. How many rows there are changes with each step of expert
-    parallelism."""
-    if (passed := _passed.get(id(kernel))) is None:
-        passed = _passed[id(kernel)] = frozenset(p.name for p in kernel.params if not p.is_constexpr)
+class _Plan(NamedTuple):
+    """What is read of calls with arguments of the same names. constants: what is compiled in, and options, of such a
+    call; passed: the kernel's arguments in order, None where it is a constant."""
+
+    number: int
+    constants: Callable[[dict[str, Any]], Any]
+    passed: tuple[str | None, ...]
+
+
+def _plan(kernel: Any, names: tuple[str, ...]) -> _Plan:
+    passed = {p.name for p in kernel.params if not p.is_constexpr}
+    constants = [name for name in names if name not in passed]
+    # Two names at least, for which it gives a tuple; that of a constant twice does no harm.
+    read = operator.itemgetter(*constants, *constants[:1]) if constants else lambda args: ()
+    return _Plan(len(_plans), read, tuple(name if name in passed else None for name in kernel.arg_names if name in names))
+
+
+def _key(kernel: Any, args: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    """(what a kernel is compiled for in a call, or more; its arguments, with addresses for tensors and None for
+    constants). How many rows there are changes with each step of expert parallelism."""
+    if (plan := _plans.get(which := (id(kernel), *args))) is None:
+        plan = _plans[which] = _plan(kernel, tuple(args))
     place = _offset if ahead() else Tensor.data_ptr
-    key: list[Any] = [id(kernel), torch.cuda.current_device(), *args]
-    for name, arg in args.items():  # of some thirty, at every launch: nothing is called that need not be
-        if name not in passed:
-            key.append(arg)
-        elif isinstance(arg, Tensor):
-            key.append((arg.dtype, place(arg) % 16))
-        elif isinstance(arg, Tile):
-            key.append((arg.base.dtype, place(arg.base) % 16, *arg.block_shape))
-        elif type(arg) is int:
+    key: list[Any] = [id(kernel), plan.number, torch.cuda.current_device(), plan.constants(args)]
+    values: list[Any] = []
+    for name in plan.passed:  # of some thirty, at every launch: nothing is called that need not be
+        if name is None:
+            values.append(None)
+            continue
+        value = arg = args[name]
+        if type(arg) is int:
             key.append((int, arg == 1, arg % 16 == 0, arg.bit_length() > 31))
+        elif type(arg) is Tile:
+            key.append((arg.base.dtype, place(arg.base) % 16, *arg.block_shape))
+        elif isinstance(arg, Tensor):
+            value = place(arg)
+            key.append((arg.dtype, value % 16))
         else:
             key.append(float if isinstance(arg, float) else arg)
-    return tuple(key)
+        values.append(value)
+    return tuple(key), values
 
 
 def _described(arg: Any) -> Any:
