@@ -239,25 +239,42 @@ def _lying(weights: list[Tensor], transposed: bool = False, halves: bool = False
     transposed: n is summed, else k. halves: the first half of the rows of each, and then the second of each, as weights
     of their own. There may be hundreds: what is asked of each one here is host time of every launch."""
     first = weights[0]
-    (n, k), (of_n, of_k), size = first.shape[-2:], first.stride()[-2:], first.element_size()
-    by_columns = of_k != 1
-    rows, lanes, step = (k, n, of_k) if by_columns else (n, k, of_n)
-    alike = triton_grouped.equal_strides(weights) and len({w.shape for w in weights}) == 1
-    if not alike or first.dtype not in DTYPES or 1 not in (of_n, of_k) or halves and (by_columns or n % 2):
-        return None
-    if by_columns != transposed and first.dtype == FLOAT8:
+    if not triton_grouped.equal_strides(weights) or len({w.shape for w in weights}) != 1:
         return None
     begins = addresses(weights)
     begin = min(begins)
-    between, each = (first.stride(0) * size, first.shape[0]) if first.dim() == 3 else (0, 1)
+    behind = tuple([a - begin for a in begins])
+    found = _described(first.shape, first.stride(), first.dtype, begin % ALIGNED, behind, transposed, halves)
+    if found is None:
+        return None
+    shape, strides, places, across = found
+    base = weights[begins.index(begin)]
+    return _Lying(base, [*shape], [*strides], table(places, torch.int32, first.device), across)
+
+
+@functools.lru_cache(256)
+def _described(
+    shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, begin: int, begins: tuple[int, ...],
+    transposed: bool, halves: bool,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool] | None:  # fmt: skip
+    """Shape and strides of all weights as units of rows, at which unit each begins, and whether they lie across; None
+    as in `_lying`. begins: by how many bytes each tensor lies behind the first, which does `begin` behind a multiple of
+    `ALIGNED`."""
+    (n, k), (of_n, of_k), size = shape[-2:], stride[-2:], dtype.itemsize
+    by_columns = of_k != 1
+    rows, lanes, step = (k, n, of_k) if by_columns else (n, k, of_n)
+    if dtype not in DTYPES or 1 not in (of_n, of_k) or halves and (by_columns or n % 2):
+        return None
+    if by_columns != transposed and dtype == FLOAT8:
+        return None
+    between, each = (stride[0] * size, shape[0]) if len(shape) == 3 else (0, 1)
     rows //= 1 + halves
     half = rows * step * size if halves else 0
-    unit, units, behind = _places(tuple([a - begin for a in begins]), between, each, half)
+    unit, units, behind = _places(begins, between, each, half)
     aligned = not any(byte % ALIGNED for byte in (begin, unit, step * size, lanes * size))
     if not aligned or units > MOST_UNITS or unit > LARGEST_UNIT:
         return None
-    base, there = weights[begins.index(begin)], table(behind, torch.int32, first.device)
-    return _Lying(base, [units, rows, lanes], [unit // size, step, 1], there, by_columns != transposed)
+    return (units, rows, lanes), (unit // size, step, 1), behind, by_columns != transposed
 
 
 @functools.lru_cache(256)
