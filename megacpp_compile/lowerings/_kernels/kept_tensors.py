@@ -6,13 +6,14 @@ hands out again: nothing but their results may stay there. Another thread's allo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacpp_compile._torch.modes import in_own_thread
 from megacpp_compile.lowerings._kernels.trace_options import ahead
 
 # Tables that `table` keeps.
@@ -21,19 +22,30 @@ _tables: dict[Any, Tensor] = {}
 
 
 def kept(make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """`make()`, run by a thread and on a stream of its own, and ready. While a graph is recorded, when nothing may wait
-    for the device, it is made in the graph; a call before that one makes it outside."""
+    """`make()`, run by a thread and on a stream of their own, and ready. While a graph is recorded, when nothing
+    may wait for the device, it is made in the graph; a call before that one makes it outside."""
     if torch.cuda.is_current_stream_capturing():
         return make()
 
     def run() -> Tensor:
-        stream = torch.cuda.Stream(device)
+        stream = _stream(device)
         with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
             made = make()
         stream.synchronize()
         return made
 
-    return in_own_thread(run)
+    return _thread().submit(run).result()
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    """Kept, as a thread's first call of CUDA takes it a millisecond."""
+    return ThreadPoolExecutor(1, "megacpp-kept")
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def table(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
