@@ -16,6 +16,7 @@ from torch import fx
 from torch._inductor import compile_fx as module
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
+from torch.utils._pytree import tree_leaves
 
 from megacpp_compile.config import registered
 from megacpp_compile.config.warn_once import warn_once
@@ -195,7 +196,8 @@ def held(node):
     if node.target in KERNEL_OPS or any(name in str(node.target) for name in called):
         return True
     found = semantic_ops().get(node.target)
-    return found is not None and not choose(node.target, "cpu", fx.map_arg(node.args, value)).traced
+    device = "cuda" if any(v.is_cuda for v in tree_leaves(value(node)) if isinstance(v, torch.Tensor)) else "cpu"
+    return found is not None and not choose(node.target, device, fx.map_arg(node.args, value)).traced
 
 
 @pytest.fixture
@@ -213,7 +215,8 @@ def kernels_left_out(runs=lambda gm: None):
         with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
             module.view_to_reshape(gm)  # a lowered value may have other strides than its op promised
             module._recursive_post_grad_passes(gm, is_inference=is_inference)
-        assert not any("megacpp" in str(n.target) and not held(n) for n in gm.graph.nodes), "left without a lowering"
+        left = [str(n.target) for n in gm.graph.nodes if "megacpp" in str(n.target) and not held(n)]
+        assert not left, f"left without a lowering: {left}"
         return make_boxed_func(lambda *args: (runs(gm), gm.forward(*args))[1])
 
     # The cache would store Inductor's own kind of result; torch 2.9 leaves such a scatter as a call for code generation.
