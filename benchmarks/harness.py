@@ -39,20 +39,23 @@ class Missing(Exception):
 
 
 @contextlib.contextmanager
-def profiled(name: str, folder: Path) -> Iterator[None]:
+def profiled(name: str, folder: Path) -> Iterator[dict[str, float]]:
     """Of a process group: writes a timeline of each rank (for chrome://tracing, or ui.perfetto.dev) into `folder`, and
-    prints what the first rank's GPU and host do meanwhile: kernels by their time, and calls by the host's own."""
+    prints what the first rank's GPU and host do meanwhile: kernels by their time, and calls by the host's own. What is
+    yielded gets each rank's milliseconds of kernels, and launches, when it ends."""
+    seen: dict[str, float] = {}
     with torch.profiler.profile() as profile:
-        yield
+        yield seen
     folder.mkdir(parents=True, exist_ok=True)
     plain = "".join(letter if letter.isalnum() else "_" for letter in name)
     profile.export_chrome_trace(str(folder / f"{plain}_rank{dist.get_rank()}.json.gz"))
-    if dist.get_rank():
-        return
     rows = profile.key_averages()
     on_gpu = [e for e in profile.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     own, nccl = (sum(e.time_range.elapsed_us() for e in on_gpu if ("nccl" in e.name) is k) / 1e3 for k in (False, True))
     launches = sum(r.count for r in rows if r.key.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
+    seen |= {"kernels_ms": own, "nccl_ms": nccl, "launches": launches}
+    if dist.get_rank():
+        return
     print(f"{name}: kernels {own:.1f} ms, NCCL's {nccl:.1f} ms with what they wait, {launches} launches")
     for order in ("self_device_time_total", "self_cpu_time_total"):
         print(rows.table(sort_by=order, row_limit=25, max_name_column_width=70), flush=True)
