@@ -177,6 +177,7 @@ NEEDS = {
         "PJRT_DEVICE=CPU python examples/train_mla.py --steps 100 --no-plot --device xla --json xla.json"],
     r"torchtitan": [
         "python -m benchmarks.titan --rows Inductor megacpp --ep 2",
+        "python -m benchmarks.titan --rows Inductor megacpp --ranks 2 --ep 2",
         "python examples/inside_trainers.py torchtitan --ranks 2 --ep 2 --checkpoint selective",
         "python examples/inside_trainers.py graph_trainer --ranks 2"],
     r"Megatron": [
