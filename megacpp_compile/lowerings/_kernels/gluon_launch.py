@@ -209,7 +209,8 @@ def _plan(kernel: Any, names: tuple[str, ...]) -> _Plan:
     constants = [name for name in names if name not in passed]
     # Two names at least, for which it gives a tuple; that of a constant twice does no harm.
     read = operator.itemgetter(*constants, *constants[:1]) if constants else lambda args: ()
-    return _Plan(len(_plans), read, tuple(name if name in passed else None for name in kernel.arg_names if name in names))
+    given = [name for name in kernel.arg_names if name in names]
+    return _Plan(len(_plans), read, tuple(name if name in passed else None for name in given))
 
 
 def _key(kernel: Any, args: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
