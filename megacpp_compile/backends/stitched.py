@@ -26,6 +26,7 @@ from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.frontend.calls_of_blocks import NotCut, Piece
+from megacpp_compile.frontend.masks_in_blocks import with_own_masks
 from megacpp_compile.frontend.opaque_ops import refake
 from megacpp_compile.frontend.repeated_blocks import cut
 from megacpp_compile.frontend.worth_cutting import fires_across, worth
@@ -75,45 +76,89 @@ def compile_blocks(
     why, auto = _why_whole(gm, example_inputs, config, target, patches), config.repeated_blocks == "auto"
     if why and not auto:
         raise NotCut(why)
-    mode = _fake_mode(example_inputs)
     try:
-        pieces, last = _cut(gm, example_inputs, config)
-        spared = worth(gm, pieces) if auto else ""
+        cut = _Cut.of(gm, example_inputs, config)
+        spared = worth(gm, cut.pieces) if auto else ""
+        if not why:
+            cut = _masked(cut, example_inputs, fires)
     except Exception as error:  # a defect of ours must not become the user's
         if config.strict or isinstance(error, NotCut):
             raise
         raise NotCut(f"internal error: {type(error).__name__}: {error}"[:300]) from error
     if why:
         raise NotCut(why)
-    given: dict[Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
-    kinds = by_key((piece.kind, piece) for piece in pieces)
-
-    def alone(piece: Piece) -> tuple[GraphModule, list[Any]]:
-        return piece.graph_of(gm), [_example(gm, n, given, mode) for n in piece.inputs]
-
     if auto:
-        _check_across(pieces, kinds, lambda piece, of: fires(*alone(piece), _config_of(of, last, config)))
+        _check_across(cut, fires)
     runs: dict[Hashable, Callable[..., Any]] = {}
-    for kind, (first, *others) in kinds.items():
-        graph, examples = alone(first)
+    for kind, (first, *others) in cut.kinds.items():
+        graph, examples = cut.alone(first)
         if not first.outputs:
             runs[kind] = graph.forward
             continue
         blocks = 1 + len(others) if first.name else 0
-        own = _config_of(first, last, config)
-        names = [first.names_in(other, gm) for other in others]
-        runs[kind] = compile_piece(graph, examples, Served(first.name, blocks, own, names))
-    return _Stitched(gm, pieces, runs), [_region(like, given, spared) for like in kinds.values() if like[0].name]
+        names = [first.names_in(other, cut.gm) for other in others]
+        runs[kind] = compile_piece(graph, examples, Served(first.name, blocks, cut.config_of(first), names))
+    regions = [_region(like, cut.given, spared) for like in cut.kinds.values() if like[0].name]
+    return _Stitched(cut.gm, cut.pieces, runs), regions
 
 
-def _check_across(
-    pieces: Sequence[Piece], kinds: Mapping[Hashable, Sequence[Piece]], fires: Callable[[Piece, Piece], Counter[str]]
-) -> None:
-    """Raises NotCut where a pass finds more in two neighbouring pieces than in one and the other. fires: what passes
-    find in a piece with the settings of another."""
-    fired = {kind: fires(first, first) if first.outputs else Counter[str]() for kind, (first, *_) in kinds.items()}
-    for a, b in {(a.kind, b.kind): (a, b) for a, b in itertools.pairwise(pieces)}.values():
-        if across := fires_across(fired[a.kind] + fired[b.kind], fires(a.joined(b), a)):
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """A graph in pieces. last: the last layer, whose blocks are kinds of their own, where the policy has another entry
+    there. given: what the graph is called with. kinds: the pieces that are one graph. fired: what `fires` found."""
+
+    gm: GraphModule
+    pieces: Sequence[Piece]
+    last: str | None
+    config: Config
+    given: Mapping[Node, Any]
+    mode: FakeTensorMode
+    kinds: Mapping[Hashable, Sequence[Piece]]
+    fired: dict[Hashable, Counter[str]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> _Cut:
+        mode = _fake_mode(example_inputs)
+        pieces, last = _pieces(gm, example_inputs, config)
+        given = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
+        return cls(gm, pieces, last, config, given, mode, by_key((piece.kind, piece) for piece in pieces))
+
+    def alone(self, piece: Piece) -> tuple[GraphModule, list[Any]]:
+        """A piece as a graph, and what that is called with."""
+        return piece.graph_of(self.gm), [_example(self.gm, n, self.given, self.mode) for n in piece.inputs]
+
+    def config_of(self, piece: Piece) -> Config:
+        """The settings that a piece is compiled with: those of the last layer for what holds it."""
+        policy = self.config.policy
+        names = (piece.name, *map(module_fqn, piece.calls))
+        if isinstance(policy, CheckpointingPolicy) and any(f"{name}.".startswith(f"{self.last}.") for name in names):
+            policy = policy.of_last_layer()
+        return dataclasses.replace(self.config, policy=policy, repeated_blocks=False, drop_outputs=())
+
+    def fires(self, piece: Piece, of: Piece, fires: Fires) -> Counter[str]:
+        """What passes find in a piece with the settings of another."""
+        if piece.kind not in self.fired:
+            self.fired[piece.kind] = fires(*self.alone(piece), self.config_of(of)) if piece.outputs else Counter()
+        return self.fired[piece.kind]
+
+
+def _masked(cut: _Cut, example_inputs: Sequence[Any], fires: Fires) -> _Cut:
+    """The cut in which blocks make their masks themselves, where more fires in them so."""
+    if (own := with_own_masks(cut.gm, cut.pieces)) is cut.gm:
+        return cut
+    masked = _Cut.of(own, example_inputs, cut.config)
+    found, before = (
+        sum(c.fires(first, first, fires).total() * len(like) for like in c.kinds.values() if (first := like[0]).name)
+        for c in (masked, cut)
+    )
+    return masked if found > before else cut
+
+
+def _check_across(cut: _Cut, fires: Fires) -> None:
+    """Raises NotCut where a pass finds more in two neighbouring pieces than in one and the other."""
+    for a, b in {(a.kind, b.kind): (a, b) for a, b in itertools.pairwise(cut.pieces)}.values():
+        apart = cut.fires(a, a, fires) + cut.fires(b, b, fires)
+        if across := fires_across(apart, cut.fires(a.joined(b), a, fires)):
             raise NotCut(f"{across} fires across blocks")
 
 
@@ -152,7 +197,7 @@ def _why_whole(
     return ""
 
 
-def _cut(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> tuple[list[Piece], str | None]:
+def _pieces(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> tuple[list[Piece], str | None]:
     """The pieces of `gm`, and the last layer, whose blocks are kinds of their own, where the policy has another entry
     there."""
     policy = config.own_policy
@@ -167,15 +212,6 @@ def _cut(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> tupl
     return cut(gm, example_inputs, functools.partial(treatment, last=last)), last
 
 
-def _config_of(piece: Piece, last: str | None, config: Config) -> Config:
-    """The settings that a piece is compiled with: those of the last layer for what holds it."""
-    policy = config.policy
-    names = (piece.name, *map(module_fqn, piece.calls))
-    if isinstance(policy, CheckpointingPolicy) and any(f"{name}.".startswith(f"{last}.") for name in names):
-        policy = policy.of_last_layer()
-    return dataclasses.replace(config, policy=policy, repeated_blocks=False, drop_outputs=())
-
-
 def _fake_mode(example_inputs: Sequence[Any]) -> FakeTensorMode:
     context = TracingContext.try_get()
     mode = (context.fake_mode if context else None) or detect_fake_mode(example_inputs)
@@ -184,7 +220,7 @@ def _fake_mode(example_inputs: Sequence[Any]) -> FakeTensorMode:
     return mode
 
 
-def _example(gm: GraphModule, node: Node, given: dict[Node, Any], mode: FakeTensorMode) -> Any:
+def _example(gm: GraphModule, node: Node, given: Mapping[Node, Any], mode: FakeTensorMode) -> Any:
     if node in given:
         return given[node]
     value = attribute_of(gm, node.target) if node.op == "get_attr" else dynamo_value(node)

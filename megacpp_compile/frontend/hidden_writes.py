@@ -15,14 +15,11 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.fx.copies import changed
-from megacpp_compile.fx.edit import called, dynamo_value
+from megacpp_compile.fx.edit import called, dynamo_value, named_in_place
 from megacpp_compile.fx.provenance import source_line
 from megacpp_compile.reader.links import through
 
 _DETACHES = ("detach", "detach_", "_get_data_attr")
-_IN_PLACE = frozenset(
-    "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul setitem".split()
-)
 
 
 def refuse_hidden_writes(gm: GraphModule) -> None:
@@ -71,8 +68,7 @@ def written_tensors(node: Node) -> Iterator[Node]:
         given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | node.kwargs
         found = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     elif node.args:
-        name = called(node)
-        if name in _IN_PLACE or name.endswith("_") and not name.endswith("__") or node.kwargs.get("inplace") is True:
+        if named_in_place(called(node)) or node.kwargs.get("inplace") is True:
             found = [node.args[0]]
     for entry in (*found, node.kwargs.get("out")):
         for one in entry if isinstance(entry, list | tuple) else (entry,):

@@ -57,6 +57,18 @@ def called(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
+_IN_PLACE = frozenset(
+    "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul setitem".split()
+)
+# Functions of `operator` that write to nothing: words of Python, which keep them from the plain name.
+_OPERATORS = ("and_", "or_", "not_", "is_")
+
+
+def named_in_place(name: str) -> bool:
+    """Whether a call of this name, see `called`, writes to its first argument."""
+    return name in _IN_PLACE or name.endswith("_") and not name.endswith("__") and name not in _OPERATORS
+
+
 def of_tensors(node: Node) -> bool:
     """Whether every argument of `node` is a tensor's node: one may stand for a number that is an input, as every float
     of the model does under `dynamic=True`."""

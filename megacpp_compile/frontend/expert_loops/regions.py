@@ -21,12 +21,10 @@ from megacpp_compile.frontend.expert_loops import origins
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
 from megacpp_compile.frontend.expert_loops.empty_experts import same_shapes, same_without_rows
 from megacpp_compile.fx import assumptions
-from megacpp_compile.fx.edit import called
+from megacpp_compile.fx.edit import called, named_in_place
 from megacpp_compile.fx.walks import reached
 
 _LEFT = "what it leaves behind is not what it found"
-_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
-             "irshift", "imatmul", "setitem")  # fmt: skip
 _LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "SEND", "RETURN_GENERATOR")
 
 
@@ -193,8 +191,7 @@ def _identities(held: list[Any]) -> list[int]:
 
 def _counts_in_place(node: Node) -> bool:
     """Whether `node` writes to a tensor of integers or truth values, which may be what the loop goes by."""
-    name = called(node)
     written = node.kwargs.get("out", node.args[0] if node.args else None)
-    in_place = name in _IN_PLACE or name.endswith("_") and not name.endswith("__") or "out" in node.kwargs
+    in_place = named_in_place(called(node)) or "out" in node.kwargs
     fake = written.meta.get("example_value") if in_place and isinstance(written, Node) else None
     return isinstance(fake, torch.Tensor) and not fake.is_floating_point()
