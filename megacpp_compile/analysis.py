@@ -28,6 +28,7 @@ from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.frontend.same_frames import key_of
 from megacpp_compile.fx import assumptions, short_loops
+from megacpp_compile.fx.differentiated import trains
 from megacpp_compile.fx.provenance import is_backward, modules_called, outermost_frame
 from megacpp_compile.lowerings._registered import is_added
 from megacpp_compile.lowerings._registry import semantic_ops
@@ -151,7 +152,7 @@ def _analyse(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target, patches: Mapping[str, Any],
     shards: SequenceShards | None,
 ) -> Analysis:  # fmt: skip
-    grad = conflicts.trains(example_inputs)
+    grad = trains(example_inputs)
     left, config = config, config.on(target)
     frame = Frame(name=frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
     frame.label = rules.announce_target(target.name)

@@ -42,6 +42,7 @@ from megacpp_compile.frontend.calls_of_blocks import NotCut
 from megacpp_compile.frontend.hoisted_input_writes import ahead_of
 from megacpp_compile.frontend.later_gradients import LaterGradients, places_of
 from megacpp_compile.frontend.sdpa_regions import restore_sdpa_regions
+from megacpp_compile.fx.differentiated import trains
 from megacpp_compile.fx.provenance import is_backward, is_whole
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.passes._driver import pass_names
@@ -129,7 +130,7 @@ def compile_frame(
         pieces = _in_pieces(gm, example_inputs, given, target, patches, block, inner_compile)
         if pieces is not None:
             return serializable(outputs.adapt(later.adapt(early.adapt(pieces))), whole, given, patches)
-    ranks = meeting_of(gm, frame_name(gm), conflicts.trains(example_inputs), config) if inner_compile is None else None
+    ranks = meeting_of(gm, frame_name(gm), trains(example_inputs), config) if inner_compile is None else None
     boundary = tensor_subclasses.enter(gm, example_inputs, config.strict)
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     rolled_loops.check(boundary.gm, analysis.rewritten_gm())

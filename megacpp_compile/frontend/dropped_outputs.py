@@ -20,6 +20,7 @@ from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import BadOptionError, DroppedOutputError, closest
 from megacpp_compile.errors._base import listed
 from megacpp_compile.fx.copies import copied, in_place_of
+from megacpp_compile.fx.differentiated import trains
 from megacpp_compile.fx.edit import dynamo_value, same_size
 from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.reader.links import chain
@@ -81,8 +82,7 @@ def without(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> O
     the frame records no gradients, as evaluation reads it, and where no loss, one number, is computed from it: what
     leaves such a frame is on its way to one.
     """
-    trains = any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
-    if not config.drop_outputs or not trains or not torch.is_grad_enabled():
+    if not config.drop_outputs or not trains(example_inputs):
         return Outputs(gm, {})
     outputs = gm.graph.output_node().args[0]
     losses = [n for n in outputs if isinstance(n, Node) and is_loss(dynamo_value(n))]  # type: ignore[union-attr]

@@ -27,6 +27,7 @@ from megacpp_compile.frontend.hidden_writes import has_gradient, storage_of, wri
 from megacpp_compile.frontend.hoisted_input_writes import RANDOM
 from megacpp_compile.frontend.undeclared_aliases import drops
 from megacpp_compile.fx.copies import copied, in_place_of
+from megacpp_compile.fx.differentiated import trains
 from megacpp_compile.fx.edit import argument, called, dynamo_value
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.report import log
@@ -96,9 +97,8 @@ class _Later(torch.autograd.Function):
 def places_of(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
     """The places of large outputs of Dynamo's graph `gm` that a loss beside them is computed from, and that a second
     run of the frame would make again."""
-    trains = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not trains or ranks or any(map(is_traceable_wrapper_subclass, example_inputs)):
+    if not trains(example_inputs) or ranks or any(map(is_traceable_wrapper_subclass, example_inputs)):
         return []
     outputs = _outputs(gm)
     losses = [n for n in outputs if isinstance(n, Node) and is_loss(dynamo_value(n)) and has_gradient(n)]

@@ -29,6 +29,7 @@ from megacpp_compile.errors import CaptureError
 from megacpp_compile.errors._attempts import GivenUp
 from megacpp_compile.frontend import autocast
 from megacpp_compile.frontend.opaque_ops import WHAT, is_body, refake
+from megacpp_compile.fx.differentiated import trains
 
 aten = torch.ops.aten
 # Ops that a vmap leaves as they are, each with the gradient that it has by itself.
@@ -160,9 +161,9 @@ def _resolve(
     _NotPlain.when(any(n.target is autocast.ENTER for n in region.nodes), "a `vmap` that switches autocast")
     fakes = _fakes(region, values, mode)
     _NotPlain.when(any(f is None for f in fakes.values()), "a `vmap` that reads a value of unknown shape")
-    trains = any(isinstance(f, torch.Tensor) and f.requires_grad for f in fakes.values()) and torch.is_grad_enabled()
+    trained = trains(fakes.values())
     _NotPlain.when(
-        trains and any(n.op != "call_function" or _has_rules_of_its_own(n.target) for n in region.nodes), _TRAINED
+        trained and any(n.op != "call_function" or _has_rules_of_its_own(n.target) for n in region.nodes), _TRAINED
     )
     try:
         with restored(), mode, torch.no_grad():
@@ -170,7 +171,7 @@ def _resolve(
     except Exception as error:
         raise _NotPlain("a `vmap` that cannot be traced by itself") from error
     _NotPlain.when(
-        trains and any(n.op == "call_function" and n.target not in _ARITHMETIC for n in traced.graph.nodes), _TRAINED
+        trained and any(n.op == "call_function" and n.target not in _ARITHMETIC for n in traced.graph.nodes), _TRAINED
     )
     _NotPlain.when(any(n.op == "get_attr" for n in traced.graph.nodes), "a `vmap` that makes a constant tensor")
     holders = iter(region.inputs)

@@ -14,6 +14,11 @@ from megacpp_compile.fx.mode_states import ModeStates
 from megacpp_compile.fx.views import DETACH, values_read
 
 
+def trains(inputs: Iterable[Any]) -> bool:
+    """Whether what is computed of `inputs` is differentiated."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+
+
 class Differentiated:
     """The nodes that are trained, or computed from such with gradients recorded; none where the frame records none.
     What passes add to the graph meanwhile is judged when it is asked for. Calls of methods are those on DTensors."""

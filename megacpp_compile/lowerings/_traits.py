@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch.fx import Node
 
 Kernel = Literal["kernel", "in place", "pointwise", "reduction"]
+FUSIBLE: tuple[Kernel, ...] = ("pointwise", "reduction")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class OpTraits:
             differently, so it never is.
         recomputable: running it twice is known to give the same result and to have no effects, as far as its schema
             does not already say otherwise.
-        kernel: how Inductor runs it: "pointwise" and "reduction" may be fused; "in place" writes over an operand that
+        kernel: how Inductor runs it: those of `FUSIBLE` may be fused; "in place" writes over an operand that
             nobody reads later; "kernel" is a launch of its own.
         block_kind: the kind of block that has such an op, of `config.checkpointing.KINDS`; "" where many have it.
         up_projection: "kv" or "q" where the GEMMs that make its first argument are that up-projection of latent

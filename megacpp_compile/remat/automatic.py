@@ -35,7 +35,7 @@ from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.sizes import hint, nbytes, rows
 from megacpp_compile.fx.view_chains import base_of
 from megacpp_compile.fx.views import is_view
-from megacpp_compile.lowerings._traits import name_of, traits_of
+from megacpp_compile.lowerings._traits import FUSIBLE, name_of, traits_of
 from megacpp_compile.remat.closure import settle
 from megacpp_compile.remat.decisions import SaveDecisions
 from megacpp_compile.remat.latents import may_hand_over
@@ -187,7 +187,7 @@ class Ladder:
 
 
 def _fuses(node: Node) -> bool:
-    return is_view(node) or node.target is operator.getitem or traits_of(node).kernel in ("pointwise", "reduction")
+    return is_view(node) or node.target is operator.getitem or traits_of(node).kernel in FUSIBLE
 
 
 def worth_taking(plan: Predicted, otherwise: Predicted) -> bool:

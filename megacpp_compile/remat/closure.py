@@ -10,7 +10,7 @@ from torch.fx import Node
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.fx.views import REARRANGEMENTS, is_view
 from megacpp_compile.fx.walks import reached
-from megacpp_compile.lowerings._traits import traits_of
+from megacpp_compile.lowerings._traits import FUSIBLE, traits_of
 from megacpp_compile.remat.plan import FREE, MUST_RECOMPUTE, RECOMPUTE, SAVE, Plan
 
 _ROUNDS = 8
@@ -65,7 +65,7 @@ def _rounds(node: Node) -> bool:
     a scaled embedding or a cap on logits saved in bfloat16 made gradients' errors 1.1 to 1.9 times as large.
     """
     held = node.meta["val"]
-    fused = traits_of(node).kernel in ("pointwise", "reduction") and node.target not in REARRANGEMENTS
+    fused = traits_of(node).kernel in FUSIBLE and node.target not in REARRANGEMENTS
     if not fused or not held.is_floating_point() or held.itemsize >= torch.float32.itemsize:
         return False
     return sum(nbytes(a.meta.get("val")) >= nbytes(held) for a in node.all_input_nodes) == 1

@@ -17,6 +17,7 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import TwoPoliciesError
 from megacpp_compile.frontend.checkpoint import has_regions
+from megacpp_compile.fx.differentiated import trains
 from megacpp_compile.fx.edit import all_nodes
 from megacpp_compile.fx.provenance import is_backward, module_fqn, source_line
 from megacpp_compile.fx.view_chains import base_of
@@ -75,11 +76,6 @@ def _decides(gm: GraphModule, rewritten: GraphModule, patches: Mapping[str, Any]
 def _regional(nodes: Sequence[Node]) -> float | None:
     """The first of torch's memory budgets around these nodes, None where there is none."""
     return next((found for n in nodes if (found := region_budget(n)) is not None), None)
-
-
-def trains(example_inputs: Sequence[Any]) -> bool:
-    """Whether a frame of these inputs is differentiated."""
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
 
 
 def check(gm: GraphModule, config: Config) -> None:

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.fx.walks import reached
+from megacpp_compile.lowerings._traits import FUSIBLE
 
 # How many kernels back a node may join. Inductor looks farther back, and finds less there.
 _WINDOW = 32
@@ -28,7 +29,7 @@ def fuse(run: Sequence[Node], reads: Mapping[Node, Iterable[Memory]], kinds: Map
     """The nodes of `run` kernel by kernel, in the order they run.
 
     run: in graph order, without views; reads: the tensors that each node reads; kinds: `OpTraits.kernel` of each; only
-    "pointwise" and "reduction" are fused.
+    those of `FUSIBLE` are fused.
     """
     of: dict[Node, int] = {}
     groups: list[list[Node]] = []
@@ -38,7 +39,7 @@ def fuse(run: Sequence[Node], reads: Mapping[Node, Iterable[Memory]], kinds: Map
     for node in run:
         operands = set(reads[node])
         sources = {of[p[0]] for p in operands if p[0] in of}
-        size = _extent(node) if kinds[node] in ("pointwise", "reduction") else None
+        size = _extent(node) if kinds[node] in FUSIBLE else None
         best, shared = None, 0
         if size is not None:
             for i in range(max(0, len(groups) - _WINDOW), len(groups)):
@@ -87,7 +88,7 @@ def fuse_into(
         own, size, shared = of[node], _extent(node), dict[int, int]()
         for piece in (*reads[node], (node, ())):
             for i in touching[piece] - {own}:
-                fused = kinds[found[i][0]] in ("pointwise", "reduction") if found[i] else False
+                fused = kinds[found[i][0]] in FUSIBLE if found[i] else False
                 if fused and _extent(found[i][0]) == size:
                     shared[i] = shared.get(i, 0) + _bytes(piece)
         for i in sorted(shared, key=lambda i: -shared[i]):

@@ -18,7 +18,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.view_chains import base_of, beyond_views
 from megacpp_compile.fx.views import is_view
-from megacpp_compile.lowerings._traits import traits_of
+from megacpp_compile.lowerings._traits import FUSIBLE, traits_of
 from megacpp_compile.reader.links import chain
 from megacpp_compile.remat.fusion import Memory, fuse
 from megacpp_compile.remat.host_copies import fits
@@ -84,7 +84,7 @@ class Run:
         several = len(readers) > 1
         if reads > (_READS_OF_MANY if several else _READS):
             return False
-        return all(self.facts.kinds[u] in ("pointwise", "reduction") for u in readers)
+        return all(self.facts.kinds[u] in FUSIBLE for u in readers)
 
     def kernels(self) -> tuple[list[list[Node]], dict[Node, dict[Memory, None]]]:
         """(the nodes kernel by kernel, in the order they run; the tensors that each node reads)."""
