@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -22,3 +25,20 @@ class GivenUp(Exception):
         if found is None:
             raise cls(*args, **named)
         return found
+
+
+class NoMatch(GivenUp):
+    """What was looked at is not what was sought; `or_none` answers None then."""
+
+
+def or_none(attempt: Callable[P, T]) -> Callable[P, T | None]:
+    """`attempt`, which returns None where it raises NoMatch."""
+
+    @functools.wraps(attempt)
+    def called(*args: P.args, **named: P.kwargs) -> T | None:
+        try:
+            return attempt(*args, **named)
+        except NoMatch:
+            return None
+
+    return called

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.fx.walks import reached
@@ -53,16 +54,15 @@ def find_states(graph: fx.Graph) -> Iterator[States]:
                 yield found
 
 
+@or_none
 def _states(root: Node) -> States | None:
     fake = value(root)
-    if not _of_numbers(fake) or fake.dim() < 3 or (number(fake.shape[0]) or 0) < FEWEST:
-        return None
+    NoMatch.when(not _of_numbers(fake) or fake.dim() < 3 or (number(fake.shape[0]) or 0) < FEWEST)
     rest = tuple(fake.shape[1:])
     found = [*itertools.islice(reached([root], lambda n: tensors(n) if _is_of_tree(n, rest) else []), MOST_NODES + 3)]
     tree = {n for n in found if _is_of_tree(n, rest)}
     leaves = [n for n in found if n not in tree]
-    if len(leaves) != 2 or len(tree) > MOST_NODES or not all(same_shape(n, root) for n in leaves):
-        return None
+    NoMatch.when(len(leaves) != 2 or len(tree) > MOST_NODES or not all(same_shape(n, root) for n in leaves))
     pairs = ((a, b) for a, b in (leaves, leaves[::-1]) if _is_recurrence(root, sorted(tree), a, b, len(rest)))
     return next((States(root, a, b, frozenset(tree)) for a, b in pairs), None)
 

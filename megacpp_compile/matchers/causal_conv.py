@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import padded_in_front
 from megacpp_compile.fx.views import COPIES, is_cast
@@ -46,22 +47,19 @@ class CausalConv:
 
 
 @or_failure
+@or_none
 def match_causal_conv(node: Node) -> CausalConv | MatchFailure | None:
     """The causal convolution that `node` computes; None where `node` is neither depthwise nor causal."""
-    call = _call(node)
-    if call is None:
-        return None
+    call = NoMatch.unless(_call(node))
     operand, weight, bias, stride, padding, dilation, groups = call
     channels, taps = value(operand).shape[1], value(weight).shape[2]
-    if not all(isinstance(n, int) for n in (channels, taps)) or taps == 1:
-        return None
+    NoMatch.when(not all(isinstance(n, int) for n in (channels, taps)) or taps == 1)
     depthwise = groups == channels and value(weight).shape[:2] == (channels, 1) and channels > 1
     x, x_time, left = _source(operand)
     steps = _Steps(node, left + padding, taps, value(x).shape[x_time])
     found = _walk(steps)
     if not depthwise:
-        if found is None or groups == 1 == channels:
-            return None
+        NoMatch.when(found is None or groups == 1 == channels)
         what = f"{groups} groups for {channels} channels and {value(weight).shape[0]} outputs"
         refuse(node, "groups", f"not depthwise: {what}")
     reason = f"stride {stride}, dilation {dilation}"
@@ -77,26 +75,25 @@ def _filled(node: Node, defaults: tuple[Any, ...]) -> list[Any]:
     return [*node.args, *defaults[len(node.args) :]]
 
 
+@or_none
 def _call(node: Node) -> tuple[Node, Node, Node | None, int, int, int, int] | None:
     """(operand, weight, bias, stride, padding, dilation, groups) of a 1D convolution whose parameters are numbers."""
-    if node.op != "call_function":
-        return None
+    NoMatch.when(node.op != "call_function")
     if node.target is aten.conv1d.default:
         x, w, b, stride, padding, dilation, groups = _filled(node, (None, None, None, [1], [0], [1], 1))
     elif node.target is aten.conv1d.padding:
         x, w, b, stride, kind, dilation, groups = _filled(node, (None, None, None, [1], "valid", [1], 1))
-        if kind != "valid":
-            return None
+        NoMatch.when(kind != "valid")
         padding = [0]
     elif node.target is aten.convolution.default:
         x, w, b, stride, padding, dilation, transposed, _, groups = _filled(node, ())
-        if transposed:
-            return None
+        NoMatch.when(transposed)
     else:
         return None
     numbers = [n[0] if isinstance(n, (list, tuple)) and len(n) == 1 else n for n in (stride, padding, dilation)]
-    if value(x).dim() != 3 or not value(x).is_floating_point() or not all(isinstance(n, int) for n in numbers):
-        return None
+    NoMatch.when(
+        value(x).dim() != 3 or not value(x).is_floating_point() or not all(isinstance(n, int) for n in numbers)
+    )
     return x, w, b, *numbers, groups  # type: ignore[return-value]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PADS, RESHAPES, UNIT_DIMS
@@ -100,15 +101,14 @@ def masked_by_documents(node: Node, most: int = 5) -> Node | None:
     return None
 
 
+@or_none
 def decayed_away(node: Node) -> Node | None:
     """The comparison of an input's integers with a number that says where `node` is a large negative number."""
-    if node.target not in _CHOICES:
-        return None
+    NoMatch.when(node.target not in _CHOICES)
     asked, *_ = [a for a in node.all_input_nodes if getattr(value(a), "dtype", None) is torch.bool] or [None]
     filled = [a for a in node.args if isinstance(a, float | int) and not isinstance(a, bool) and a <= -10]
     asked = through(asked, RESHAPES, UNIT_DIMS, EXPANSIONS, IDENTITIES)
-    if not filled or asked is None or asked.target not in _COMPARISONS or _fractional(asked.args[0]):
-        return None
+    NoMatch.when(not filled or asked is None or asked.target not in _COMPARISONS or _fractional(asked.args[0]))
     return None if is_constant(asked) else asked
 
 
@@ -157,17 +157,18 @@ def offsets(node: Any) -> Offsets | None:
     return whole and Offsets(whole.base, whole.first + cut[1], whole.dropped + cut[2])
 
 
+@or_none
 def _cut(node: Node) -> tuple[Node, int, int] | None:
     """(tensor, elements cut off in front, behind) of a slice of a row."""
-    if node.target is not aten.slice.Tensor:
-        return None
+    NoMatch.when(node.target is not aten.slice.Tensor)
     arguments: Any = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
     x, dim, start, end, step = arguments
     sizes = value(x).shape
     size = sizes[dim]
     others = [n for i, n in enumerate(sizes) if i != dim % len(sizes)]
-    if step != 1 or not isinstance(start, (int, type(None))) or (start or 0) < 0 or any(n != 1 for n in others):
-        return None
+    NoMatch.when(
+        step != 1 or not isinstance(start, (int, type(None))) or (start or 0) < 0 or any(n != 1 for n in others)
+    )
     if end is None or isinstance(end, int) and end >= _LAST:
         return x, start or 0, 0
     if isinstance(end, int) and end < 0:
@@ -198,11 +199,10 @@ def _starts(node: Node | None) -> Offsets | None:
     return found if found and held and held.base is found.base and held.first == found.first else None
 
 
+@or_none
 def _lengths(node: Any) -> Offsets | None:
     """The offsets between which `node` [documents] are the distances."""
-    node = _row(node)
-    if node is None:
-        return None
+    node = NoMatch.unless(_row(node))
     if node.target is aten.diff.default and len(node.args) == 1 and not node.kwargs:
         return offsets(node.args[0])
     if node.target is aten.sub.Tensor and not node.kwargs:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_shape, value
 from megacpp_compile.fx.views import COPIES, FOLDS, RESHAPES, is_cast
 from megacpp_compile.matchers._match import MatchFailure, bits_of, or_failure, refuse_narrower
@@ -50,11 +51,11 @@ class GatedNorm:
 
 
 @or_failure
+@or_none
 def match_gated_norm(norm: RmsNorm) -> GatedNorm | MatchFailure | None:
     """The gated norm around `norm`, the innermost product that is a norm; None where there is no gate."""
     size = value(norm.x).shape[-1]
-    if not isinstance(size, int):
-        return None
+    NoMatch.when(not isinstance(size, int))
     readers = _Downstream(norm, size)
     before = _gate_before(norm)
     if isinstance(before, MatchFailure):
@@ -66,8 +67,7 @@ def match_gated_norm(norm: RmsNorm) -> GatedNorm | MatchFailure | None:
         internal = readers.walk(gate=True)
         if readers.other is not None:
             return readers.other
-        if readers.z is None:
-            return None
+        NoMatch.when(readers.z is None)
         y, z, behind, activation = norm.x, readers.z, True, readers.activation
     y, z = (_source(n) for n in (y, z))
     end = readers.end
@@ -180,27 +180,23 @@ class _Downstream:
             self.end = node = user
         return internal
 
+    @or_none
     def _factor(self, user: Node, node: Node, gate: bool) -> set[Node] | None:
         """The nodes that a product or quotient adds to the gated norm; None where it ends it."""
-        if user.target not in _MUL | _DIV or user.kwargs:
-            return None
+        NoMatch.when(user.target not in _MUL | _DIV or user.kwargs)
         first, second = user.args[:2]
         divides = user.target in _DIV
         other = second if first is node else first
-        if other is node or divides and (first is not node or isinstance(other, Node)):
-            return None
+        NoMatch.when(other is node or divides and (first is not node or isinstance(other, Node)))
         if not isinstance(other, Node):
-            if not isinstance(other, (int, float)):
-                return None
+            NoMatch.when(not isinstance(other, (int, float)))
             self.scale = self.scale / other if divides else self.scale * other
             return {user}
-        if not isinstance(value(other), torch.Tensor):
-            return None
+        NoMatch.when(not isinstance(value(other), torch.Tensor))
         if (channels := self._gain_channels(other, node)) is not None and same_shape(user, node):
             self.gains.append((other, channels))
             return {user}
-        if not same_shape(other, node):
-            return None
+        NoMatch.when(not same_shape(other, node))
         return self._gate(other, user) if gate else None
 
     def _gate(self, other: Node, user: Node) -> set[Node] | None:
@@ -219,16 +215,15 @@ class _Downstream:
             self.other = _other_gate(other, user)
         return None
 
+    @or_none
     def _gain_channels(self, gain: Node, node: Node) -> int | None:
         """Over how many neighbouring channels of `node` a gain varies; None for what is no gain."""
         shape, full = value(gain).shape, value(node).shape
         dims = [i - len(shape) for i, n in enumerate(shape) if not (isinstance(n, int) and n == 1)]
         if not dims:
             return self.size
-        if len(full) < len(shape) or len(full) == len(dims):
-            return None
-        if not all(isinstance(full[d], int) and full[d] == shape[d] for d in dims):
-            return None
+        NoMatch.when(len(full) < len(shape) or len(full) == len(dims))
+        NoMatch.when(not all(isinstance(full[d], int) and full[d] == shape[d] for d in dims))
         if dims == [-1]:
             return int(full[-1])
         return int(full[-1] * full[-2]) if dims == [-2, -1] else None

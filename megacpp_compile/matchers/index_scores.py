@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast, uncast
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if
@@ -139,19 +140,18 @@ class _Reader(ScoresReader):
             return None
         return uncast(other), beside(other, grouped(dims))
 
+    @or_none
     def weighted(self, product: Node, node: Node, dims: list[Dim], factor: float) -> Summed | None:
         """The sum that a product of `node` with weights is."""
         found = product_of(product)
         assert found is not None
         own, other = found.factors if found.factors[0].node is node else found.factors[::-1]
-        if own.node is not node or other.node is node:
-            return None
+        NoMatch.when(own.node is not node or other.node is node)
         weights = self.operand(other.node)
         placed = {place: list(d) for place, d in zip(own.dims, dims, strict=True)}
         for place, theirs in zip(other.dims, weights.repeated, strict=True):
             meets = placed.get(place)
-            if theirs and not meets:
-                return None
+            NoMatch.when(theirs and not meets)
             if theirs:
                 self.axes.same(meets, list(theirs))  # type: ignore[arg-type]
         out = [placed.get(i, []) for i in range(value(product).dim())]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.reader.dims import permutation
@@ -76,22 +77,20 @@ def _untranspose(w: Node) -> tuple[Node, bool]:
     return (w.args[0], False) if permutation(w) == [1, 0] else (w, True)  # type: ignore[return-value]
 
 
+@or_none
 def match_linear(node: Node) -> Linear | None:
     """The linear `node` computes, or None."""
-    if node.op != "call_function":
-        return None
+    NoMatch.when(node.op != "call_function")
     if node.target is aten.linear.default:
         x, w, b = [*node.args, None][:3]
         return Linear(node, x, w, b) if value(w).dim() == 2 else None  # type: ignore[arg-type]
     if node.target in (aten.matmul.default, aten.mm.default):
         x, w = node.args  # type: ignore[misc]
-        if not isinstance(w, Node) or value(w).dim() != 2 or value(x).dim() < 2:
-            return None
+        NoMatch.when(not isinstance(w, Node) or value(w).dim() != 2 or value(x).dim() < 2)
         return Linear(node, x, *_swap(w))  # type: ignore[arg-type]
     if node.target is aten.addmm.default:
         b, x, w = node.args  # type: ignore[misc]
-        if node.kwargs or not isinstance(b, Node) or value(b).dim() != 1:
-            return None
+        NoMatch.when(node.kwargs or not isinstance(b, Node) or value(b).dim() != 1)
         weight, transposed = _untranspose(w)  # type: ignore[arg-type]
         return Linear(node, x, weight, b, transposed)  # type: ignore[arg-type]
     equation = equation_of(node)
@@ -127,15 +126,14 @@ def match_projection(node: Node) -> Linear | None:
     return match_linear(node) or (_by_heads(node) if node.op == "call_function" else None)
 
 
+@or_none
 def _by_heads(node: Node) -> ByHeads | None:
     equation = equation_of(node)
     if equation is not None:
         return _equation_by_heads(node, equation) if len(equation.terms) == 2 else None
-    if node.target is not aten.matmul.default:
-        return None
+    NoMatch.when(node.target is not aten.matmul.default)
     x, w = node.args
-    if value(w).dim() != 3 or value(x).dim() < 3 or not same_size(value(x).shape[-3], 1):
-        return None
+    NoMatch.when(value(w).dim() != 3 or value(x).dim() < 3 or not same_size(value(x).shape[-3], 1))
     rank = value(x).dim()  # [..., 1, s, r] by [h, r, d]
     return ByHeads(node, x, w, None, False, (0, 2, 1), (rank - 3,), (*range(rank - 3), rank - 2, rank - 3, rank - 1))  # type: ignore[arg-type]
 

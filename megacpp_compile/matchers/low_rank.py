@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.matchers.linear import Linear, match_linear
@@ -53,6 +54,7 @@ class Adapted:
     internal: frozenset[Node]
 
 
+@or_none
 def match_adapted(node: Node, vectors: bool = False) -> Adapted | None:
     """The linear that `node` computes, alone or with low-rank paths beside it, or None. vectors: paths may be
     multiplied by a number for each channel as well, which are among their `numbers`."""
@@ -61,20 +63,16 @@ def match_adapted(node: Node, vectors: bool = False) -> Adapted | None:
         return Adapted(node, linear, (), frozenset())
     internal: set[Node] = set()
     terms: list[Linear | LowRank] = []
-    if uncast(node).target not in _SUMS or not _flatten(node, terms, internal, node, vectors):
-        return None
+    NoMatch.when(uncast(node).target not in _SUMS or not _flatten(node, terms, internal, node, vectors))
     bases = [t for t in terms if isinstance(t, Linear)]
     paths = tuple(t for t in terms if isinstance(t, LowRank))
-    if len(bases) != 1 or len(paths) + 1 != len(terms):
-        return None
+    NoMatch.when(len(bases) != 1 or len(paths) + 1 != len(terms))
     own, dtype = value(bases[0].node).dtype, value(node).dtype
-    if dtype != own and (is_cast(node) or torch.promote_types(own, dtype) != dtype):
-        return None  # a sum in the linear's dtype that is cast behind it is a latent in front of that cast
+    # a sum in the linear's dtype that is cast behind it is a latent in front of that cast
+    NoMatch.when(dtype != own and (is_cast(node) or torch.promote_types(own, dtype) != dtype))
     width, rank = bases[0].out_features, max(p.down.out_features for p in paths)
-    if rank >= min(width, value(bases[0].x).shape[-1]):
-        return None
-    if any(value(p.up.node).shape != value(node).shape for p in paths):
-        return None
+    NoMatch.when(rank >= min(width, value(bases[0].x).shape[-1]))
+    NoMatch.when(any(value(p.up.node).shape != value(node).shape for p in paths))
     return Adapted(node, bases[0], paths, frozenset(internal - {node}))
 
 

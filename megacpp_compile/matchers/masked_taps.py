@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled, padded_in_front
 from megacpp_compile.fx.views import CASTS, IDENTITIES, SQUEEZES, UNSQUEEZE
@@ -170,14 +171,13 @@ class _Same:
     differs: bool
 
 
+@or_none
 def _is_same(node: Any) -> _Same | None:
     *steps, node = chain(node, IDENTITIES, CASTS, SQUEEZES, _NOT, UNSQUEEZE)
-    if not isinstance(node, Node) or node.target not in (aten.eq.Tensor, aten.ne.Tensor):
-        return None
+    NoMatch.when(not isinstance(node, Node) or node.target not in (aten.eq.Tensor, aten.ne.Tensor))
     differs = (node.target is aten.ne.Tensor) != (sum(n.target in _NOT for n in steps) % 2 == 1)
     a, b = node.args
-    if not all(isinstance(n, Node) and _is_numbers(n) for n in (a, b)):
-        return None
+    NoMatch.when(not all(isinstance(n, Node) and _is_numbers(n) for n in (a, b)))
     for earlier, now in ((a, b), (b, a)):
         x, lag = _delayed(earlier, 1, zeros=False)  # type: ignore[arg-type]
         if x is now:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import long_dimensions, of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.groups import by_key
@@ -150,25 +151,22 @@ def _is_state(node: Node) -> bool:
     return isinstance(fake, torch.Tensor) and fake.dim() >= 2 and fake.is_floating_point()
 
 
+@or_none
 def _kind(last: _Update, computed: Container[Node] | None) -> str | None:
     if not last.whole:
         return "rwkv" if last.steps > 1 and _turns_by_rank_one(last) else None
     if (last.steps > 1 or is_filled(last.state, 0.0)) and _corrects(last):
         return "gated-delta-rule"
-    if last.steps < 2:
-        return None
-    if _depends(last.added, last.state):
-        return None  # a residual stream, for one
+    NoMatch.when(last.steps < 2)
+    NoMatch.when(_depends(last.added, last.state))  # a residual stream, for one
     if _gated_power(last):
         return "rg-lru"
-    if value(last.node).dim() < 3:
-        return None
+    NoMatch.when(value(last.node).dim() < 3)
     if _reads_with_a_bonus(last):
         return "rwkv"
     if _rate_of_each_channel(last.decay):
         return "selective-scan"
-    if not _contracts(last.added):
-        return None
+    NoMatch.when(not _contracts(last.added))
     return "lightning-attention" if computed is not None and last.decay not in computed else ""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, is_cast, uncast
 from megacpp_compile.matchers._match import (
@@ -56,12 +57,11 @@ def match_rms_norm(node: Node) -> RmsNorm | MatchFailure | None:
     return found
 
 
+@or_none
 def match_inverse_rms(factor: Node) -> tuple[Node, float | torch.SymFloat, set[Node]] | None:
     """(x, eps, nodes) where `factor` is `rsqrt(mean(x**2, -1) + eps)` in any spelling, x before casts; else None."""
     try:
-        root = _root(factor, False)
-        if root is None:
-            return None
+        root = NoMatch.unless(_root(factor, False))
         mean, eps, through = root
         x, narrow, more = _mean_square(mean)
         return x if narrow is x or bits_of(narrow) >= bits_of(x) else narrow, eps, through | more
@@ -91,6 +91,7 @@ def _is_written(factor: Any) -> bool:
 
 
 @or_failure
+@or_none
 def _match(node: Node) -> RmsNorm | None:
     top, (*between, node) = node, chain(node, is_cast, aten.contiguous.default, aten.clone.default)
     internal = {*between}
@@ -101,16 +102,14 @@ def _match(node: Node) -> RmsNorm | None:
     )
     if node.target is aten.rms_norm.default:
         return _whole(top, node, internal)
-    if node.target not in _MUL | _DIV:
-        return None
+    NoMatch.when(node.target not in _MUL | _DIV)
     over: list[Any] = []
     under: list[Any] = []
     seen: set[Node] = set()
     _flatten(node, over, under, seen)
     roots = [(f, _root(f, False)) for f in over] + [(f, _root(f, True)) for f in under]
     found = [(f, r) for f, r in roots if r is not None]
-    if not found:
-        return None
+    NoMatch.when(not found)
     factor, (mean, eps, through) = found[0] if len(found) == 1 else _outermost(node, found)
     x, narrow, more = _mean_square(mean)
     over, under, internal = [], [], internal - seen
@@ -216,20 +215,19 @@ def _is_repeated(node: Node) -> bool:
     return node.target in EXPANSIONS and same_size(value(node.args[0]).shape[-1], 1)
 
 
+@or_none
 def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
     """(mean square, eps, nodes) where `factor` is `1/sqrt(mean + eps)`, or `sqrt(mean + eps)` if `under`."""
     through: set[Node] = set()
     node = _peel(factor, through)
-    if not isinstance(node, Node):
-        return None
+    NoMatch.when(not isinstance(node, Node))
     through.add(node)
     t = node.target
     if t is aten.reciprocal.default and not under:
         node, under = _peel(node.args[0], through), True
     elif t in _DIV and not isinstance(node.args[0], Node) and node.args[0] == 1 and not under:
         node, under = _peel(node.args[1], through), True
-    if not isinstance(node, Node):
-        return None
+    NoMatch.when(not isinstance(node, Node))
     through.add(node)
     t = node.target
     exponent = node.args[1] if t is aten.pow.Tensor_Scalar else None
@@ -241,15 +239,13 @@ def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
             t in (aten.clamp.default, aten.clamp_min.default, aten.maximum.default) and _under_root(node.args[0]),
             node, "eps-place", "the root is clamped instead of padded with eps",
         )
-        if t is not aten.sqrt.default and exponent != 0.5:
-            return None
+        NoMatch.when(t is not aten.sqrt.default and exponent != 0.5)
     elif t is aten.add.Tensor and isinstance(node.args[0], Node) and node.args[0].target is aten.rsqrt.default:
         refuse(node, "eps-place", "eps is added outside the root")
     elif t is not aten.rsqrt.default and exponent != -0.5:
         return None
     inner = _peel(node.args[0], through)
-    if not isinstance(inner, Node):
-        return None
+    NoMatch.when(not isinstance(inner, Node))
     if inner.target in (aten.add.Tensor, aten.add.Scalar):
         mean, eps = inner.args[:2]
         if not isinstance(mean, Node):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.walks import descendants, reached
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if, refuse_unless
@@ -95,18 +96,17 @@ class _Candidate:
 
     # -- operands
 
+    @or_none
     def _read(self) -> tuple[Node, list[Node]] | None:
         """(what a product with the states makes, what the last of them is); None where they are read otherwise."""
         views = list(descendants([self.states.node], lambda u: u.target in SAME | VIEWS))
         readers = [(u, n) for n in views for u in n.users if u not in views]
         finals = [u for u, n in readers if _is_last(u, n)]  # of tokens, which `_proved` holds it to
         made = [u for u, _ in readers if u not in finals]
-        if len(made) != 1 or made[0] not in self.algebra.nodes:
-            return None
+        NoMatch.when(len(made) != 1 or made[0] not in self.algebra.nodes)
         y = made[0]
         if y.target is aten.mul.Tensor:
-            if len(y.users) != 1:
-                return None
+            NoMatch.when(len(y.users) != 1)
             self.inside.add(y)
             (y,) = y.users
         self.inside |= {*views[1:], y}
@@ -147,6 +147,7 @@ class _Candidate:
 
     # -- the proof
 
+    @or_none
     def _proved(self, r: Resized, roles: dict[str, Node], y: Node, finals: list[Node]) -> SelectiveScan | None:
         states = self.states
         t, *dims = r.of(states.node)
@@ -156,13 +157,12 @@ class _Candidate:
         b_atoms = [a for d in dims for a in d if a not in of_rate and a not in n_atoms]
         b, d, n = b_atoms, d_atoms, n_atoms
         wanted = {"u": [b, t, d], "dt": [b, t, d], "A": [d, n], "B": [b, t, n], "C": [b, t, n]}
-        if any(r.of(m.args[0])[m.args[1]] != t for m in finals):  # type: ignore[arg-type, index, call-overload]
-            return None
+        NoMatch.when(
+            any(r.of(m.args[0])[m.args[1]] != t for m in finals)  # type: ignore[arg-type, index, call-overload]
+        )
         several = [a for part in (b, t, d, n) for a in part]
-        if len(set(several)) != len(several) or not t or not n:
-            return None
-        if any(set(r.atoms(node)) - {a for dim in wanted[role] for a in dim} for role, node in roles.items()):
-            return None
+        NoMatch.when(len(set(several)) != len(several) or not t or not n)
+        NoMatch.when(any(set(r.atoms(node)) - {a for dim in wanted[role] for a in dim} for role, node in roles.items()))
         for turn in (0, 1):
             r.solve(turn)
             drawn = r.draw(turn, {roles["dt"]: 1, roles["A"]: -RATE})
@@ -172,8 +172,7 @@ class _Candidate:
             want = _expected(entering, **given)
             nodes = {"a": (states.a, [b, t, d, n]), "b": (states.b, [b, t, d, n]), "y": (y, [b, t, d])}
             for name, (node, target) in nodes.items():
-                if not agree(arranged(r.axes, made[name], r.of(node), target), want[name], TOLERANCE):
-                    return None
+                NoMatch.when(not agree(arranged(r.axes, made[name], r.of(node), target), want[name], TOLERANCE))
         r.fix()
         last = [Leaf(m, self._of_last(r, m, t)) for m in finals]
         inside = self.inside | states.inside | set(finals)

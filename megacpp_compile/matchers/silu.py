@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.matchers.numbers import number_of
@@ -35,20 +36,19 @@ def match_silu(node: Any) -> tuple[Node, set[Node]] | None:
     return None
 
 
+@or_none
 def _wider_sigmoid(x: Any, gate: Any) -> tuple[Node, set[Node]] | None:
     """(x, nodes) where `gate` is the logistic function of x, computed in its dtype or a wider one and rounded to no
     narrower one."""
     *casts, gate = chain(gate, is_cast)
-    inner = match_sigmoid(gate)
-    if inner is None or not isinstance(x, Node):
-        return None
+    inner = NoMatch.unless(match_sigmoid(gate))
+    NoMatch.when(not isinstance(x, Node))
     if inner[0] is x and not casts:
         return x, inner[1]
     source, own = _unwidened(x)
     other, its = _unwidened(inner[0])
     bits = torch.finfo(value(source).dtype).bits if value(source).is_floating_point() else 0
-    if source is not other or any(torch.finfo(value(n).dtype).bits < bits for n in casts):
-        return None
+    NoMatch.when(source is not other or any(torch.finfo(value(n).dtype).bits < bits for n in casts))
     return source, {*inner[1], *casts, *own, *its}
 
 
@@ -82,11 +82,10 @@ def match_swish(node: Node) -> tuple[Node, float] | None:
     return None
 
 
+@or_none
 def match_scaled_sigmoid(node: Any) -> tuple[Node, float] | None:
     """(x, alpha) where `node` is `sigmoid(alpha * x)`, or None."""
-    found = _logistic(uncast(node)) if isinstance(node, Node) else None
-    if found is None:
-        return None
+    found = NoMatch.unless(_logistic(uncast(node)) if isinstance(node, Node) else None)
     x, alpha = scaled(found[0])
     return x, found[1] * alpha
 
@@ -103,11 +102,10 @@ def scaled(node: Node) -> tuple[Node, float]:
     return node, factor
 
 
+@or_none
 def match_sigmoid(node: Any) -> tuple[Node, set[Node]] | None:
     """(x, nodes) where `node` is the logistic function of x, or None."""
-    found = _logistic(node)
-    if found is None:
-        return None
+    found = NoMatch.unless(_logistic(node))
     return (found[0], found[2]) if found[1] == 1 else _negated((found[0], found[2]))
 
 
@@ -137,13 +135,11 @@ def _negated(found: tuple[Node, set[Node]] | None) -> tuple[Node, set[Node]] | N
     return neg.args[0], {*nodes, neg}  # type: ignore[return-value]
 
 
+@or_none
 def _one_plus_exp(node: Any) -> tuple[Node, set[Node]] | None:
     """(x, nodes) where `node` is `1 + exp(x)`, or None."""
-    if not isinstance(node, Node) or node.target not in (aten.add.Tensor, aten.add.Scalar):
-        return None
-    if node.kwargs.get("alpha", 1) != 1:
-        return None
-    exp = next((a for a in node.args[:2] if isinstance(a, Node)), None)
-    if exp is None or exp.target is not aten.exp.default or 1 not in [a for a in node.args[:2] if a is not exp]:
-        return None
+    NoMatch.when(not isinstance(node, Node) or node.target not in (aten.add.Tensor, aten.add.Scalar))
+    NoMatch.when(node.kwargs.get("alpha", 1) != 1)
+    exp = NoMatch.unless(next((a for a in node.args[:2] if isinstance(a, Node)), None))
+    NoMatch.when(exp.target is not aten.exp.default or 1 not in [a for a in node.args[:2] if a is not exp])
     return exp.args[0], {node, exp}  # type: ignore[return-value]

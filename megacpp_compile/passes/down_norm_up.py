@@ -27,6 +27,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse_if
@@ -154,6 +155,7 @@ def _check(
 
 
 @or_failure
+@or_none
 def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] | None) -> _Site | MatchFailure | None:
     """Who reads the latent and its norm, or why they can't all be served; None for what is no latent."""
     start, size = latent.start, latent.size
@@ -185,11 +187,8 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
     reason = "the gradients of its up-projections are not all summed over the same ranks"
     refuse_if(len(groups) > 1 or len(*groups) > 1, norm.node, "ranks", reason)
     refuse_escapes(norm)
-    more = or_refuse(beside(view, norm, latent, lo, hi))
-    if more is None:
-        return None
-    if (others or more.raw) and not any(latent.narrows(up) for up, _ in ups):
-        return None
+    more = NoMatch.unless(or_refuse(beside(view, norm, latent, lo, hi)))
+    NoMatch.when((others or more.raw) and not any(latent.narrows(up) for up, _ in ups))
     keep = bool(more.raw) or any(keeps(view, user, read) for user, read in others)
     return _Site(latent, norm, ups, more, part, bool(others), keep, *groups)
 

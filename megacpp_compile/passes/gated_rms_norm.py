@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, same_size, same_sizes, value
 from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse, refuse_if
 from megacpp_compile.matchers.gated_rms_norm import GatedNorm, gate_nearby, match_gated_norm, same_source
@@ -58,10 +59,9 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 
 @or_failure
+@or_none
 def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure | None:
-    gated = or_refuse(match_gated_norm(norm))
-    if gated is None:
-        return None
+    gated = NoMatch.unless(or_refuse(match_gated_norm(norm)))
     for n in sorted(gated.internal - {gated.node}):
         outside = next((u for u in n.users if u not in gated.internal), None)
         if outside is not None and not same_source(n, (gated.y, gated.z)):

@@ -28,6 +28,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
@@ -99,6 +100,7 @@ def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure
     return None
 
 
+@or_none
 def _few_tokens(
     head: Head, pairs: Sequence[tuple[Head, list[HeadLoss]]], view: GraphView
 ) -> MatchFailure | None:
@@ -109,14 +111,12 @@ def _few_tokens(
         site.summed for other, found in pairs for site in found
         if other is head or other.linear.w is weight and _checkpointed(other) and _checkpointed(head)
     )  # fmt: skip
-    if not view.has_backward(weight) or not kept or free_unbacked_symbols(logits):
-        return None
+    NoMatch.when(not view.has_backward(weight) or not kept or free_unbacked_symbols(logits))
     size, least, what = nbytes(logits), kept * WEIGHTS * nbytes(value(weight)), "the weight's gradient is"
     if logits.device.type != SMALL_ON:
         rows = nbytes(value(x)) if view.has_backward(x) else 0
         least, what = kept * nbytes(value(weight)) + rows - EXCESS, "gradients are"
-    if size >= least:
-        return None
+    NoMatch.when(size >= least)
     reason = (
         f"{size / 2**20:.1f} MiB of logits, of use from {least / 2**20:.1f} MiB: {what} kept from forward to backward "
         "in their place"

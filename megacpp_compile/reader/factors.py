@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS, is_cast
@@ -216,15 +217,14 @@ def _regroup(axes: list[Axis], shape: Sequence[Any]) -> Dims | None:
     return None if axes else tuple(out)
 
 
+@or_none
 def added_to_every(node: Node) -> tuple[Node | None, Node, Dims, Dims] | None:
     """(base, None for zeros; rows; the dimensions of `node`; those of the rows) where `node` adds rows to every row of
     the base, as often to one as to any other."""
-    if (found := _added_rows(node)) is None:
-        return None
+    found = NoMatch.unless(_added_rows(node))
     base, numbers, rows = found
     count, times = value(base).shape[0], whole_times(value(rows).shape[0], value(base).shape[0])
-    if times is None:
-        return None
+    NoMatch.when(times is None)
     t, e, c = (() if is_one(n) else (Axis(n),) for n in (count, times, value(rows).shape[1]))
     for order in ((*e, *t), (*t, *e)):
         dims = (order, c)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS
@@ -19,6 +20,7 @@ SCATTERS = (aten.scatter_add.default, aten.scatter_reduce.two)
 SUMS_OF_ROWS = (*SCATTERS, aten.index_add.default, aten.index_put.default)
 
 
+@or_none
 def indexed(node: Node) -> tuple[Node, list[Any]] | None:
     """(tensor, its leading indices) of a read by index tensors: `t[i, j]`, `t[None, i]`, `t[i, j, None]`,
     `index_select`, `embedding`. A new dimension in the read is left out."""
@@ -30,20 +32,17 @@ def indexed(node: Node) -> tuple[Node, list[Any]] | None:
         token = repeated_over_channels(node.args[2])  # type: ignore[arg-type]
         whole = same_size(value(node).shape[-1], value(node.args[0]).shape[-1])
         return (node.args[0], [token]) if whole and token is not None else None  # type: ignore[return-value]
-    if node.target is not aten.index.Tensor:
-        return None
+    NoMatch.when(node.target is not aten.index.Tensor)
     tensor, indices = node.args
     positions = list(indices)  # type: ignore[arg-type]
     if tensor.target is aten.unsqueeze.default:  # type: ignore[union-attr]
         source = tensor.args[0]  # type: ignore[union-attr]
         at = tensor.args[1] % (value(source).dim() + 1)  # type: ignore[union-attr, operator]
         if at < len(positions):
-            if positions[at] is not None:
-                return None
+            NoMatch.when(positions[at] is not None)
             del positions[at]
         tensor = source
-    if not positions or any(p is None for p in positions):
-        return None
+    NoMatch.when(not positions or any(p is None for p in positions))
     return tensor, positions  # type: ignore[return-value]
 
 
@@ -98,6 +97,7 @@ def _is_column(node: Node, index: Node) -> bool:
     return alike and same_size(last, 1)
 
 
+@or_none
 def added_rows(node: Node, to_zeros: bool = False) -> tuple[Node, Node, Node] | None:
     """(base, rows' numbers [R], what is added to each [R, d]) of a sum of whole rows, which counts a row as often as it
     comes: by `index_add`, `scatter_add`, `scatter_reduce`, or `index_put` that accumulates. `to_zeros` takes sums that
@@ -108,11 +108,9 @@ def added_rows(node: Node, to_zeros: bool = False) -> tuple[Node, Node, Node] | 
     if node.target is aten.index_put.default and len(args) == 4 and args[3] and len(args[1]) == 1:  # type: ignore[arg-type]
         base, (token,), rows, _ = args  # type: ignore[misc]
         return (base, token, rows) if _whole_rows(base, token, rows) else None  # type: ignore[return-value, arg-type]
-    if node.target not in SCATTERS or not _is_first(args[1], args[0]) or not adds(node, to_zeros):
-        return None
+    NoMatch.when(node.target not in SCATTERS or not _is_first(args[1], args[0]) or not adds(node, to_zeros))
     base, _, index, rows = args[:4]
-    if value(base).dim() != 2:
-        return None
+    NoMatch.when(value(base).dim() != 2)
     token = repeated_over_channels(index)  # type: ignore[arg-type]
     # A scatter takes the rows that the index has, of as many as there may be, and its channels.
     alike = all(map(same_size, value(index).shape, value(rows).shape)) and _whole_rows(base, token, rows)  # type: ignore[arg-type]

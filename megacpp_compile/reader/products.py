@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, value
 
 aten = torch.ops.aten
@@ -42,16 +43,14 @@ class Product:
     bias: Node | None = None
 
 
+@or_none
 def product_of(node: Node, biased: bool = False) -> Product | None:
     """The product of two factors, summed over one dimension of both, that `node` is, or None. biased: it may have a
     bias [channels]."""
-    found = contraction(node)
-    if found is None or len(found.factors) != 2 or any(CONTRACTED not in f.dims for f in found.factors):
-        return None
-    if any(d < BROADCAST for f in found.factors for d in f.dims):
-        return None
-    if node.target in _MATMULS and any(len(f.dims) < 2 for f in found.factors):
-        return None
+    found = NoMatch.unless(contraction(node))
+    NoMatch.when(len(found.factors) != 2 or any(CONTRACTED not in f.dims for f in found.factors))
+    NoMatch.when(any(d < BROADCAST for f in found.factors for d in f.dims))
+    NoMatch.when(node.target in _MATMULS and any(len(f.dims) < 2 for f in found.factors))
     return found if found.bias is None or biased and value(found.bias).dim() == 1 else None
 
 
@@ -81,15 +80,14 @@ def multiplied(node: Node | None) -> list[tuple[Node, Node]]:
     return [(a, b), (b, a)]  # type: ignore[list-item]
 
 
+@or_none
 def equation_of(node: Node) -> Equation | None:
     """The equation of the product that `node` is by an equation: `einsum`, and `tensordot`, which has one."""
     if node.target is aten.tensordot.default:
         return _tensordot(node)
-    if node.target is not aten.einsum.default:
-        return None
+    NoMatch.when(node.target is not aten.einsum.default)
     equation, operands = node.args[:2]
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        return None
+    NoMatch.when(not isinstance(equation, str) or "->" not in equation or "." in equation)
     given, out = equation.replace(" ", "").split("->")
     return Equation(tuple(operands), tuple(given.split(",")), out)  # type: ignore[arg-type]
 

@@ -132,8 +132,8 @@ FAULTS = (
     ),
     Fault(
         "softmax-over-tokens", "matcher", "megacpp_compile/matchers/linear_cross_entropy/reads.py",
-        "if found is None or found.of is not logits.node or found.dim != logits.dim:",
-        "if found is None or found.of is not logits.node:",
+        "NoMatch.when(found.of is not logits.node or found.dim != logits.dim)",
+        "NoMatch.when(found.of is not logits.node)",
         "What a model subtracts as the log-sum-exp over tokens is computed over words.",
         ("tests/passes/test_heads_left_alone.py",),
     ),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import argument, value
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers.delta_rule.rules import POWERS
@@ -51,10 +52,10 @@ def _by_a_number(n: Node) -> bool:
     return isinstance(n.args[0], Node) and isinstance(n.args[1], (int, float))
 
 
+@or_none
 def _norm(n: Node) -> tuple[Node, float, set[Node]] | None:
     """(x, eps, the nodes of the norm) where `n` is x * rsqrt(sum(x^2) + eps) over the last dimension."""
-    if n.kwargs or len(n.args) != 2 or not all(isinstance(a, Node) for a in n.args):
-        return None
+    NoMatch.when(n.kwargs or len(n.args) != 2 or not all(isinstance(a, Node) for a in n.args))
     pairs: list[Any] = []
     if n.target is aten.mul.Tensor:
         pairs = [(a, b) for a, b in (n.args, n.args[::-1]) if b.target is aten.rsqrt.default]  # type: ignore[union-attr]
@@ -66,12 +67,10 @@ def _norm(n: Node) -> tuple[Node, float, set[Node]] | None:
     for x, root in pairs:
         total, eps, inside = root.args[0], 0.0, {n, root}
         if total.target in (aten.add.Tensor, aten.add.Scalar) and not total.kwargs:
-            if not isinstance(total.args[1], (int, float)):
-                return None
+            NoMatch.when(not isinstance(total.args[1], (int, float)))
             inside.add(total)
             total, eps = total.args[0], float(total.args[1])
-        if total.target is not aten.sum.dim_IntList or not _over_last(total, 1, 2):
-            return None
+        NoMatch.when(total.target is not aten.sum.dim_IntList or not _over_last(total, 1, 2))
         square = total.args[0]
         base = _square_of(square)
         if base is not None and _same(base, x):

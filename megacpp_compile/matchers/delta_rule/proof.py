@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.delta_rule.roles import DeltaRuleAxes, Roles
 from megacpp_compile.matchers.delta_rule.rules import SOLVES
@@ -27,6 +28,7 @@ ANY_CHUNK = (4, 5)  # tokens that stand for as many as there are
 TURNS = (0, 1)  # of operands, and of sizes
 
 
+@or_none
 def proved(
     r: Resized, root: Node, exports: Sequence[Node], roles: Roles, eps: float | None
 ) -> tuple[float, Node | None] | None:
@@ -36,13 +38,10 @@ def proved(
     _keep_chunks(r, roles.axes)
     for turn in TURNS:
         _solve(r, turn)
-        one = _tried(r, root, exports, roles, eps, turn)
-        if one is None:
-            return None
+        one = NoMatch.unless(_tried(r, root, exports, roles, eps, turn))
         scales.append(one[0])
         wrong = wrong or one[1]
-    if max(scales) - min(scales) > TOLERANCE * abs(scales[0]):
-        return None  # it depends on a size that is not kept
+    NoMatch.when(max(scales) - min(scales) > TOLERANCE * abs(scales[0]))  # it depends on a size that is not kept
     scale = float(f"{scales[0]:.15g}")  # what a sum of other operands, or another BLAS, makes of it too
     return (1.0 if abs(scale - 1) < NO_SCALE else scale), wrong
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Set
 
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
@@ -60,29 +61,23 @@ def assignments(r: Resized, root: Node, gate: Node | None, corrected: Set[Node])
             yield Roles(nodes, axes)
 
 
+@or_none
 def _axes(r: Resized, made: Dim, nodes: dict[str, Node]) -> DeltaRuleAxes | None:
     of = {name: set(r.atoms(n)) for name, n in nodes.items()}
-    if any(len(r.atoms(n)) != len(of[name]) for name, n in nodes.items()) or len(set(made)) != len(made):
-        return None
+    NoMatch.when(any(len(r.atoms(n)) != len(of[name]) for name, n in nodes.items()) or len(set(made)) != len(made))
     known = set(made)
     keys = of["k"] - known
-    if not keys or of["q"] - known != keys or of["v"] != known:
-        return None
+    NoMatch.when(not keys or of["q"] - known != keys or of["v"] != known)
     elsewhere = set().union(*(of[name] for name in ("q", "k", "g", "beta") if name in of))
     own = [d for d in r.of(nodes["v"]) if d and not set(d) & elsewhere]
-    if not own:
-        return None
+    NoMatch.when(not own)
     values = own[-1]
     outer = known - set(values)
-    if any(of[name] - keys - outer for name in ("q", "k") if name in of) or of.get("beta", set()) - outer:
-        return None
-    if of.get("g", set()) - keys - outer:
-        return None
-    if "initial_state" in of and (not keys | set(values) >= of["initial_state"] - outer):
-        return None
+    NoMatch.when(any(of[name] - keys - outer for name in ("q", "k") if name in of) or of.get("beta", set()) - outer)
+    NoMatch.when(of.get("g", set()) - keys - outer)
+    NoMatch.when("initial_state" in of and (not keys | set(values) >= of["initial_state"] - outer))
     time = _time(r, outer, keys, set(values))
-    if "initial_state" in of and of["initial_state"] & time:
-        return None
+    NoMatch.when("initial_state" in of and of["initial_state"] & time)
     dims = [d for d in r.of(nodes["v"]) if d != values and not set(d) & time]
     order = r.atoms(nodes["v"])
     heads = [a for d in (dims[1:] or dims) for a in d]

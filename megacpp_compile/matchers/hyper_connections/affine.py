@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import COPIES, FOLDS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.linear import Linear, match_linear
@@ -117,6 +118,7 @@ class _Reader:
         leads = len(shape) >= self.tokens and all(map(same_size, shape[: self.tokens], self.lead))
         return leads and all(isinstance(n, int) for n in shape[self.tokens :])
 
+    @or_none
     def constant(self, given: Any, node: Node, inverse: bool = False) -> Constant | None:
         """What `given` is to the elements of a token in `node`; None where it is not the same for all tokens."""
         tail = self._tail(node)
@@ -126,10 +128,8 @@ class _Reader:
                 number, tail, self.start, self.size, inverse)  # fmt: skip
         shape = value(given).shape
         extra = len(shape) - len(tail)
-        if not all(same_size(n, 1) for n in shape[: max(extra, 0)]):
-            return None
-        if not all(n in (1, m) for n, m in zip(reversed(shape), reversed(tail), strict=False)):
-            return None
+        NoMatch.when(not all(same_size(n, 1) for n in shape[: max(extra, 0)]))
+        NoMatch.when(not all(n in (1, m) for n, m in zip(reversed(shape), reversed(tail), strict=False)))
         return Constant(given, tail, self.start, self.size, inverse)
 
     def step(self, node: Node) -> Node | None:

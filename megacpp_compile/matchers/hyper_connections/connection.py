@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, COPIES, FOLDS, PERMUTATIONS, RESHAPES, is_cast
 from megacpp_compile.fx.walks import reached
@@ -52,17 +53,14 @@ class Connection:
 
 
 @or_failure
+@or_none
 def match_connection(total: StreamSum) -> Connection | MatchFailure | None:
     """The connection whose block reads `total`; None for a sum with other weights."""
     tokens = value(total.weights).dim() - 1
-    if total.order != tuple(range(tokens + 1)):
-        return None
-    pre = match_gate(total.weights, tokens)
-    if pre is None or pre.affine.size != value(total.weights).shape[-1]:
-        return None
-    norm = or_refuse(_norm(pre.affine, total.streams))
-    if norm is None:
-        return None
+    NoMatch.when(total.order != tuple(range(tokens + 1)))
+    pre = NoMatch.unless(match_gate(total.weights, tokens))
+    NoMatch.when(pre.affine.size != value(total.weights).shape[-1])
+    norm = NoMatch.unless(or_refuse(_norm(pre.affine, total.streams)))
     exits, inside = _exits(pre.affine, total)
     found = _sorted_out(exits, inside, pre, total)
     block, behind = rounded(total.node)
@@ -76,6 +74,7 @@ def _source(node: Node) -> Node:
 
 
 @or_failure
+@or_none
 def _norm(affine: Affine, streams: Node) -> Norm | MatchFailure | None:
     """The norm in front of a linear of the joined streams, or behind it."""
     n, d = value(streams).shape[-2:]
@@ -83,8 +82,7 @@ def _norm(affine: Affine, streams: Node) -> Norm | MatchFailure | None:
     joined = isinstance(d, int) and same_size(value(linear.x).shape[-1], n * d)
     if affine.rms is not None:
         x, eps = affine.rms
-        if not joined or _source(x) is not _source(streams) or _source(linear.x) is not _source(streams):
-            return None
+        NoMatch.when(not joined or _source(x) is not _source(streams) or _source(linear.x) is not _source(streams))
         _refuse_other_streams(x, streams, linear.node)
         return Norm(float(eps), (), 1.0)
     around = bare(linear.x)
@@ -97,8 +95,7 @@ def _norm(affine: Affine, streams: Node) -> Norm | MatchFailure | None:
             linear.node, "no-norm", "the joined streams are not normed",
         )
         return None
-    if _source(norm.x) is not _source(streams):
-        return None
+    NoMatch.when(_source(norm.x) is not _source(streams))
     _refuse_other_streams(norm.x, streams, norm.node)
     return Norm(float(norm.eps), tuple(norm.gains), norm.scale)
 
@@ -188,12 +185,11 @@ def _sorted_out(
     return next(iter(post), None), next(iter(mixing), None)
 
 
+@or_none
 def _map(node: Node, pre: Gate, total: StreamSum) -> Gate | Mixing | None:
     """The weights or the matrix that `node` is a view or a cast of."""
     n, tokens = pre.affine.size, value(pre.affine.linear.node).dim() - 1
-    inner = _inner(node, tokens, n)
-    if inner is None:
-        return None
+    inner = NoMatch.unless(_inner(node, tokens, n))
     square = value(inner).dim() == tokens + 2
     found = match_mixing(inner, tokens) if square else match_gate(inner, tokens)
     if found is None or found.affine.size != (n * n if square else n):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers.hyper_connections.affine import ADD, DIV, MUL, SUB, VIEWS, Affine, match_affine
@@ -54,6 +55,7 @@ def _cast(node: Any) -> Any:
     return through(node, is_cast)
 
 
+@or_none
 def match_gate(node: Node, tokens: int) -> Gate | None:
     """The gate that ends at `node` [tokens..., n]."""
     at, factor, shift = bare(node), 1.0, 0.0
@@ -63,9 +65,7 @@ def match_gate(node: Node, tokens: int) -> Gate | None:
             flat = value(found[0]).dim() - 1  # tokens may be one dimension until the weights are made
             affine = match_affine(found[0], min(tokens, flat))
             return None if affine is None else Gate(node, affine, factor, shift)
-        below = _number(at)
-        if below is None:
-            return None
+        below = NoMatch.unless(_number(at))
         at, times, plus = below
         at, shift, factor = bare(at), shift + factor * plus, factor * times
     return None
@@ -92,11 +92,11 @@ def _number(node: Node) -> tuple[Any, float, float] | None:
     return None
 
 
+@or_none
 def match_mixing(node: Node, tokens: int) -> Mixing | None:
     """The mixing matrix that ends at `node` [tokens..., n, n]."""
     at, axes, sums = _cast(node), list[int](), set[float]()
-    if not isinstance(at, Node) or value(at).dim() != tokens + 2:
-        return None
+    NoMatch.when(not isinstance(at, Node) or value(at).dim() != tokens + 2)
     if at.target is aten.exp.default:
         found = _in_logarithms(node, _cast(at.args[0]), tokens)
         if found is not None:
@@ -110,16 +110,13 @@ def match_mixing(node: Node, tokens: int) -> Mixing | None:
         found = _in_logarithms(node, _cast(at.args[0]), tokens, _axis(at)) if not axes else None
         if found is not None and len(found.axes) > 1:
             return found
-    if len(sums) > 1:
-        return None
+    NoMatch.when(len(sums) > 1)
     shift, made = 0.0, _number(at)
     if made is not None and made[1] == 1.0 and _init(bare(made[0]), tokens) is not None:
         at, shift = made[0], made[2]
     init = _init(bare(at), tokens)
     at = at if init is None else bare(at)
-    affine = match_affine(at if init is None else at.args[0], tokens)
-    if affine is None:
-        return None
+    affine = NoMatch.unless(match_affine(at if init is None else at.args[0], tokens))
     return Mixing(node, affine, init or "linear", (shift, sums.pop() if sums else 0.0), tuple(axes))
 
 
@@ -137,10 +134,10 @@ def _axis(node: Node) -> int:
     return axis if axis < 0 else axis - value(node).dim()  # type: ignore[operator, return-value]
 
 
+@or_none
 def _normalisation(node: Any) -> tuple[Node, int, float] | None:
     """(matrix, axis, eps) where `node` is the matrix over its sums along an axis, plus eps."""
-    if not isinstance(node, Node) or node.kwargs:
-        return None
+    NoMatch.when(not isinstance(node, Node) or node.kwargs)
     if node.target in DIV:
         matrix, below = node.args[:2]
         found = _sums(below)
@@ -151,8 +148,7 @@ def _normalisation(node: Any) -> tuple[Node, int, float] | None:
         found = _sums(below.args[0]) if isinstance(below, Node) else None
     else:
         return None
-    if found is None or _cast(found[0]) is not _cast(matrix) or not same_shape(node, found[0]):
-        return None
+    NoMatch.when(found is None or _cast(found[0]) is not _cast(matrix) or not same_shape(node, found[0]))
     return found
 
 
@@ -203,14 +199,12 @@ def _in_logarithms(node: Node, at: Any, tokens: int, last: int | None = None) ->
     return None if affine is None else Mixing(node, affine, "log", (0.0, 0.0), tuple(axes))
 
 
+@or_none
 def _less_logsumexp(node: Node) -> tuple[Node, int] | None:
-    if node.target is not aten.sub.Tensor or node.kwargs:
-        return None
+    NoMatch.when(node.target is not aten.sub.Tensor or node.kwargs)
     matrix, sums = node.args[:2]
     kept, sums = _kept(_cast(sums))
-    if not isinstance(sums, Node) or sums.target is not aten.logsumexp.default:
-        return None
-    if _cast(sums.args[0]) is not _cast(matrix):
-        return None
+    NoMatch.when(not isinstance(sums, Node) or sums.target is not aten.logsumexp.default)
+    NoMatch.when(_cast(sums.args[0]) is not _cast(matrix))
     axis = _one_axis(sums, kept)
     return None if axis is None else (matrix, axis)  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.views import CASTS, FOLDS, RESHAPES, SQUEEZES, is_cast, uncast
 from megacpp_compile.reader.dims import below, reduced_dims, unreduced
@@ -148,18 +149,18 @@ def _below(node: Node, source: Node, letters: Letters) -> Letters | None:
     return None if own is None or node.target in CASTS and not is_cast(node) else tuple(own)
 
 
+@or_none
 def _unit_dims(node: Node, source: Node, letters: Letters) -> Letters | None:
     """Through a reshape that drops or adds dimensions of size 1 alone."""
     new, old = value(node).shape, value(source).shape
     kept = [(n, letter) for n, letter in zip(new, letters, strict=True) if not same_size(n, 1)]
     sizes = [n for n in old if not same_size(n, 1)]
-    if len(kept) != len(sizes) or not all(same_size(n, m) for (n, _), m in zip(kept, sizes, strict=True)):
-        return None
+    NoMatch.when(len(kept) != len(sizes) or not all(same_size(n, m) for (n, _), m in zip(kept, sizes, strict=True)))
     if len(new) == len(old):
         return letters
     units = [letter for n, letter in zip(new, letters, strict=True) if same_size(n, 1)]
-    if any(letter is not None for letter in units) and sum(same_size(n, 1) for n in old):
-        return None  # which dimension of size 1 is which
+    # which dimension of size 1 is which
+    NoMatch.when(any(letter is not None for letter in units) and sum(same_size(n, 1) for n in old))
     rest = iter(kept)
     return tuple(None if same_size(n, 1) else next(rest)[1] for n in old)
 

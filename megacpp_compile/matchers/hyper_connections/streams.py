@@ -11,6 +11,7 @@ import dataclasses
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, refuse_if
@@ -56,13 +57,12 @@ def stream_sum(product: Product) -> StreamSum | MatchFailure | None:
 
 
 @or_failure
+@or_none
 def _arranged(product: Product, w: int, x: int, channel, rows, stream) -> StreamSum | MatchFailure | None:  # type: ignore[no-untyped-def]
     tokens = [c for c in product.out if c != channel and c not in rows]
     n = value(product.factors[x]).shape[product.letters[x].index(stream)]
-    if not isinstance(n, int) or not 2 <= n <= MOST or not tokens:
-        return None
-    if rows and value(product.factors[w]).shape[product.letters[w].index(rows[0])] != n:
-        return None
+    NoMatch.when(not isinstance(n, int) or not 2 <= n <= MOST or not tokens)
+    NoMatch.when(rows and value(product.factors[w]).shape[product.letters[w].index(rows[0])] != n)
     streams = deepest(product.places(x), (*tokens, stream, channel), True, False)
     weights = deepest(product.places(w), (*tokens, *rows, stream), not rows, True)
     if streams is None or product.out != (*tokens, *rows, channel):
@@ -75,14 +75,13 @@ def _arranged(product: Product, w: int, x: int, channel, rows, stream) -> Stream
 
 
 @or_failure
+@or_none
 def weights_of_channels(node: Node) -> MatchFailure | None:
     """The near miss of streams that are summed with a sigmoid for each channel of each, made by a linear."""
-    if node.target not in (aten.sum.dim_IntList, aten.mean.dim) or len(node.args) > 2 and node.args[2]:
-        return None
+    NoMatch.when(node.target not in (aten.sum.dim_IntList, aten.mean.dim) or len(node.args) > 2 and node.args[2])
     product = uncast(node.args[0])
     axis, rank = node.args[1], value(node.args[0]).dim()
-    if not isinstance(product, Node) or product.target is not aten.mul.Tensor or not of_tensors(product):
-        return None
+    NoMatch.when(not isinstance(product, Node) or product.target is not aten.mul.Tensor or not of_tensors(product))
     if rank < 3 or [d % rank for d in axis] != [rank - 2] or not same_shape(*product.args):  # type: ignore[union-attr, operator, arg-type]
         return None
     n, d = value(product).shape[-2:]
@@ -111,13 +110,12 @@ class Update:
         return build.permuted(self.mixed.weights, self.mixed.order)
 
 
+@or_none
 def match_update(node: Node) -> Update | MatchFailure | None:
     """The update of the streams that ends at `node`, a sum."""
-    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(a, Node) for a in node.args):
-        return None
+    NoMatch.when(node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(a, Node) for a in node.args))
     products = [product_of(a) for a in node.args]
-    if products[0] is None or products[1] is None or not same_shape(*node.args):  # type: ignore[arg-type]
-        return None
+    NoMatch.when(products[0] is None or products[1] is None or not same_shape(*node.args))  # type: ignore[arg-type]
     for mixing, adding in (products, products[::-1]):
         mixed = stream_sum(mixing)  # type: ignore[arg-type]
         if mixed is None or isinstance(mixed, StreamSum) and not mixed.mixes:

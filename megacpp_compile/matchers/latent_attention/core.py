@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import attribute_of, same_size, value
 from megacpp_compile.fx.filled import fill_of
 from megacpp_compile.fx.views import COPIES, DETACH, is_cast
@@ -235,16 +236,14 @@ def _literal(node: Any) -> float | None:
     return held.item() if type(held) is torch.Tensor and held.numel() == 1 else None
 
 
+@or_none
 def _result(softmax: Node, rows: int) -> tuple[Node, Factor, Factor] | None:
     """(node, probabilities, values) of the product with the values, which alone reads the probabilities."""
     node = onward(softmax, COPIES, is_cast)[-1]
     user = only_user(node)
-    product = product_of(user) if user is not None else None
-    if product is None:
-        return None
+    product = NoMatch.unless(product_of(user) if user is not None else None)
     first, second = product.factors
     if first.node is not node:
         first, second = second, first
-    if first.node is not node or second.node is node or first.dims[rows] != CONTRACTED:
-        return None
+    NoMatch.when(first.node is not node or second.node is node or first.dims[rows] != CONTRACTED)
     return product.node, first, second

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import is_cast
@@ -58,21 +59,18 @@ def _decode(core: Core) -> LatentAttention | MatchFailure | None:
     return dataclasses.replace(found, seen=tuple(seen), given=tuple(given))
 
 
+@or_none
 def _of_a_cache_of_keys(core: Core) -> MatchFailure | None:
     """A cache of every head's keys, to which a step appends the keys it expands from its own latents."""
-    samples = samples_of(core)
-    if samples is None or any(Side(k, samples).expanded for _, k in core.scores):
-        return None
+    samples = NoMatch.unless(samples_of(core))
+    NoMatch.when(any(Side(k, samples).expanded for _, k in core.scores))
     keys = core.scores[0][1]
     last = levels(elements(keys.node, keys.axes, {**samples, "c": places(keys.size("c"), True)}))[-1].node
-    if str(getattr(last.target, "overloadpacket", "")).rpartition(".")[2] not in _APPENDS:
-        return None
+    NoMatch.when(str(getattr(last.target, "overloadpacket", "")).rpartition(".")[2] not in _APPENDS)
     given = [n for n in last.all_input_nodes if value(n).dim() == value(last).dim()]
-    if not any(_is_given(n) for n in given):
-        return None
+    NoMatch.when(not any(_is_given(n) for n in given))
     rows = keys.axes.index("s")
-    if list(map(hint, value(last).shape)) != list(map(hint, value(keys.node).shape)):
-        return None
+    NoMatch.when(list(map(hint, value(last).shape)) != list(map(hint, value(keys.node).shape)))
     for new in given:
         axes = list(keys.axes)
         if [hint(n) for d, n in enumerate(value(new).shape) if d != rows] != [

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import (
@@ -91,16 +92,15 @@ def elements(node: Node, axes: Sequence[str | None], samples: Mapping[str, np.nd
     return Elements(node, samples, tuple(ZERO if a is None else along(a, samples[a]) for a in axes))
 
 
+@or_none
 def back(at: Elements) -> Elements | None:
     """The elements of the tensor that `at.node` is a view or cast of; None where it is none."""
     node = at.node
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
-        return None
+    NoMatch.when(node.op != "call_function" or not node.args or not isinstance(node.args[0], Node))
     source = node.args[0]
     if (part := part_of(node)) is not None:
         return _whole(at, part)
-    if not isinstance(value(source), torch.Tensor) or not isinstance(value(node), torch.Tensor):
-        return None
+    NoMatch.when(not isinstance(value(source), torch.Tensor) or not isinstance(value(node), torch.Tensor))
     if node.target in IDENTITIES or node.target is DETACH or is_cast(node):
         return Elements(source, at.samples, at.index)
     if node.target in _SAME_ORDER:
@@ -135,6 +135,7 @@ def levels(at: Elements) -> list[Elements]:
     return list(following(at, back))
 
 
+@or_none
 def cut(at: Elements) -> list[Elements] | None:
     """The elements of each tensor that `at.node` has side by side along the channels, as `cat` does, and writes into a
     part of another; None where it is something else."""
@@ -148,14 +149,12 @@ def cut(at: Elements) -> list[Elements] | None:
         base, source, dim, start, _, step = [*node.args, *(None,) * 4][:6]
         dim, whole = (dim or 0) % rank, hint(value(node).shape[(dim or 0) % rank])  # type: ignore[operator]
         start = start or 0
-        if not isinstance(start, int) or start < 0 or step not in (None, 1):
-            return None
+        NoMatch.when(not isinstance(start, int) or start < 0 or step not in (None, 1))
         end = start + hint(value(source).shape[dim])
         runs = [(base, 0, 0, start), (source, start, start, end), (base, 0, end, whole)]
     else:
         return None
-    if any(at.varies(dim, axis) for axis in AXES if axis != "c"):
-        return None
+    NoMatch.when(any(at.varies(dim, axis) for axis in AXES if axis != "c"))
     place, axis = np.broadcast_to(at.index[dim].reshape(-1), at.samples["c"].shape), AXES.index("c")
     found = []
     for part, first, lo, hi in runs:

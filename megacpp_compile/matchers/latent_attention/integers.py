@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.errors._attempts import GivenUp
+from megacpp_compile.errors._attempts import GivenUp, NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.latent_attention.core import constant
@@ -172,14 +172,15 @@ def _picked(x: Node) -> Sum:
 _OF_NUMBERS = {aten.diff.default: _difference, aten.cumsum.default: _running_sum, aten.index.Tensor: _picked}
 
 
+@or_none
 def picked_along(node: Node) -> tuple[Node, tuple[int | None, ...]] | None:
     """(source, for each of its dimensions that of `node` along which its places are taken in order) of an index by
     `arange`s, as `vmap` writes `rows[batch, place]`; None of any other."""
-    if node.target is not aten.index.Tensor:
-        return None
+    NoMatch.when(node.target is not aten.index.Tensor)
     source, indices = node.args[0], node.args[1]
-    if any(i is None for i in indices) or len(indices) != value(source).dim():  # type: ignore[union-attr,arg-type]
-        return None
+    NoMatch.when(
+        any(i is None for i in indices) or len(indices) != value(source).dim()  # type: ignore[union-attr,arg-type]
+    )
     places = list[int | None]()
     for size, index in zip(value(source).shape, indices, strict=True):  # type: ignore[arg-type]
         try:
@@ -189,8 +190,9 @@ def picked_along(node: Node) -> tuple[Node, tuple[int | None, ...]] | None:
         along = [value(node).dim() - len(of.steps) + d for d, step in enumerate(of.steps) if step]
         one = same_size(size, 1) and not along
         in_order = len(along) == 1 and of.steps[along[0] - value(node).dim()] == 1
-        if of.number or of.parts or not one and not (in_order and same_size(value(node).shape[along[0]], size)):
-            return None
+        NoMatch.when(
+            of.number or of.parts or not one and not (in_order and same_size(value(node).shape[along[0]], size))
+        )
         places.append(along[0] if along else None)
     return source, tuple(places)  # type: ignore[return-value]
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers.latent_attention.core import Core, Operand
@@ -94,20 +95,16 @@ class LatentAttention:
     given: tuple[SeenRows, ...] = ()
 
 
+@or_none
 def over_latents(core: Core) -> LatentAttention | None:
     """The attention over latents that `core` is, whatever its masks say; None where it is none."""
-    samples = samples_of(core)
-    if samples is None:
-        return None
+    samples = NoMatch.unless(samples_of(core))
     keys = [Side(k, samples) for _, k in core.scores]
     values = Side(core.values, samples)
     up = [(i, piece) for i, side in enumerate(keys) for piece in side.expanded]
-    if len(up) != 1 or len(values.pieces) != 1 or len(values.expanded) != 1:
-        return None
+    NoMatch.when(len(up) != 1 or len(values.pieces) != 1 or len(values.expanded) != 1)
     (part, key), value_ = up[0], values.expanded[0]
-    made = _of_one_latent(key, value_)
-    if made is None:
-        return None
+    made = NoMatch.unless(_of_one_latent(key, value_))
     base, of_keys, of_values = made
     sizes = {a: core.scores[0][0].size(a) for a in "bht"} | {"s": core.values.size("s"), "r": base.width}
     latent, w_uk, w_uv = _rows(base.latents, "bsr", sizes), _maps(of_keys), _maps(of_values)
@@ -127,8 +124,7 @@ def over_latents(core: Core) -> LatentAttention | None:
         return None
     channels = key.at.samples["c"]
     sizes |= {"n": len(channels), "p": sum(one.width for one in shared), "v": core.values.size("c")}
-    if sizes["r"] >= sizes["h"] * (sizes["n"] + sizes["v"]):
-        return None
+    NoMatch.when(sizes["r"] >= sizes["h"] * (sizes["n"] + sizes["v"]))
     added = tuple(Bias(view, times) for view, times in biases if view is not None)
     return LatentAttention(core, latent, w_uk, w_uv, added, part, int(channels[0]), tuple(shared), sizes,
                   (key.node, value_.node))  # fmt: skip
@@ -183,6 +179,7 @@ def pieces_of(at: Elements) -> Iterator[Elements]:
     yield from inner if any(expanded(piece) is not None for piece in inner) else [at]
 
 
+@or_none
 def _places(at: Elements, axes: str) -> Places | None:
     """The elements by their axes, where they go in even steps along these and along no other."""
     found = []
@@ -195,15 +192,13 @@ def _places(at: Elements, axes: str) -> Places | None:
             looked = at.samples[axis]
             rise = np.take(index, 1, n).reshape(-1)[0] - first
             step, rest = divmod(int(rise), int(looked[1] - looked[0]))
-            if rest:
-                return None
+            NoMatch.when(rest)
             if step:
                 steps[axis] = step
         even: Any = first
         for axis, step in steps.items():
             even = even + along(axis, (at.samples[axis] - at.samples[axis][0]) * step)
-        if not set(steps) <= set(axes) or not (index == even).all():
-            return None
+        NoMatch.when(not set(steps) <= set(axes) or not (index == even).all())
         # Rows and sequences begin at 0; channels of a piece are counted from its own first.
         found.append((first, steps))
     return tuple(found)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_shape, same_size, value
+from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.edit import same_shape, same_sizes, value
 from megacpp_compile.fx.views import DETACH, UNIT_DIMS, is_identity
 from megacpp_compile.fx.walks import descendants
 from megacpp_compile.reader.dims import reduced_dims
@@ -37,16 +38,15 @@ class LogSumExp:
     through: tuple[Node, ...] = ()
 
 
+@or_none
 def log_sum_exp(node: Any) -> LogSumExp | None:
     """The log-sum-exp, over one dimension, that `node` is."""
-    if not isinstance(node, Node):
-        return None
+    NoMatch.when(not isinstance(node, Node))
     total, through = node, tuple[Node, ...]()
     if node.target is aten.log.default:
         total = node.args[0]  # type: ignore[assignment]
         through = (total, total.args[0]) if total.target is aten.sum.dim_IntList and not total.kwargs else ()  # type: ignore[assignment]
-        if not through or through[1].target is not aten.exp.default or any(len(n.users) > 1 for n in through):
-            return None
+        NoMatch.when(not through or through[1].target is not aten.exp.default or any(len(n.users) > 1 for n in through))
     elif node.target is not aten.logsumexp.default:
         return None
     of: Node = (through[1] if through else node).args[0]  # type: ignore[assignment]
@@ -61,24 +61,21 @@ def begins(node: Node) -> LogSumExp | None:
     return log_sum_exp(node)
 
 
+@or_none
 def without_the_largest(node: Node, of: Node, dim: int) -> tuple[Node, ...] | None:
     """The nodes that find what `node` subtracts from `of`, if it is the largest entry along `dim`, which serves for
     nothing but to be subtracted and to be added to a log-sum-exp of the difference."""
-    if node.target is not aten.sub.Tensor or node.args[0] is not of or node.kwargs:
-        return None
-    subtracted, rank = node.args[1], value(of).dim()
-    if not isinstance(subtracted, Node) or not isinstance(value(subtracted), torch.Tensor):
-        return None
-    shape = value(subtracted).shape
-    if len(shape) != rank or any(not same_size(n, 1 if d == dim else m) for d, (n, m) in
-                                 enumerate(zip(shape, value(of).shape, strict=True))):  # fmt: skip
-        return None
+    NoMatch.when(node.target is not aten.sub.Tensor or node.args[0] is not of or node.kwargs)
+    subtracted = node.args[1]
+    NoMatch.when(not isinstance(subtracted, Node) or not isinstance(value(subtracted), torch.Tensor))
+    kept = [1 if d == dim else n for d, n in enumerate(value(of).shape)]
+    NoMatch.when(not same_sizes(value(subtracted).shape, kept))
     first, _ = _constant(subtracted)
     largest = first.args[0] if first.target is operator.getitem and first.args[1] == 0 else first
-    if largest.args[:1] != (of,) or largest.target not in (aten.amax.default, aten.max.dim):  # type: ignore[union-attr]
-        return None
-    if len(largest.args) < 2 or reduced_dims(largest)[0] != [dim]:
-        return None
+    NoMatch.when(
+        largest.args[:1] != (of,) or largest.target not in (aten.amax.default, aten.max.dim)  # type: ignore[union-attr]
+    )
+    NoMatch.when(len(largest.args) < 2 or reduced_dims(largest)[0] != [dim])
     found = tuple(descendants([largest], _is_same_entry))  # type: ignore[list-item]
     others = {user for one in found for user in one.users if not _is_same_entry(user)} - {node}
     return found if all(_adds_again(user, node) for user in others) else None
@@ -96,6 +93,7 @@ def is_added_again(log_sum: LogSumExp) -> Node | None:
     return users[0]
 
 
+@or_none
 def difference(picked: Node, of: Node) -> tuple[Node, float, tuple[Node, ...]] | None:
     """(node, sign, the nodes it is computed from): `node` is `sign` times `picked` less the log-sum-exp of `of`, and
     nothing else reads either."""
@@ -103,17 +101,13 @@ def difference(picked: Node, of: Node) -> tuple[Node, float, tuple[Node, ...]] |
     node, user = through[-1], only_user(through[-1])
     if user is None or user.target not in (aten.sub.Tensor, aten.add.Tensor) or user.kwargs:
         return None
-    if len(user.all_input_nodes) != 2:
-        return None
+    NoMatch.when(len(user.all_input_nodes) != 2)
     sign = (-1.0) ** sum(n.target is aten.neg.default for n in through[1:])
     other: Node = user.args[user.args[0] is node]  # type: ignore[assignment]
-    log_sum = log_sum_exp(_source(other)) if isinstance(other, Node) else None
-    if log_sum is None or log_sum.of is not of or list(_readers(log_sum.node)) != [user]:
-        return None
-    if not _alike(user, node, other):
-        return None
-    if (user.target is aten.add.Tensor) != (sign < 0):
-        return None  # both have one sign
+    log_sum = NoMatch.unless(log_sum_exp(_source(other)) if isinstance(other, Node) else None)
+    NoMatch.when(log_sum.of is not of or list(_readers(log_sum.node)) != [user])
+    NoMatch.when(not _alike(user, node, other))
+    NoMatch.when((user.target is aten.add.Tensor) != (sign < 0))  # both have one sign
     sign = 1.0 if sign > 0 and user.args[0] is node else -1.0
     return user, sign, (*through, *above(other, log_sum.node), log_sum.node, *log_sum.through)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import RESHAPES, SPLITS, UNIT_DIMS, UNSQUEEZE, is_cast, is_identity
 from megacpp_compile.matchers.linear import Linear
@@ -148,33 +149,32 @@ def _is_range_of_words(logits: Logits, user: Node) -> bool:
     return dim % value(user).dim() == logits.dim and all(isinstance(end, int) for end in ends) and ends[2:] in ([], [1])  # type: ignore[operator]
 
 
+@or_none
 def _added_number(logits: Logits, user: Node) -> Logits | None:
     """`logits` and a number, or a number less them."""
-    if user.kwargs or len(user.args) != 2 or user.target not in _SUMS or not isinstance(value(user), torch.Tensor):
-        return None
+    NoMatch.when(
+        user.kwargs or len(user.args) != 2 or user.target not in _SUMS or not isinstance(value(user), torch.Tensor)
+    )
     first, other = user.args if user.target is not aten.rsub.Scalar else user.args[::-1]
-    number = number_of(other if first is logits.node else first)
-    if number is None:
-        return None
+    number = NoMatch.unless(number_of(other if first is logits.node else first))
     if first is logits.node:
         return logits.made(user, offset=logits.offset + (number if user.target in _PLUS else -number))
     sign = 1.0 if user.target in _PLUS else -1.0
     return logits.made(user, factor=sign * logits.factor, offset=number + sign * logits.offset)
 
 
+@or_none
 def _after_offset(logits: Logits, user: Node) -> Logits | None:
     """`logits` behind a softcap, or behind what a tensor does to them. A number added in front of either is a bias."""
     step, squashed = None, user.target in _SQUASHES and user.args[0] is logits.node
-    if not squashed and (step := _step(logits, user)) is None:
-        return None
-    if squashed and logits.shifted:
-        return None
+    NoMatch.when(not squashed and (step := _step(logits, user)) is None)
+    NoMatch.when(squashed and logits.shifted)
     steps, offset = logits.steps, logits.offset
     if offset and (squashed or step.kind != "plus"):  # type: ignore[union-attr]
         number, dtype = offset / logits.factor, value(logits.linear.node).dtype
         rounded = torch.tensor(number, dtype=dtype).item()
-        if value(logits.node).dtype != dtype and abs(rounded - number) > 1e-6 * abs(number):
-            return None  # it would be rounded to the linear's dtype
+        # it would be rounded to the linear's dtype
+        NoMatch.when(value(logits.node).dtype != dtype and abs(rounded - number) > 1e-6 * abs(number))
         steps, offset = (*steps, Step("number", factor=number)), 0.0
     if not squashed:
         return logits.made(user, steps=(*steps, step), offset=offset)
@@ -193,31 +193,28 @@ def _broadcast(logits: Logits, user: Node) -> list[Logits] | None:
     return [logits.made(item) for item in items]
 
 
+@or_none
 def _step(logits: Logits, user: Node) -> Step | None:
     """What `user` does to `logits` with a tensor of one element, or with one of an element a word."""
-    if user.kwargs or len(user.all_input_nodes) != 2 or user.target not in _WITH_TENSORS:
-        return None
+    NoMatch.when(user.kwargs or len(user.all_input_nodes) != 2 or user.target not in _WITH_TENSORS)
     first, other = user.args[0] is logits.node, user.args[user.args[0] is logits.node]
     fake, own, shape = value(other), value(logits.node), value(user).shape
-    if not isinstance(fake, torch.Tensor) or fake.is_complex():
-        return None
-    if torch.promote_types(own.dtype, value(user).dtype) != value(user).dtype:
-        return None
-    if len(shape) != own.dim() or not all(map(same_size, shape, own.shape)):
-        return None
+    NoMatch.when(not isinstance(fake, torch.Tensor) or fake.is_complex())
+    NoMatch.when(torch.promote_types(own.dtype, value(user).dtype) != value(user).dtype)
+    NoMatch.when(len(shape) != own.dim() or not all(map(same_size, shape, own.shape)))
     if user.target in (aten.add.Tensor, aten.sub.Tensor):
         at = logits.dim - own.dim() + fake.dim()
         sizes = [n for d, n in enumerate(fake.shape) if d != at]
-        if at < 0 or not same_size(fake.shape[at], own.shape[logits.dim]) or not all(same_size(n, 1) for n in sizes):
-            return None
-        if torch.promote_types(fake.dtype, value(logits.linear.node).dtype) != value(logits.linear.node).dtype:
-            return None
+        NoMatch.when(
+            at < 0 or not same_size(fake.shape[at], own.shape[logits.dim]) or not all(same_size(n, 1) for n in sizes)
+        )
+        NoMatch.when(
+            torch.promote_types(fake.dtype, value(logits.linear.node).dtype) != value(logits.linear.node).dtype
+        )
         sign = -1.0 if user.target is aten.sub.Tensor else 1.0
-        if not first and sign < 0:
-            return None
+        NoMatch.when(not first and sign < 0)
         return Step("plus", other, sign / logits.factor)  # type: ignore[arg-type]
-    if not same_size(fake.numel(), 1) or not first and user.target is aten.div.Tensor:
-        return None
+    NoMatch.when(not same_size(fake.numel(), 1) or not first and user.target is aten.div.Tensor)
     return Step("over" if user.target is aten.div.Tensor else "times", other)  # type: ignore[arg-type]
 
 

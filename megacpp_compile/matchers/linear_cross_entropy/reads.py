@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_identity
 from megacpp_compile.lowerings._sharded_logsumexp import sharded_logsumexp
@@ -95,29 +96,26 @@ def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
     return None if logits.normalised else _log_sum_exp(logits, node)
 
 
+@or_none
 def _over_words(logits: Logits, node: Node) -> Read | None:
     """The mean or sum over words, as label smoothing by hand has it. Of capped logits all would have to be made."""
-    if logits.exp or logits.inner is not None or (logits.shifted and not logits.normalised):
-        return None
-    if not isinstance(node.args[1], list | tuple) or not set(node.kwargs) <= {"dtype"}:
-        return None
+    NoMatch.when(logits.exp or logits.inner is not None or (logits.shifted and not logits.normalised))
+    NoMatch.when(not isinstance(node.args[1], list | tuple) or not set(node.kwargs) <= {"dtype"})
     dims, keepdim = reduced_dims(node)
-    if dims != [logits.dim]:
-        return None
+    NoMatch.when(dims != [logits.dim])
     return Read("mean" if node.target is aten.mean.dim else "sum", node, logits, keepdim=keepdim)
 
 
+@or_none
 def _log_sum_exp(logits: Logits, node: Node) -> Read | None:
     """The log-sum-exp that `node` is or begins, with what was subtracted in front of it added again."""
-    found = begins(node)
-    if found is None or found.of is not logits.node or found.dim != logits.dim:
-        return None
+    found = NoMatch.unless(begins(node))
+    NoMatch.when(found.of is not logits.node or found.dim != logits.dim)
     if not logits.shifted:
         through = found.through if found.node is not node else ()
         return Read("logsumexp", found.node, logits, keepdim=found.keepdim, through=through)
-    whole = is_added_again(found)
-    if whole is None or logits.node.target is not aten.sub.Tensor:
-        return None
+    whole = NoMatch.unless(is_added_again(found))
+    NoMatch.when(logits.node.target is not aten.sub.Tensor)
     keepdim = value(whole).dim() == value(logits.node).dim()
     return Read("logsumexp", whole, logits, keepdim=keepdim, through=(found.node, *found.through))
 
@@ -139,14 +137,13 @@ def _loss(logits: Logits, node: Node, names: tuple[str, ...]) -> Read | MatchFai
     return Read("loss", node, logits, target, reduction, ignored, float(given.get("label_smoothing", 0.0)))
 
 
+@or_none
 def _of_words(logits: Logits, node: Node) -> Read | None:
     """The loss that all ranks' words make."""
     _, target, ignored, smoothing, reduction, *part = node.args
     items = list(node.users)
-    if len(items) != 1 or items[0].args[1] != 0 or logits.dim != min(1, value(logits.node).dim() - 1):
-        return None
-    if logits.of_some_words:
-        return None
+    NoMatch.when(len(items) != 1 or items[0].args[1] != 0 or logits.dim != min(1, value(logits.node).dim() - 1))
+    NoMatch.when(logits.of_some_words)
     return Read("loss", items[0], logits, target, reduction, ignored, smoothing, through=(node,), part=tuple(part))  # type: ignore[arg-type]
 
 
@@ -164,14 +161,14 @@ SOFT_TARGETS = ("soft-targets", "the targets are probabilities, as many of them 
 
 
 @or_failure
+@or_none
 def _by_one_hot(logits: Logits, node: Node) -> Read | MatchFailure | None:
     """`(one_hot(target) * logits).sum(-1)`, or the sum over all."""
     other = node.args[node.args[0] is logits.node]
     shape = value(logits.node).shape
     if not isinstance(other, Node) or logits.dim != len(shape) - 1 or other is logits.node:
         return None
-    if value(other).dim() != len(shape) or not all(map(same_size, value(other).shape, shape)):
-        return None
+    NoMatch.when(value(other).dim() != len(shape) or not all(map(same_size, value(other).shape, shape)))
     through = onward(node, aten.neg.default)
     sign = logits.sign * (-1) ** (len(through) - 1)
     reduction, keepdim = _summed(through[-1], logits.dim)
@@ -185,12 +182,10 @@ def _by_one_hot(logits: Logits, node: Node) -> Read | MatchFailure | None:
     through += hot.inside
     signed = dataclasses.replace(logits, sign=sign * hot.sign)
     if reduction == "none":
-        if not logits.normalised and signed.sign != 1:
-            return None
+        NoMatch.when(not logits.normalised and signed.sign != 1)
         picked = _picked(signed, user, hot.target, keepdim)
         return picked and dataclasses.replace(picked, through=(*through, *picked.through))
-    if not logits.normalised:
-        return None
+    NoMatch.when(not logits.normalised)
     signed = dataclasses.replace(signed, sign=-signed.sign)
     return Read("loss", user, signed, hot.target, reduction, through=tuple(through))
 
@@ -222,38 +217,34 @@ def _picked(logits: Logits, node: Node, target: Node, keepdim: bool) -> Read | N
 
 
 @or_failure
+@or_none
 def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
     """`gather(logits, dim, index)` with one index a row."""
-    if node.args[0] is not logits.node or len(node.args) < 2:
-        return None
+    NoMatch.when(node.args[0] is not logits.node or len(node.args) < 2)
     dim, index = (node.args[1:3] if node.target is aten.gather.default else (*node.args[2:3], node.args[1]))
     sizes, shape = value(logits.node).shape, value(index).shape
-    if not isinstance(dim, int) or dim % len(sizes) != logits.dim:
-        return None
+    NoMatch.when(not isinstance(dim, int) or dim % len(sizes) != logits.dim)
     rows = [same_size(a, b) for d, (a, b) in enumerate(zip(sizes, shape, strict=True)) if d != logits.dim]
     one = same_size(shape[logits.dim], 1)
     if all(rows) and one:
         return _picked(logits, node, index, True)  # type: ignore[arg-type]
     refuse_if(not one, node, SEVERAL, "more than one word's log-probability is read of a row")
-    if node.target is not aten.gather.default:
-        return None
+    NoMatch.when(node.target is not aten.gather.default)
     # Of each dimension gather reads as many rows as there are indices, from the first on, be they all or fewer.
     first = RowView(node, logits.dim, logits.dim)
     return _picked(dataclasses.replace(logits, views=(*logits.views, first)), node, index, True)  # type: ignore[arg-type]
 
 
+@or_none
 def _indexed(logits: Logits, node: Node) -> Read | None:
     """`logits[torch.arange(n), target]` of logits [n, v], or with one such index for each dimension of rows."""
     rank = value(logits.node).dim()
     indices = list(node.args[1])  # type: ignore[arg-type]
-    if node.args[0] is not logits.node or logits.dim != rank - 1 or len(indices) != rank or None in indices:
-        return None
+    NoMatch.when(node.args[0] is not logits.node or logits.dim != rank - 1 or len(indices) != rank or None in indices)
     *rows, target = indices
     sizes, shape = value(logits.node).shape[:-1], value(target).shape
-    if value(target).dtype not in _INDICES or len(shape) != rank - 1 or not all(map(same_size, sizes, shape)):
-        return None
-    if not all(_counts_up(index, d, sizes) for d, index in enumerate(rows)):
-        return None
+    NoMatch.when(value(target).dtype not in _INDICES or len(shape) != rank - 1 or not all(map(same_size, sizes, shape)))
+    NoMatch.when(not all(_counts_up(index, d, sizes) for d, index in enumerate(rows)))
     return _picked(logits, node, target, False)
 
 
@@ -277,13 +268,14 @@ def same_elements(node: Node) -> Node:
     return through(node, RESHAPES, UNIT_DIMS, is_identity, _before_broadcast)
 
 
+@or_none
 def _before_broadcast(node: Node) -> Node | None:
     """What `node` is the one entry of along the dimension that `broadcast_tensors` repeated."""
-    if node.target is not aten.slice.Tensor or list(node.args[2:]) != [0, 1]:
-        return None
+    NoMatch.when(node.target is not aten.slice.Tensor or list(node.args[2:]) != [0, 1])
     item = node.args[0]
-    if item.target is not operator.getitem or item.args[0].target is not aten.broadcast_tensors.default:  # type: ignore
-        return None
+    NoMatch.when(
+        item.target is not operator.getitem or item.args[0].target is not aten.broadcast_tensors.default  # type: ignore
+    )
     source = item.args[0].args[0][item.args[1]]  # type: ignore
     here, there = value(node).shape, value(source).shape
     return source if len(here) == len(there) and all(map(same_size, here, there)) else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.size_checks import mask_of
@@ -81,6 +82,7 @@ def _of_some_dims(user: Node, node: Node) -> str | None:
     return "sum" if user.target in _SUMS else "rows"
 
 
+@or_none
 def _weight(node: Node, user: Node, has_gradient: Callable[[Node], bool]) -> Weight | None:
     """The tensor, an element a row and without a gradient, that `user` multiplies `node` by; a mask, where it puts
     zeros."""
@@ -89,16 +91,13 @@ def _weight(node: Node, user: Node, has_gradient: Callable[[Node], bool]) -> Wei
         return Weight(mask, unless=True) if same_shape(mask, node) else None
     if user.target in _WHERES:
         mask, first, second = user.args  # type: ignore[assignment]
-        if not same_shape(mask, node) or not same_shape(user, node):
-            return None
+        NoMatch.when(not same_shape(mask, node) or not same_shape(user, node))
         if first is node and _is_zero(second):
             return Weight(mask)
         return Weight(mask, unless=True) if second is node and _is_zero(first) else None
-    if user.target is not aten.mul.Tensor or (other := _other(node, user)) is None or has_gradient(other):
-        return None
+    NoMatch.when(user.target is not aten.mul.Tensor or (other := _other(node, user)) is None or has_gradient(other))
     fake = value(other)
-    if fake.is_complex() or not same_shape(user, node):
-        return None
+    NoMatch.when(fake.is_complex() or not same_shape(user, node))
     if same_shape(other, node):
         return Weight(other)
     return Weight(other, shape=tuple(value(node).shape)) if _repeats(other, node) else None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.lowerings._activation import Bound
 from megacpp_compile.matchers.moe.gemms import strip_row_views
@@ -118,16 +119,14 @@ def _function(node: Node) -> Product | None:
     return None
 
 
+@or_none
 def _silu(one: Node, other: Node) -> Product | None:
     """The silu that `one` makes with the sigmoid `other` of it, or of what `one` is the bounded value of."""
-    sigmoid = match_scaled_sigmoid(other)
-    if sigmoid is None:
-        return None
+    sigmoid = NoMatch.unless(match_scaled_sigmoid(other))
     if _alike(one, sigmoid[0]):
         return Product("silu", sigmoid[1], one)
-    bounded = bound_of(strip_row_views(one))
-    if bounded is None or not bounded[1] or not _alike(bounded[0], sigmoid[0]):
-        return None
+    bounded = NoMatch.unless(bound_of(strip_row_views(one)))
+    NoMatch.when(not bounded[1] or not _alike(bounded[0], sigmoid[0]))
     return Product("silu", sigmoid[1], bounded[0], linear=bounded[1])
 
 
@@ -158,6 +157,7 @@ def _alike(one: Node, other: Node) -> bool:
     return first is not None and second is not None and first[1] == second[1] and _alike(first[0], second[0])
 
 
+@or_none
 def bound_of(node: Node) -> tuple[Node, Bound] | None:
     """(x, the bound) where `node` is a bounded x."""
     target, args = node.target, node.args
@@ -178,11 +178,9 @@ def bound_of(node: Node) -> tuple[Node, Bound] | None:
             if _number(end) is not None and (found := _bounded(x, "minimum", low, high)) is not None:
                 return found
         return None
-    if node.op != "call_function" or target not in (aten.mul.Tensor, aten.div.Tensor):
-        return None
+    NoMatch.when(node.op != "call_function" or target not in (aten.mul.Tensor, aten.div.Tensor))
     curve, cap = scaled(node)
-    if curve.target is not aten.tanh.default or cap <= 0:
-        return None
+    NoMatch.when(curve.target is not aten.tanh.default or cap <= 0)
     x, inner = scaled(curve.args[0])  # type: ignore[arg-type]
     return (x, Bound(-cap, cap, "tanh")) if abs(inner * cap - 1) < 1e-12 else None
 
@@ -235,17 +233,15 @@ def lane_cut(node: Node) -> tuple[Node, int, int] | None:
     return (part.source, part.start, part.step) if known and part.dim == value(node).dim() - 1 else None
 
 
+@or_none
 def _part_of_pairs(part: Part) -> tuple[Node, int, int] | None:
     """As `lane_cut`, where the channels are split in two dimensions, and `part` is one entry of either of these."""
     split, dim, at = part.source, part.dim, part.start
-    if split.target not in RESHAPES or not isinstance(at, int):
-        return None
+    NoMatch.when(split.target not in RESHAPES or not isinstance(at, int))
     source, new = split.args[0], value(split).shape
     old = value(source).shape
-    if len(new) != len(old) + 1 or not all(map(same_size, new[:-2], old[:-1])):
-        return None
-    if not isinstance(new[-1], int) or not isinstance(new[-2], int):
-        return None
+    NoMatch.when(len(new) != len(old) + 1 or not all(map(same_size, new[:-2], old[:-1])))
+    NoMatch.when(not isinstance(new[-1], int) or not isinstance(new[-2], int))
     if dim == len(new) - 1:
         return source, at, new[-1]
     return (source, at * new[-1], 1) if dim == len(new) - 2 else None  # type: ignore[return-value]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import DETACH
@@ -111,6 +112,7 @@ def _through_each(node: Node, number: float, transposed: bool) -> Chosen | None:
     return None
 
 
+@or_none
 def _choice_by_choice(node: Node, number: float) -> Chosen | None:
     """The choices where `node` scatters gates of one tensor, those of one choice of every token after the other."""
     last, outer = value(node).dim() - 1, value(node).shape[:-1]
@@ -119,10 +121,8 @@ def _choice_by_choice(node: Node, number: float) -> Chosen | None:
         base, dim, *given = node.args
         found = [match_column(one) for one in given if isinstance(one, Node)]
         alike = (value(one).shape for one in given)
-        if dim not in (-1, last) or len(found) != 2 or None in found:
-            return None
-        if not all(len(shape) == last + 1 and all(map(same_size, shape, (*outer, 1))) for shape in alike):
-            return None
+        NoMatch.when(dim not in (-1, last) or len(found) != 2 or None in found)
+        NoMatch.when(not all(len(shape) == last + 1 and all(map(same_size, shape, (*outer, 1))) for shape in alike))
         columns.append(tuple(found))  # type: ignore[arg-type]
         node = base  # type: ignore[assignment]
     indices, gates = (matrix for matrix, _ in columns[0])
@@ -165,13 +165,12 @@ def _column(mask: Mask) -> Node | None:
     return next((u for u in columns if u.args[2] % width == mask.choice), None)  # type: ignore[operator]
 
 
+@or_none
 def _one_hots(node: Node) -> Chosen | None:
     """The choices whose one-hots, times gates, `node` adds up for every token."""
-    if node.target not in (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default):
-        return None
+    NoMatch.when(node.target not in (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default))
     dims = over(node)
-    if not dims or not dims[-1]:
-        return None
+    NoMatch.when(not dims or not dims[-1])
     own = {a for d in dims for a in d}
     parts = factors(node, dims, lambda axes: axes == own or set(dims[-1]) < axes)
     for hot in parts:
@@ -197,17 +196,16 @@ def before_casts(node: Node) -> Node:
     return through(node, aten._to_copy.default, aten.to.dtype, is_cast)
 
 
+@or_none
 def match_chosen_gate(node: Node, source: Callable[[Node], Node | None] = lambda n: n) -> tuple[Node, Node, int] | None:
     """(indices [.., k], gates [.., k], e) where `node` [.., 1] or [..] is the sum of a token's gates whose choice is e.
 
     source: of gates and marks what they are parts of, where only some of the tokens' are summed.
     """
     node = _without_last_dim(node)
-    if node.target is not aten.sum.dim_IntList:
-        return None
+    NoMatch.when(node.target is not aten.sum.dim_IntList)
     product, last = node.args[0], value(node.args[0]).dim() - 1
-    if list(node.args[1]) not in ([last], [-1]):  # type: ignore[arg-type]
-        return None
+    NoMatch.when(list(node.args[1]) not in ([last], [-1]))  # type: ignore[arg-type]
     product = through(product, is_cast)
     assert isinstance(product, Node)
     kept = _kept_where(product, 0.0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.walks import near
 from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse, refuse_if
@@ -41,6 +42,7 @@ class GatheredExpert:
     gate: Factor | None
 
 
+@or_none
 def expert_behind(
     axes: RouteAxes, weight: Factor, hidden: Factor, out: Axis, added: Factor | None = None, again: bool = False
 ) -> GatheredExpert | None:
@@ -48,12 +50,9 @@ def expert_behind(
     Raises Refused."""
     *_, (inner, dims) = beneath(hidden)
     (channels,) = hidden.axes - axes.both
-    if dims[-1] != (channels,):
-        return None
+    NoMatch.when(dims[-1] != (channels,))
     match_gemm = StackedGemms(axes, [d for d in dims[:-1] if d], again)
-    found = match_gemm.weight(weight, out, channels)
-    if found is None:
-        return None
+    found = NoMatch.unless(match_gemm.weight(weight, out, channels))
     bias = None if added is None else match_gemm.bias(added, out)
     if added is not None and bias is None:
         refuse(added.by, "bias", "what is added to an expert's projection is no bias of its own")
@@ -110,6 +109,7 @@ def expert_of(node: Node) -> GatheredExpert | None:
 _OTHER = "a token's choices go through other experts, one with another's weights or one on other rows"
 
 
+@or_none
 def by_choice(
     view: GraphView, node: Node, gates: Node, outs: dict[int, Node], base: Node | None,
     scales: tuple[tuple[Node, tuple[int, ...]], ...] = (),
@@ -117,13 +117,10 @@ def by_choice(
     """The layer whose sum `node` weights `outs`, by column of `gates` [.., k]; None where these are no experts'."""
     found: dict[int, GatheredExpert] = {}
     for column, out in sorted(outs.items()):
-        expert = expert_of(out)
-        if expert is None:
-            return None
+        expert = NoMatch.unless(expert_of(out))
         found[column] = expert
     choices = [None if one.ids is None else match_column(one.ids) for one in found.values()]
-    if any(one.gate is not None for one in found.values()) or None in choices:
-        return None
+    NoMatch.when(any(one.gate is not None for one in found.values()) or None in choices)
     first, (indices, _) = next(iter(found.values())).expert, choices[0]  # type: ignore[misc]
     in_turn = [(indices, column) for column in found] == choices
     refuse_if(not in_turn, node, "indices", "a choice's output is multiplied by another choice's gate")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.size_checks import same_value
 from megacpp_compile.fx.views import COPIES
@@ -126,13 +127,12 @@ def adds_up(product: Node, summed: Node) -> bool:
     return value(summed).dtype in (value(product).dtype, compute_dtype(value(product)))
 
 
+@or_none
 def _own_bias(node: Node, rows: Node) -> Weight | None:
     """The bias [n] of one expert that `node`, [n] or [1, n], is, where it is added to `rows`."""
-    if value(node).dim() == 0:
-        return None
+    NoMatch.when(value(node).dim() == 0)
     *outer, width = value(node).shape
-    if not same_size(width, value(rows).shape[-1]) or not all(isinstance(n, int) and n == 1 for n in outer):
-        return None
+    NoMatch.when(not same_size(width, value(rows).shape[-1]) or not all(isinstance(n, int) and n == 1 for n in outer))
     node = through(node, is_cast, COPIES, lambda n: is_outer_view(n) and n.target is not aten.slice.Tensor)
     part = _part_of_stack(node, 2)
     return part or (Weight(node) if value(node).dim() == 1 else None)
@@ -147,10 +147,9 @@ def _part_of_stack(node: Node, dims: int) -> Weight | None:
     return Weight(part.source, index=part.start) if known else None
 
 
+@or_none
 def _linear_gemm(node: Node) -> Gemm | None:
-    found = match_linear(node)
-    if found is None:
-        return None
+    found = NoMatch.unless(match_linear(node))
     *views, w = chain(found.w, is_cast, COPIES, _transposes)
     transposed = found.transposed != (sum(map(_transposes, views)) % 2 == 1)
     part = _part_of_stack(w, 3)
@@ -253,20 +252,17 @@ class StackedGemms:
         seen = seen_as(factor, (self.axes.routes, (channels,)))
         return None if seen is None else Weight(seen[0], every=True)
 
+    @or_none
     def _gemm(self, node: Node) -> Gemm | None:
         channels = Axis(value(node).shape[-1])
-        dims = self._dims(node, channels)
-        if dims is None:
-            return None
+        dims = NoMatch.unless(self._dims(node, channels))
         mixed = {*self.axes.both, channels}
         parts = product_of(node, dims) or factors(node, dims, lambda axes: axes >= mixed)
         weights = [p for p in parts if channels in p.axes]
-        if len(parts) != 2 or len(weights) != 1:
-            return None
+        NoMatch.when(len(parts) != 2 or len(weights) != 1)
         (x,) = (p for p in parts if p is not weights[0])
         inner = x.axes - self.axes.both
-        if len(inner) != 1:
-            return None
+        NoMatch.when(len(inner) != 1)
         source = seen_as(self._unscaled(x, *inner), *self.axes.rows(tuple(inner)))
         weight = self.weight(weights[0], channels, *inner)
         return Gemm(node, source[0], weight) if source is not None and weight is not None else None

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import uncast
@@ -64,15 +65,13 @@ def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
 
 
 @or_failure
+@or_none
 def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
     """The layer of experts whose sum is `node`."""
-    added = added_to_every(node) if node.target in SUMS_OF_ROWS else (None, node, *[over(node)] * 2)
-    if added is None:
-        return None
+    added = NoMatch.unless(added_to_every(node) if node.target in SUMS_OF_ROWS else (None, node, *[over(node)] * 2))
     base, summed, dims, inner = added
     known = longer_dims(dims)
-    if not known or not value(node).is_floating_point():
-        return None
+    NoMatch.when(not known or not value(node).is_floating_point())
     tokens, (out,) = tuple(a for d in known[:-1] for a in d), known[-1]
     parts = factors(summed, inner, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
     scales = [p for p in parts if p.axes <= set(tokens)]
@@ -127,6 +126,7 @@ def _weighted(
     return _from_down(view, node, axes, outs[0], gate, hidden, out)
 
 
+@or_none
 def _ungated(
     view: GraphView, node: Node, of: RouteAxes, weight: Factor, hidden: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
@@ -134,13 +134,11 @@ def _ungated(
     *_, (_, dims) = beneath(hidden)
     tokens = set(of.tokens)
     routes = hidden.axes - {*tokens, *dims[-1]}
-    if len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | tokens:
-        return None
+    NoMatch.when(len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | tokens)
     axes = dataclasses.replace(of, routes=tuple(routes))
     chosen_from = numbers_of_scores(view.graph).values()  # what is summed over may be heads, say
     experts = copies_of(weight) is not None or axes.choices is not None and axes.choices in chosen_from
-    if not experts or not hidden.axes > {*tokens, *routes}:
-        return None
+    NoMatch.when(not experts or not hidden.axes > {*tokens, *routes})
     found = or_failure(_from_down)(view, node, axes, weight, None, hidden, out)
     routed = isinstance(found, MatchFailure) and copies_of(weight) is None and _goes_by_choices(weight.node)
     return None if routed else found  # what puts rows back in their places is summed over experts, too
@@ -152,14 +150,13 @@ def _goes_by_choices(node: Node) -> bool:
     return any(isinstance(fake, torch.Tensor) and fake.dtype in (torch.int64, torch.bool) for fake in made)
 
 
+@or_none
 def _from_down(
     view: GraphView, node: Node, axes: RouteAxes, weight: Factor, gate: Factor | None, hidden: Factor, out: Axis,
     added: Factor | None = None,
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose last GEMM multiplies `hidden` by `weight`, which may be `added` to and weighted by `gate`."""
-    found = expert_behind(axes, weight, hidden, out, added)
-    if found is None:
-        return None
+    found = NoMatch.unless(expert_behind(axes, weight, hidden, out, added))
     expert, scaled_input = found.expert, gate is None
     ends = "neither what an expert reads nor what it makes is" if scaled_input else "both ends of an expert are"
     refuse_if(scaled_input == (found.gate is None), node, "gates", f"{ends} multiplied by gates")
@@ -167,8 +164,7 @@ def _from_down(
     assert gate is not None
     if found.ids is None:
         return outputs.by_matrix(view, node, axes, gate, expert.x, [expert], scaled_input)
-    if axes.choices is None or axes.chosen is not None:
-        return None
+    NoMatch.when(axes.choices is None or axes.chosen is not None)
     gates = outputs.gates_of_choices(gate, axes)
     refuse_if(not is_nonnegative(found.ids), found.ids, "range", NEGATIVE)
     layer = RoutedExperts(
@@ -256,6 +252,7 @@ def _weighted_output(node: Node) -> WeightedOutput | None:
 
 
 @or_failure
+@or_none
 def _of_columns(
     view: GraphView, node: Node, base: Node | None, outputs: list[WeightedOutput]
 ) -> RoutedExperts | MatchFailure | None:
@@ -264,8 +261,7 @@ def _of_columns(
     by_number = {one.expert: one for one in outputs}
     if match_expert(outputs[0].out, match_linear_gemm) is None:
         alike = isinstance(matrix, Node) and all(one.matrix is matrix for one in outputs)
-        if not alike or len(by_number) < len(outputs):
-            return None  # some other weighted sum
+        NoMatch.when(not alike or len(by_number) < len(outputs))  # some other weighted sum
         return by_choice(view, node, matrix, {n: one.out for n, one in by_number.items()}, base)  # type: ignore[arg-type]
     for one in outputs:
         refuse_if(one.matrix != matrix, one.node, "gates", "experts are weighted by different gates")
@@ -273,9 +269,7 @@ def _of_columns(
     gaps = sorted(by_number) != list(range(first, first + len(outputs)))
     gaps = gaps or isinstance(matrix, Node) and not same_size(value(matrix).shape[-1], len(outputs))
     refuse_if(gaps, node, "gaps", "not every column of the gates weights one expert")
-    found = all_experts([by_number[first + e].out for e in range(len(outputs))])
-    if found is None:
-        return None
+    found = NoMatch.unless(all_experts([by_number[first + e].out for e in range(len(outputs))]))
     if isinstance(matrix, Node):
         return weighted_by_matrix(view, node, matrix, *found, base)
     x, experts = found

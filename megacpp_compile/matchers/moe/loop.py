@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_blank, is_filled
 from megacpp_compile.fx.groups import by_key
@@ -290,6 +291,7 @@ class Written:
     flat: bool = False
 
 
+@or_none
 def written_to(node: Node) -> Written | None:
     """What experts have written to `node`; None for anything else."""
     chain: list[RowUpdate] = []
@@ -300,11 +302,11 @@ def written_to(node: Node) -> Written | None:
             chain.insert(0, update)
             node = update.previous
         chain = chain if is_blank(node) else []
-    if not chain:
-        return None
+    NoMatch.when(not chain)
     by_slot = chain[0].by_slot
-    if any(update.by_slot != by_slot for update in chain) or not by_slot and value(chain[0].token.indices).dim() != 1:
-        return None
+    NoMatch.when(
+        any(update.by_slot != by_slot for update in chain) or not by_slot and value(chain[0].token.indices).dim() != 1
+    )
     try:
         ordered = in_expert_order(iterations_of(chain, gated=False))
     except Refused:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, same_sizes, value
 from megacpp_compile.matchers._match import MatchFailure, Refused, or_refuse, refuse_if, refuse_unless
 from megacpp_compile.matchers.graph_view import GraphView
@@ -30,19 +31,18 @@ from megacpp_compile.reader.links import through
 aten = torch.ops.aten
 
 
+@or_none
 def layer_of(
     view: GraphView, node: Node, axes: RouteAxes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose sum `node` weights the outputs `inner`, which run over `dims`, by `gate`."""
     if _stacked(inner) is not None:
         return _of_all(view, node, axes, inner, dims, gate, out)
-    if axes.chosen is not None:
-        return None
+    NoMatch.when(axes.chosen is not None)
     if inner.target is aten.gather.default:
         return _chosen_of_all(view, node, axes, inner, dims, gate, out)
-    written = written_to(inner) if longer_dims(dims) in map(longer_dims, axes.slots((out,))) else None
-    if written is None or not written.flat and len(dims) != value(written.choices).dim() + 1:
-        return None
+    written = NoMatch.unless(written_to(inner) if longer_dims(dims) in map(longer_dims, axes.slots((out,))) else None)
+    NoMatch.when(not written.flat and len(dims) != value(written.choices).dim() + 1)
     return _of_written(view, node, axes, gate, written)
 
 
@@ -69,6 +69,7 @@ _OTHER_ROWS = (
 )
 
 
+@or_none
 def _once_a_choice(
     view: GraphView, node: Node, axes: RouteAxes, stacks: list[Node], dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
@@ -79,13 +80,10 @@ def _once_a_choice(
         for inner, inner_dims in beneath(Factor(stack, dims, stack)):
             stacked = _stacked(inner)
             if stacked is not None and one.place(inner_dims, out) == stacked[1]:
-                layer = all_experts(stacked[0])
-                if layer is None:
-                    return None
+                layer = NoMatch.unless(all_experts(stacked[0]))
                 found.append(layer)
                 break
-    if len(found) != len(stacks):
-        return None
+    NoMatch.when(len(found) != len(stacks))
     x, experts = found[0]
     refuse_if(any(other is not x for other, _ in found), node, "rows", _OTHER_ROWS)
     differ = any([_form(e) for e in others] != [_form(e) for e in experts] for _, others in found)
@@ -127,6 +125,7 @@ def _stacked(node: Node) -> tuple[list[Node], int] | None:
     return [p.args[0] for p in parts], at  # type: ignore[misc]
 
 
+@or_none
 def _chosen_of_all(
     view: GraphView, node: Node, axes: RouteAxes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
@@ -136,16 +135,13 @@ def _chosen_of_all(
     place, stacked = axes.place(dims, out), _stacked(stack)  # type: ignore[arg-type]
     if stacked is None or place is None or axes.choices is None:
         return None
-    if not dim % len(dims) == stacked[1] == place == len(dims) - 2:  # type: ignore[operator]
-        return None
+    NoMatch.when(not dim % len(dims) == stacked[1] == place == len(dims) - 2)  # type: ignore[operator]
     ids = repeated_over_channels(index)  # type: ignore[arg-type]
     wholes = (d for d in range(len(dims)) if d != place)
     whole = all(same_size(value(inner).shape[d], value(stack).shape[d]) for d in wholes)
     if ids is None or not whole:
         return None
-    found = all_experts(stacked[0])
-    if found is None:
-        return None
+    found = NoMatch.unless(all_experts(stacked[0]))
     layer = RoutedExperts(
         node, found[0], ids, gates_of_choices(gate, axes), tuple(found[1]), base=axes.base, choices=axes.choices,
         scales=axes.scales,

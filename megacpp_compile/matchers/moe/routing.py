@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import EXPANSIONS, PERMUTATIONS, REPETITIONS, UNIT_DIMS
@@ -142,15 +143,14 @@ def _any(node: Node) -> Mask | None:
     return dataclasses.replace(inner, dims=tuple(d for d in inner.dims if d != "s"), any=True)
 
 
+@or_none
 def _scattered(node: Node) -> Mask | None:
     """The mask [.., E] of ones that are scattered to a token's choices."""
     empty, dim, indices, one = node.args
     n = value(node).dim()
-    if dim not in (-1, n - 1) or one != 1 or not is_filled(empty, 0) or value(indices).dim() != n:
-        return None
+    NoMatch.when(dim not in (-1, n - 1) or one != 1 or not is_filled(empty, 0) or value(indices).dim() != n)
     rows = zip(value(indices).shape[:-1], value(node).shape[:-1], strict=True)
-    if not 1 < n <= len(_TOKENS) + 1 or not all(same_size(a, b) for a, b in rows):
-        return None
+    NoMatch.when(not 1 < n <= len(_TOKENS) + 1 or not all(same_size(a, b) for a, b in rows))
     return Mask(_plain(indices), (*_TOKENS[: n - 1], "e"), any=True)  # type: ignore[arg-type]
 
 
@@ -200,11 +200,10 @@ def _compared(node: Node) -> Mask | None:
     return None
 
 
+@or_none
 def _of_all(indices: Any, from_end: int) -> Mask | None:
     """The mask of `indices` for all experts, whose dimension stands so far from the last."""
-    dims = _dims(indices)
-    if dims is None:
-        return None
+    dims = NoMatch.unless(_dims(indices))
     indices, choice = one_choice(_plain(indices))
     at = len(dims) - from_end
     return Mask(indices, (*dims[:at], "e", *dims[at:]), choice=choice)
@@ -234,6 +233,7 @@ def scores_of(indices: Node) -> Node | None:
     return None if found is None else found[0]
 
 
+@or_none
 def _found_in(indices: Node) -> tuple[Node, Node] | None:
     """(scores, the node that finds the places of the largest) where `indices` are these places, perhaps with the
     dimensions of tokens in one."""
@@ -246,13 +246,11 @@ def _found_in(indices: Node) -> tuple[Node, Node] | None:
         places = {aten.topk.default: 2, aten.max.dim: 1}
     else:
         places = {aten.argmax.default: 1}
-    if top.target not in places:
-        return None
+    NoMatch.when(top.target not in places)
     scores = top.args[0]
     last = value(scores).dim() - 1
     dim = top.args[places[top.target]] if len(top.args) > places[top.target] else -1
-    if top.target is aten.argmax.default and len(top.args) == 1:
-        return None  # the largest of all
+    NoMatch.when(top.target is aten.argmax.default and len(top.args) == 1)  # the largest of all
     return (scores, node) if dim in (-1, last) else None  # type: ignore[return-value]
 
 

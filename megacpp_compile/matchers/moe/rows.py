@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, same_sizes, value
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.moe.routing import Above, Mask, distinct_choices, match_mask
@@ -161,16 +162,15 @@ def read_at(node: Node, whole: Node | None = None) -> tuple[Node, list[Any]] | N
     return None if rows is None else (inner[0], [rows])
 
 
+@or_none
 def by_slot(rows: ExpertRows | None) -> ExpertRows | None:
     """`rows` of choices in one dimension as slots of tokens, where that is what these choices are."""
     if rows is None or rows.of == "slot":
         return rows
     mask, indices = rows.mask, rows.mask.indices
     indices = through(indices, lambda n: n.target in RESHAPES and value(n).dim() == 1)
-    if mask.dims != ("t",) or mask.any or mask.choice is not None or value(indices).dim() < 2:
-        return None
-    if not isinstance(value(indices).shape[-1], int):
-        return None
+    NoMatch.when(mask.dims != ("t",) or mask.any or mask.choice is not None or value(indices).dim() < 2)
+    NoMatch.when(not isinstance(value(indices).shape[-1], int))
     return ExpertRows(Mask(indices, ("t", "s"), mask.expert), "slot")
 
 
@@ -189,16 +189,15 @@ def choices_of(mask: Mask) -> Any:
     return value(mask.indices).shape[-1]
 
 
+@or_none
 def picked(positions: list[Any], slots: bool = False) -> Mask | None:
     """The mask over tokens, or if `slots` over their choices, with one dimension for all tokens, of whose true entries
     `positions` are all the index tensors, in order, or the mask itself."""
     rows = [match_rows(p) for p in positions]
-    if not rows or any(r is None or r.mask != rows[0].mask for r in rows):  # type: ignore[union-attr]
-        return None
+    NoMatch.when(not rows or any(r is None or r.mask != rows[0].mask for r in rows))  # type: ignore[union-attr]
     mask = rows[0].mask  # type: ignore[union-attr]
     wanted, given = [*sorted(mask.tokens), *(["s"] if slots else [])], [r.of for r in rows]  # type: ignore[union-attr]
-    if given not in ([""], wanted):
-        return None
+    NoMatch.when(given not in ([""], wanted))
     return mask.flat() if "".join(sorted(mask.tokens)) in "".join(mask.dims) else None
 
 
@@ -233,11 +232,10 @@ def has_choices(mask: Mask) -> bool:
     return mask.choice is not None or mask.any or "s" in mask.dims
 
 
+@or_none
 def tokens_in_order(rows: Node, order: Node, tokens: Any, choices: int) -> Node | None:
     """The `tokens` [T, d] of which `rows` has one for each of `choices`, in `order`."""
-    read = row_read(rows)
-    if read is None:
-        return None
+    read = NoMatch.unless(row_read(rows))
     x, token = read
     if order_of_tokens(token, tokens, choices) is order:
         return x

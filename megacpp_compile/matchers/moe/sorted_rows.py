@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled, padded_with
 from megacpp_compile.fx.views import COPIES, uncast
@@ -64,26 +65,23 @@ def match_combine(node: Node) -> Combine | None:
     return _slots_summed(node) if node.target is aten.sum.dim_IntList else _rows_added(node)
 
 
+@or_none
 def _slots_summed(node: Node) -> Combine | None:
     """The combine that puts rows back into the order of slots, and sums over the choices."""
     slots = uncast(node.args[0])  # type: ignore[arg-type]
-    if value(slots).dim() != 3 or reduced_dims(node) != ([1], False) or slots.target not in RESHAPES:
-        return None
+    NoMatch.when(value(slots).dim() != 3 or reduced_dims(node) != ([1], False) or slots.target not in RESHAPES)
     choices = value(slots).shape[1]
-    read = unsorted(uncast(slots.args[0]))  # type: ignore[arg-type]
-    if read is None or value(read[0]).dim() != 2 or not isinstance(choices, int):
-        return None
+    read = NoMatch.unless(unsorted(uncast(slots.args[0])))  # type: ignore[arg-type]
+    NoMatch.when(value(read[0]).dim() != 2 or not isinstance(choices, int))
     return Combine(uncast(read[0]), read[1], choices)
 
 
+@or_none
 def _rows_added(node: Node) -> Combine | None:
     """The combine that adds rows to those of their tokens."""
-    found = added_rows(node, to_zeros=True)
-    if found is None:
-        return None
+    found = NoMatch.unless(added_rows(node, to_zeros=True))
     base, token, rows = found
-    if value(rows).dim() != 2:
-        return None
+    NoMatch.when(value(rows).dim() != 2)
     tokens = value(base).shape[0]
     choices = choices_numbered(token, tokens)
     order = None if choices is None else order_of_tokens(token, tokens, choices)
@@ -117,13 +115,12 @@ def _inverted(back: Node) -> Node | None:
     return order if counts_up and value(numbers).shape == value(empty).shape else None
 
 
+@or_none
 def grouped_gemm(node: Node) -> tuple[Gemm, Node] | None:
     """(the GEMM, where each expert's rows end) where `node` multiplies rows by a weight of every expert [E, ., .]."""
-    if str(node.target) not in _GROUPED or len(node.args) != 3 or node.kwargs:
-        return None
+    NoMatch.when(str(node.target) not in _GROUPED or len(node.args) != 3 or node.kwargs)
     x, w, ends = node.args
-    if value(x).dim() != 2 or value(w).dim() != 3:
-        return None
+    NoMatch.when(value(x).dim() != 2 or value(w).dim() != 3)
     assert isinstance(x, Node) and isinstance(w, Node) and isinstance(ends, Node)
     if w.target is aten.transpose.int and {d % 3 for d in w.args[1:3]} == {1, 2}:  # type: ignore[operator]
         return Gemm(node, x, Weight(w.args[0], False, every=True)), ends  # type: ignore[arg-type]
@@ -199,13 +196,12 @@ class _OfSlots:
     def __call__(self, node: Node) -> Gemm | MatchFailure | None:
         return with_bias(self.unmasked(node), self._grouped, self._bias)
 
+    @or_none
     def _bias(self, node: Node, rows: Node) -> Weight | None:
         """The experts' biases of which `node`, added to `rows`, has one for each row."""
-        read = row_read(strip_row_views(node))
-        if read is None or value(read[0]).dim() != 2:
-            return None
-        if not same_size(value(read[0]).shape[1], value(rows).shape[-1]):
-            return None
+        read = NoMatch.unless(row_read(strip_row_views(node)))
+        NoMatch.when(value(read[0]).dim() != 2)
+        NoMatch.when(not same_size(value(read[0]).shape[1], value(rows).shape[-1]))
         experts = value(read[0]).shape[0]
         # A clamp moves numbers of no expert alone.
         ids = through(read[1], COPIES, lambda n: (limit := bound_of(n)) is not None and limit[1].high >= experts - 1)
@@ -221,10 +217,9 @@ class _OfSlots:
             node = strip_row_views(node.args[0])  # type: ignore[arg-type]
         return node
 
+    @or_none
     def _grouped(self, node: Node) -> Gemm | None:
-        found = grouped_gemm(node)
-        if found is None:
-            return None
+        found = NoMatch.unless(grouped_gemm(node))
         gemm, ends = found
         if not self.sorted.end_at(ends, value(gemm.weight.tensor).shape[0]):
             self.failure = MatchFailure(node, "offsets", "the groups do not end where each expert's rows do")
@@ -290,24 +285,22 @@ class _SameGroups:
         found = grouped_gemm(node)
         return found[0] if found is not None and found[1] is self.ends else None
 
+    @or_none
     def _bias(self, node: Node, rows: Node) -> Weight | None:
         """The biases of which `node`, added to `rows`, has one for each row: all repeated as often as rows are counted,
         and perhaps zeros for the rows behind them."""
         node = strip_row_views(node)
-        if node.target is not aten.repeat_interleave.self_Tensor or node.args[2:] != (0,):
-            return None
+        NoMatch.when(node.target is not aten.repeat_interleave.self_Tensor or node.args[2:] != (0,))
         biases, counts = node.args[0], number(node.args[1])  # type: ignore[arg-type]
         assert isinstance(biases, Node)
         if counts.target is aten.cat.default:
             own, first = _before_a_row_of_zeros(biases), _before_a_last(counts)
-            if own is None or first is None:
-                return None
+            NoMatch.when(own is None or first is None)
             biases, counts = own, number(first)  # rows are as many as the repetitions, or it is an error
         summed = number(self.ends)
         counted = summed.target is aten.cumsum.default and number(summed.args[0]) is counts  # type: ignore[arg-type]
         wide = value(biases).dim() == 2 and same_size(value(biases).shape[1], value(rows).shape[-1])
-        if not counted or not wide:
-            return None
+        NoMatch.when(not counted or not wide)
         self.counts = counts
         return Weight(biases, every=True)
 

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile._torch.fakes import FakeTensor
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import attribute_of, same_size, value
 from megacpp_compile.fx.filled import is_filled
@@ -46,17 +47,15 @@ def ascends(order: Node) -> bool:
     return order.target in _ARGSORTS and len(order.args) == 1 and not order.kwargs.get("descending")
 
 
+@or_none
 def sorted_by(order: Node) -> SortedIds | None:
     """The numbers, in one dimension, whose ascending order `order` is."""
-    if not isinstance(value(order), torch.Tensor) or value(order).dim() != 1:
-        return None
+    NoMatch.when(not isinstance(value(order), torch.Tensor) or value(order).dim() != 1)
     if ascends(order):
         return SortedIds(order.args[0], order, None)  # type: ignore[arg-type]
-    if order.target is not operator.getitem or order.args[1] != 1:
-        return None
+    NoMatch.when(order.target is not operator.getitem or order.args[1] != 1)
     sort: Any = order.args[0]
-    if sort.target not in _SORTS or len(sort.args) != 1 or sort.kwargs.get("descending"):
-        return None
+    NoMatch.when(sort.target not in _SORTS or len(sort.args) != 1 or sort.kwargs.get("descending"))
     first = next((u for u in sort.users if u.target is operator.getitem and u.args[1] == 0), None)
     return SortedIds(sort.args[0], order, first)
 
@@ -149,6 +148,7 @@ def _counted(numbers: Any) -> tuple[int, int] | None:
     return (0, *numbers.args) if len(numbers.args) == 1 else numbers.args  # type: ignore[return-value]
 
 
+@or_none
 def _marked(counts: Node, experts: int) -> Node | None:
     """The choices of which `counts` is the sum, over all but experts, of marks: one-hots, or ones scattered to places
     that are distinct."""
@@ -159,10 +159,8 @@ def _marked(counts: Node, experts: int) -> Node | None:
         place = mask.dims.index("e")
         whole = value(marks).shape[place] == experts and summed == {*range(last + 1)} - {place}
         return mask.indices if whole and len(counts.args) == 2 else None
-    if summed != {*range(last)} or value(marks).shape[-1] != experts:
-        return None
-    if marks.target is not aten.scatter.value or marks.args[1] not in (-1, last) or marks.args[3] != 1:
-        return None
+    NoMatch.when(summed != {*range(last)} or value(marks).shape[-1] != experts)
+    NoMatch.when(marks.target is not aten.scatter.value or marks.args[1] not in (-1, last) or marks.args[3] != 1)
     empty, _, choices, _ = marks.args
     rows = zip(value(choices).shape[:-1], value(marks).shape[:-1], strict=True)
     alike = is_filled(empty, 0.0) and all(same_size(a, b) for a, b in rows)
@@ -217,14 +215,14 @@ def expert_without(ids: SortedIds, none: tuple[Any, ...]) -> int | None:
     return expert_between(ids, *none) if len(none) == 2 else None
 
 
+@or_none
 def before(ids: SortedIds, place: Any) -> int | None:
     """The expert at whose first slot `place` is: as many slots as there are of experts with lower numbers."""
     counted, terms = list[int](), [place]
     while terms:
         term = terms.pop()
         if not isinstance(term, Node):
-            if type(term) is not int or term != 0:
-                return None
+            NoMatch.when(type(term) is not int or term != 0)
             continue
         term = _read(term)
         if term.target is torch.sym_sum:
@@ -235,9 +233,7 @@ def before(ids: SortedIds, place: Any) -> int | None:
             counted.append(expert)
         elif not _is_zero(term):
             entry = _entry(term)
-            first = None if entry is None else _begins(ids, *entry)
-            if first is None:
-                return None
+            first = NoMatch.unless(None if entry is None else _begins(ids, *entry))
             counted.extend(range(first))
     return len(counted) if sorted(counted) == list(range(len(counted))) else None
 
@@ -280,15 +276,14 @@ def _is_zero(node: Node) -> bool:
     return is_filled(node, 0)
 
 
+@or_none
 def _expert_counted(ids: SortedIds, count: Any) -> int | None:
     """The expert of which `count` is the number of slots."""
-    if not isinstance(count, Node):
-        return None
+    NoMatch.when(not isinstance(count, Node))
     count = _read(count)
     if (entry := _entry(count)) is None:
         return ids.counted_alone(count) if isinstance(value(count), torch.Tensor) else None
-    if not isinstance(size := value(entry[0]).shape[0], int):
-        return None
+    NoMatch.when(not isinstance(size := value(entry[0]).shape[0], int))
     return entry[1] if ids.counted_by(entry[0], size) else None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.size_checks import FINDS
@@ -59,17 +60,16 @@ class Count:
     by_expert: bool
 
 
+@or_none
 def match_hits(node: Node) -> Mask | None:
     """The mask over all experts whose numbers, of those that hold anywhere, `node` lists in ascending order."""
     node = through(node, RESHAPES, aten.squeeze.default, aten.squeeze.dim, _COPIES, _CASTS, _is_column)
     if node.target is operator.getitem:
         if (chosen := _distinct(node)) is not None:
             return Mask(chosen, ("e",))
-        if node.args[1] != 0 or node.args[0].target not in FINDS[1:]:  # type: ignore[union-attr]
-            return None
+        NoMatch.when(node.args[1] != 0 or node.args[0].target not in FINDS[1:])  # type: ignore[union-attr]
         node = node.args[0]  # type: ignore[assignment]
-    if node.target not in FINDS or len(node.args) != 1:
-        return None
+    NoMatch.when(node.target not in FINDS or len(node.args) != 1)
     count = match_count(node.args[0])
     return count.mask if count is not None and count.by_expert and value(node.args[0]).dim() == 1 else None
 
@@ -85,12 +85,11 @@ def number_chosen_from(counts: Any) -> int | None:
     return None if scores is None else value(scores).shape[-1]
 
 
+@or_none
 def number_listed(node: Node) -> int | None:
     """How many experts may be among those whose numbers `node` lists: as many as there are to choose from, and no more
     than there are counts of which it lists places; None where it lists something else."""
-    mask = match_hits(node)
-    if mask is None:
-        return None
+    mask = NoMatch.unless(match_hits(node))
     scores = scores_of(mask.indices)
     chosen_from = None if scores is None else value(scores).shape[-1]
     node = through(node, lambda n: n.op == "call_function" and n.target not in FINDS and _distinct(n) is None)
@@ -174,32 +173,32 @@ def _alike(a: Any, b: Node) -> bool:
     return isinstance(a, Node) and value(a).dim() == value(b).dim()
 
 
+@or_none
 def _rows_found(found: Any) -> Count | None:
     """The number of rows in what `nonzero` found, or in what is computed row by row from a read by it."""
-    if not isinstance(found, Node):
-        return None
+    NoMatch.when(not isinstance(found, Node))
     if (rows := _rows_read(found)) is not None:
         return Count(rows.mask, False)
     found = through(found, _COLUMNS, RESHAPES, _COPIES)
-    if found.target not in FINDS or len(found.args) != 1:
-        return None
+    NoMatch.when(found.target not in FINDS or len(found.args) != 1)
     mask = mask_of(found.args[0])
     return Count(mask, False) if mask is not None else None
 
 
+@or_none
 def _rows_read(node: Node) -> ExpertRows | None:
     """The rows of an expert of each of which `node` has a row."""
     for _ in range(_NEAR):
         if (read := indexed(node)) is not None:
             return match_rows(read[1][0])
         fake = value(node)
-        if node.op != "call_function" or not isinstance(fake, torch.Tensor) or not fake.dim():
-            return None
+        NoMatch.when(node.op != "call_function" or not isinstance(fake, torch.Tensor) or not fake.dim())
         count = fake.shape[0]
         below = (n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor) and value(n).dim())
-        source = next((n for n in below if value(n).shape[0] is count or same_size(value(n).shape[0], count)), None)
-        if source is None or isinstance(count, int):
-            return None
+        source = NoMatch.unless(
+            next((n for n in below if value(n).shape[0] is count or same_size(value(n).shape[0], count)), None)
+        )
+        NoMatch.when(isinstance(count, int))
         node = source
     return None
 
@@ -218,11 +217,10 @@ def _is_int64_cast(node: Node) -> bool:
     return node.target in _CASTS and value(node).dtype == torch.int64
 
 
+@or_none
 def _summed(node: Node) -> Count | None:
     """A mask, summed over dimensions, in one step or several."""
-    dims = _left(node)
-    if dims is None:
-        return None
+    dims = NoMatch.unless(_left(node))
     mask, left = dims
     if left == ("e",) and mask.expert is None:
         return Count(mask, True)

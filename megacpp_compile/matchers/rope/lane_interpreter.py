@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.mode_states import ModeStates
 from megacpp_compile.fx.views import CASTS, UNIT_DIMS, is_cast
@@ -141,18 +142,19 @@ class LaneInterpreter:
         # A tensor written in parts is no source: which lanes it holds is what could not be told.
         return None if node.target is aten.slice_scatter.default else self.leaf(node)
 
+    @or_none
     def leaf(self, node: Node) -> Lanes | None:
         """`node` as a source: its last dimension is the lanes, or its last two where the last holds pairs."""
         fake = value(node)
-        if fake.dim() == 0 or fake.is_complex():
-            return None
+        NoMatch.when(fake.dim() == 0 or fake.is_complex())
         sizes = tuple(fake.shape)
         last = sizes[-self.pairs :] if self.pairs else ()
         twos = next((i for i, n in enumerate(reversed(last)) if not (isinstance(n, int) and n == 2)), len(last))
         count = 1 + min(twos, max(len(sizes) - 2, 0))
         shape = sizes[len(sizes) - count :]
-        if not all(isinstance(n, int) for n in shape) or not self.fewest <= (d := math.prod(shape)) <= MAX_LANES:
-            return None
+        NoMatch.when(
+            not all(isinstance(n, int) for n in shape) or not self.fewest <= (d := math.prod(shape)) <= MAX_LANES
+        )
         outer = sizes[: len(sizes) - count]
         dims = tuple(-1 if is_one(n) else i for i, n in enumerate(outer))
         sid = self.source_id(Source(node, dims, tuple(range(len(outer), len(sizes)))))

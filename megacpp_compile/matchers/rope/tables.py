@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import UNIT_DIMS, is_identity, is_reshape
 from megacpp_compile.matchers.rope import lanes as L
@@ -83,18 +84,16 @@ def _through(it: L.LaneContext, table: Node, x: L.Lanes) -> L.Term | None:
     return next((entries for t in it.table_views(table) if (entries := _meeting(it, t, x)) is not None), None)
 
 
+@or_none
 def _meeting(it: L.LaneContext, t: L.Lanes, x: L.Lanes) -> L.Term | None:
     try:
-        if len(t.terms) != 1:
-            return None
+        NoMatch.when(len(t.terms) != 1)
         t = with_rank(it, t, len(x.kinds))
         for dim, kind in enumerate(x.kinds):
             if t.kinds[dim] != kind:
-                if kind == "o":
-                    return None
+                NoMatch.when(kind == "o")
                 t = as_lane(it, t, dim)
-            if kind == "l" and t.sizes[dim] not in (1, x.sizes[dim]):
-                return None
+            NoMatch.when(kind == "l" and t.sizes[dim] not in (1, x.sizes[dim]))
         term = t.terms[0]
         return None if (term.src < 0).any() else term
     except L.Opaque:

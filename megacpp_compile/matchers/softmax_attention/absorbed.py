@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers.latent_attention.elements import AXES, Elements, along, cut, levels, places
@@ -35,14 +36,13 @@ class Absorbed:
     shared: int
 
 
+@or_none
 def absorbed(found: Attention) -> Absorbed | None:
     """The absorbed form that `found` is, or None."""
     widths = [length([*c]) for c in (*found.channels, found.value_channels)]
-    if not all(isinstance(n, int) for n in (*widths, length([*found.heads]))):
-        return None
+    NoMatch.when(not all(isinstance(n, int) for n in (*widths, length([*found.heads]))))
     latents, *others = _pieces(_elements(found, found.values, found.keys, found.value_channels))
-    if others or latents.depends("h"):
-        return None
+    NoMatch.when(others or latents.depends("h"))
     for (q, k, _), channels in zip(found.scores.products, found.channels, strict=True):
         keys = list(_pieces(_elements(found, k, found.keys, channels)))
         for piece in _pieces(_elements(found, q, found.queries, channels)):
@@ -91,15 +91,13 @@ def _pieces(at: Elements) -> Iterator[Elements]:
         yield from _pieces(part)
 
 
+@or_none
 def _per_head(at: Elements, heads: str) -> tuple[Node, int] | None:
     """(a product of each head's channels with a weight of its own, how many there are), if `at` is of one. heads: the
     axis that tells them apart, rows where each head's tokens are rows of one."""
-    product = product_of(at.node)
-    if product is None:
-        return None
+    product = NoMatch.unless(product_of(at.node))
     width = value(product.factors[0].node).shape[product.factors[0].dims.index(CONTRACTED)]
-    if not isinstance(width, int):
-        return None
+    NoMatch.when(not isinstance(width, int))
     samples = {**at.samples, "r": places(width, True)}
     both = [factor_elements(at, factor, samples) for factor in product.factors]
     for x, weight in (both, both[::-1]):

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, same_shape, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNSQUEEZE
 from megacpp_compile.matchers.latent_attention import masks
@@ -128,33 +129,29 @@ def _documents(found: Attention, term: Term, node: Node, kind: str) -> Node | No
     return queries if statically_known_true(same_tokens) else None  # type: ignore[return-value]
 
 
+@or_none
 def _numbers(found: Attention, term: Term, node: Any) -> tuple[Node, str] | None:
     """(a row of integers for each sequence, or one for all, "t" or "s") of a view of it along queries or keys."""
-    if not isinstance(node, Node) or value(node).is_floating_point() or value(node).dtype == torch.bool:
-        return None
+    NoMatch.when(not isinstance(node, Node) or value(node).is_floating_point() or value(node).dtype == torch.bool)
     dims = [d for d in term.beside(node) if d]
     along = [d for d in dims if d in (found.queries, found.keys)]
-    if len(along) != 1 or any(not set(d) <= set(found.batch) for d in dims if d not in along):
-        return None
-    stem = _stem(node)
-    if stem is None:
-        return None
+    NoMatch.when(len(along) != 1 or any(not set(d) <= set(found.batch) for d in dims if d not in along))
+    stem = NoMatch.unless(_stem(node))
     fits = len(_long(stem)) == len(dims) and dims[-1] == along[0]
     return (stem, "t" if along[0] == found.queries else "s") if fits else None
 
 
+@or_none
 def _stem(node: Node) -> Node | None:
     """What `node` is a view of, with its dimensions, or an index of all of it, in order; None where they are turned."""
     *views, node = chain(node, {UNSQUEEZE, *PERMUTATIONS, *RESHAPES}, _is_whole_slice)
     for view in views:
         if (order := permutation(view)) is not None:
             long = [d for d in order if not same_size(value(view.args[0]).shape[d], 1)]
-            if long != sorted(long):
-                return None
+            NoMatch.when(long != sorted(long))
     if (picked := picked_along(node)) is not None:
         node, places = picked
-        if [p for p in places if p is not None] != sorted(p for p in places if p is not None):
-            return None
+        NoMatch.when([p for p in places if p is not None] != sorted(p for p in places if p is not None))
     return node
 
 
@@ -204,18 +201,16 @@ def _by_distance(found: Attention, term: Term, node: Node, kind: str, fill: floa
     return None if more or left is right is None else Hidden(term, node, kind, fill, left, right)
 
 
+@or_none
 def _by_prefix(found: Attention, term: Term, node: Node, kind: str, fill: float, part: Any) -> Hidden | None:
     """A condition that shows the keys of a prefix beside those up to a distance of 0 or more."""
-    if isinstance(part, list) or not is_low(fill):
-        return None
-    if (told := prefix_of(found, term, *part)) is None:
-        return None
+    NoMatch.when(isinstance(part, list) or not is_low(fill))
+    told = NoMatch.unless(prefix_of(found, term, *part))
     try:
         left, right = _sides(found, term, told[0])
     except NotRows:
         return None
-    if left is not None or right is None or not statically_known_true(right.size >= 0):
-        return None
+    NoMatch.when(left is not None or right is None or not statically_known_true(right.size >= 0))
     return Hidden(term, node, kind, fill, right=right, prefix=told[1])
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.latent_attention.core import SDPA, arguments_of
@@ -66,6 +67,7 @@ def attentions(graph: fx.Graph, weights: frozenset[Node]) -> Iterator[Attention 
 class _Reader(ScoresReader):
     """Reads one attention."""
 
+    @or_none
     def attention(self, softmax: Node, start: Softmax) -> Attention | None:
         dim = start.dim
         scores = self.scores(start.scores, True)
@@ -75,11 +77,9 @@ class _Reader(ScoresReader):
                 reason = f"{found.target} stands between the products of queries with keys and the softmax"
                 raise NotAttention(found, "scores", reason)
             return None
-        if self.of_weights(scores, dim):
-            return None
+        NoMatch.when(self.of_weights(scores, dim))
         if start.but:
-            if product_with_values(softmax) is None:
-                return None
+            NoMatch.when(product_with_values(softmax) is None)
             raise NotAttention(softmax, "softmax", f"the scores' exponentials are normalised, but {start.but}")
         if start.factor != 1:
             whole = scores.times(start.factor) if scores.sinks is None else None
@@ -91,9 +91,7 @@ class _Reader(ScoresReader):
                 reason = "1 is added to a sum of exponentials that the largest was taken off of"
                 raise NotAttention(softmax, "sinks", reason)
             scores = dataclasses.replace(scores, sinks=(softmax, ()))
-        factors = weighted(self, softmax, scores, dim, start.nodes)
-        if factors is None:
-            return None
+        factors = NoMatch.unless(weighted(self, softmax, scores, dim, start.nodes))
         result, weights, dims, factor = factors
         end, divisions = (result, []) if start.total is None else divided(result, start.total)
         own_nodes = {*self.inside, *start.nodes, *divisions}
@@ -117,16 +115,15 @@ class _Reader(ScoresReader):
             self.check_rows(start.total, scores, dim, result_dims)
         return self.roles(softmax, scores, values, end, result_dims, keys)
 
+    @or_none
     def call(self, node: Node) -> Attention | None:
         """A call of torch's op."""
         given = arguments_of(node)
         mask, scale, tensors = given["attn_mask"], given["scale"], [given[name] for name in ("query", "key", "value")]
         channels, rank = value(tensors[0]).shape[-1], value(node).dim()
-        dropped = number_of(given["dropout_p"])
-        if dropped is None or given["is_causal"] and mask is not None or isinstance(scale, Node):
-            return None
-        if not isinstance(channels, int) or rank < 3 or any(value(t).dim() != rank for t in tensors):
-            return None
+        dropped = NoMatch.unless(number_of(given["dropout_p"]))
+        NoMatch.when(given["is_causal"] and mask is not None or isinstance(scale, Node))
+        NoMatch.when(not isinstance(channels, int) or rank < 3 or any(value(t).dim() != rank for t in tensors))
         outer, heads = tuple(range(rank - 2)), value(tensors[0]).shape[-3]
         query, key = (Factor(t, (*outer, rank - 2 + i, CONTRACTED)) for i, t in enumerate(tensors[:2]))
         keys, values = (self.heads_of(t, heads) for t in tensors[1:])
@@ -158,6 +155,7 @@ class _Reader(ScoresReader):
             if place != dim and flat(own) != flat(one):
                 raise NotAttention(total, "other-sum", "sums of exponentials divide what is of other queries")
 
+    @or_none
     def roles(
         self, softmax: Node, scores: Scores, values: Operand, result: Node, result_dims: Any, keys: Any,
     ) -> Attention | None:
@@ -172,11 +170,9 @@ class _Reader(ScoresReader):
             in_q, in_k = in_k, in_q
         channels = tuple(tuple(a for d in q.dims for a in d if a not in order) for q, _, _ in products)
         value_channels = tuple(a for d in values.dims for a in d if a not in order)
-        if set(keys) & in_q or not set(keys) <= in_k & in_v:
-            return None
+        NoMatch.when(set(keys) & in_q or not set(keys) <= in_k & in_v)
         # Queries that batches share, such as learned ones, lack these.
-        if not set(order) <= in_q | in_k & in_v:
-            return None
+        NoMatch.when(not set(order) <= in_q | in_k & in_v)
         repeats = set(flat(self.repeats)) - in_k - in_v
         shared = [a for a in order if a not in keys and a not in repeats and a in in_k | in_v]
         alone = [a for a in order if a not in keys and a not in shared]

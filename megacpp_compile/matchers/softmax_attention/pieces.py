@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, UNIT_DIMS
 from megacpp_compile.matchers.softmax_attention.parts import Groups
@@ -34,15 +35,14 @@ def pieces_of(node: Node, dims: Groups) -> list[Piece]:
     return found
 
 
+@or_none
 def _wider(piece: Piece) -> Piece | None:
     """`piece` of what its node is a view of, or cut out of."""
     node, dims, starts = piece.node, piece.dims, piece.starts
-    if node.op != "call_function" or not node.args or not isinstance(source := node.args[0], Node):
-        return None
+    NoMatch.when(node.op != "call_function" or not node.args or not isinstance(source := node.args[0], Node))
     if node.target not in COPIES | PERMUTATIONS | UNIT_DIMS:
         return _cut(node, dims, starts)
-    if (sides := below(node, list(zip(dims, starts, strict=True)), ((), None))) is None:
-        return None
+    sides = NoMatch.unless(below(node, list(zip(dims, starts, strict=True)), ((), None)))
     own, first = tuple(d for d, _ in sides), tuple(s for _, s in sides)
     lost = sum(start is not None for start in starts) - sum(start is not None for start in first)
     return None if lost else Piece(source, own, first)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers.latent_attention.integers import DATA, NotRows, Sum, is_through, viewed
 from megacpp_compile.matchers.latent_attention.masks import AND, OR, limits_of
@@ -75,16 +76,15 @@ def _keys_before(found: Attention, term: Term, limits: list[Sum]) -> Prefix | No
     return of.get("s") if None not in told and all(alike(one, told[0]) for one in told) else None
 
 
+@or_none
 def _prefix(found: Attention, limit: Sum, others: list[tuple[int, Any]]) -> Prefix | None:
-    if len(limit.parts) > 1 or any(n != DATA or not d or not set(d) <= set(found.batch) for n, d in others):
-        return None
+    NoMatch.when(len(limit.parts) > 1 or any(n != DATA or not d or not set(d) <= set(found.batch) for n, d in others))
     if not limit.parts:
         return Prefix(1 - limit.number) if not others else None
     times, node = limit.parts[0]
     if times != -1 or not isinstance(value(node), torch.Tensor):
         return Prefix(1 - limit.number, node) if times == -1 and not others else None
     long = [n for n in value(node).shape if not is_one(n)]
-    if len(long) != len(others) or len(long) > 1:
-        return None
+    NoMatch.when(len(long) != len(others) or len(long) > 1)
     dims = tuple(() if is_one(n) else tuple(others[0][1]) for n in value(node).shape)
     return Prefix(1 - limit.number, node, dims)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.fx.walks import reached
@@ -100,13 +101,13 @@ def _between(quotient: Node, weights: Node, total: Node) -> list[Node]:
     return found
 
 
+@or_none
 def _total(total: Node, weights: Node) -> Softmax | None:
     """What `total` makes of exponentials `weights`: the softmax that they are divided by it for, less the division."""
     nodes = chain(weights, lambda n: n.target is aten.mul.Tensor and not n.kwargs and isinstance(n.args[0], Node))
     but = "exponentials are multiplied before they are summed" if len(nodes) > 1 else ""
     one, powers = False, nodes[-1]
-    if powers.target not in POWERS:
-        return None
+    NoMatch.when(powers.target not in POWERS)
     inside = total
     while inside.target in _ADDS and not inside.kwargs and isinstance(inside.args[0], Node):
         nodes.append(inside)
@@ -114,9 +115,7 @@ def _total(total: Node, weights: Node) -> Softmax | None:
         inside, one = inside.args[0], more == 1 and not one
         if more is None or not one:
             but = f"{'something' if more is None else f'{more:g}'} is added to the sum of exponentials"
-    found = reduced(inside, weights, SUMS, total)
-    if found is None:
-        return None
+    found = NoMatch.unless(reduced(inside, weights, SUMS, total))
     own, factor = frozenset([*nodes, *found[1]]), POWERS[powers.target]
     return Softmax(powers.args[0], found[0], own, one, None, but, factor)  # type: ignore[arg-type]
 
@@ -134,6 +133,7 @@ def divided(product: Node, total: Node) -> tuple[Node, list[Node]]:
     return user, [*nodes, *_between(user, *parts)]
 
 
+@or_none
 def weighted(
     reader: ScoresReader, softmax: Node, scores: Scores, dim: int, own: Collection[Node] = ()
 ) -> tuple[Node, Factor, list[Dim], Factor] | None:
@@ -149,8 +149,7 @@ def weighted(
             reader.inside += [node, *others]
             continue
         if len(users) != 1:
-            if product_with_values(softmax) is None:
-                return None
+            NoMatch.when(product_with_values(softmax) is None)
             reason = "the probabilities are read by more than the product with the values"
             raise NotAttention(node, "weights-kept", reason)
         user = users[0]
@@ -170,8 +169,7 @@ def weighted(
         reader.inside.append(node)
     product = product_of(user)
     if product is None:
-        if product_with_values(softmax) is None:
-            return None
+        NoMatch.when(product_with_values(softmax) is None)
         raise NotAttention(user, "weights-changed", f"{user.target} reads the probabilities before the values do")
     if not cut:
         raise NotAttention(user, "sinks", "the probabilities of the sinks are multiplied, too")

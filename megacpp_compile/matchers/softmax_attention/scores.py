@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.latent_attention.core import WHERES, constant
@@ -312,20 +313,20 @@ def times(node: Any) -> float | None:
     return number if "mul" in str(node.target) else 1 / number
 
 
+@or_none
 def reduced(
     node: Node, of: Any, by: Collection[Any], shown: Node | None = None, around: Collection[Any] = AROUND_SUMS,
 ) -> tuple[int, list[Node]] | None:  # fmt: skip
     """(dimension, nodes) where `node` is `of` reduced over one dimension by an op in `by`, which is 1 long in `shown`
     (default: `node`), whatever of `around` leads there."""
     shape, (*nodes, node) = value(shown or node), chain(node, around)
-    if any(n.target is operator.getitem and n.args[1] != 0 for n in nodes):
-        return None
-    if node.target not in by or node.args[0] is not of or len(node.args) < 2 or not isinstance(shape, torch.Tensor):
-        return None
+    NoMatch.when(any(n.target is operator.getitem and n.args[1] != 0 for n in nodes))
+    NoMatch.when(
+        node.target not in by or node.args[0] is not of or len(node.args) < 2 or not isinstance(shape, torch.Tensor)
+    )
     (dim, *others), sizes = reduced_dims(node)[0], list(value(of).shape)
     sizes[dim] = 1
-    if others:
-        return None
+    NoMatch.when(others)
     return (dim, [*nodes, node]) if len(sizes) == shape.dim() and all(map(same_size, sizes, shape.shape)) else None
 
 

@@ -11,20 +11,20 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx import Graph
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers.ssd.atoms import number
 
 FEW = 64  # as far apart may guards leave the lengths whose chunks are cut out one by one
 
 
+@or_none
 def in_turn(size: torch.SymInt, turn: int) -> int | None:
     """`size` where its symbols are as large, and in another turn as small, as guards let them be; None where that is
     not known, or far apart."""
     at = {}
     for symbol in size.node.expr.free_symbols:
-        allowed = _allowed(size.node.shape_env, symbol)
-        if allowed is None:
-            return None
+        allowed = NoMatch.unless(_allowed(size.node.shape_env, symbol))
         at[symbol] = allowed[0] if turn % 2 else allowed[1]
     return int(size.node.expr.xreplace(at))
 

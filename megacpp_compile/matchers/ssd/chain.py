@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.ssd.atoms import flat
 from megacpp_compile.matchers.ssd.roles import Leaf, Scan
@@ -36,24 +37,19 @@ def joined(scans: Sequence[Scan]) -> list[Scan]:
     return found
 
 
+@or_none
 def _whole(chain: Sequence[Scan]) -> Scan | None:
     first, last = chain[0], chain[-1]
-    if any(_shape(scan) != _shape(first) for scan in chain[1:]):
-        return None
-    if any((s.A.node, s.D and s.D.node) != (first.A.node, first.D and first.D.node) for s in chain):
-        return None
+    NoMatch.when(any(_shape(scan) != _shape(first) for scan in chain[1:]))
+    NoMatch.when(any((s.A.node, s.D and s.D.node) != (first.A.node, first.D and first.D.node) for s in chain))
     operands: dict[str, Any] = {}
     for role in ("x", "dt", "B", "C"):
-        source = _cut_from([getattr(scan, role) for scan in chain], [_time(scan) for scan in chain])
-        if source is None:
-            return None
+        source = NoMatch.unless(_cut_from([getattr(scan, role) for scan in chain], [_time(scan) for scan in chain]))
         operands[role] = Leaf(source, getattr(first, role).dims)
     for scan, following in zip(chain, chain[1:], strict=False):
-        if any(u not in following.inside for state in scan.final_states for u in state.node.users):
-            return None
-    y = _put_together([scan.y for scan in chain], _time(first))
-    if y is None or len(last.final_states) > 1:
-        return None
+        NoMatch.when(any(u not in following.inside for state in scan.final_states for u in state.node.users))
+    y = NoMatch.unless(_put_together([scan.y for scan in chain], _time(first)))
+    NoMatch.when(len(last.final_states) > 1)
     ends = [Leaf(final.node, first.final_states[0].dims) for final in last.final_states]
     inside = set[Node]().union(*(scan.inside for scan in chain)) | {scan.y.node for scan in chain}
     return dataclasses.replace(first, y=Leaf(y, first.y.dims), final_states=ends, inside=inside, **operands)

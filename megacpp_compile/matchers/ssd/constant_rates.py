@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import argument, same_shape, value
 from megacpp_compile.fx.views import EXPANSIONS
 from megacpp_compile.fx.walks import made_from, reached
@@ -182,6 +183,7 @@ def _without_positions(algebra: Algebra, table: Node) -> set[Node]:
     return {n for n in others if isinstance(value(n), Tensor)}
 
 
+@or_none
 def _with_rate(algebra: Algebra, root: Node, tables: list[Node], rate: Node | None) -> Retention | None:
     first = tables[0] if rate is None else rate
     reached = set[Node]().union(*(algebra.descendants(n, constants=True) for n in (*tables, first))) - {rate}
@@ -189,15 +191,13 @@ def _with_rate(algebra: Algebra, root: Node, tables: list[Node], rate: Node | No
     boundary = OperandBoundary(algebra, carrying, first)
     operands = [n for n in boundary.leaves(root) if n is not first and n not in algebra.constants]
     operands = [n for n in operands if rate is None or algebra.source(n) is not algebra.source(rate)]
-    if not 2 <= len(operands) <= MOST_OPERANDS:
-        return None
+    NoMatch.when(not 2 <= len(operands) <= MOST_OPERANDS)
     leaves = operands if rate is None else [rate, *operands]
     exports, _ = exports_of(algebra, carrying, boundary.inside, leaves, first, root)
     # Tables may serve several layers.
     exports = [n for n in exports if algebra.ancestors([n], operands, constants=True) & {*operands}]
     nodes = sorted(algebra.ancestors([root, *exports], leaves, constants=True) - set(leaves))
-    if any(n not in algebra.nodes and n not in algebra.constants for n in nodes):
-        return None
+    NoMatch.when(any(n not in algebra.nodes and n not in algebra.constants for n in nodes))
     alike = _alike([n for n in nodes if n.target in POSITIONS])
     for tied, pinned in itertools.product((False, True) if alike else (False,), (False, True)):
         try:

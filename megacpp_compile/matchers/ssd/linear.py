@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.matchers.ssd.atoms import Dim
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
 from megacpp_compile.matchers.ssd.resize import Resized, agree
@@ -59,6 +60,7 @@ def _attention_of(algebra: Algebra, decay: Node) -> LinearAttention | None:
         return next(filter(None, found), None)
 
 
+@or_none
 def _at(algebra: Algebra, root: Node) -> LinearAttention | None:
     everything = algebra.ancestors([root])
     decays = [n for n in everything if is_decay(algebra, n)]
@@ -66,18 +68,15 @@ def _at(algebra: Algebra, root: Node) -> LinearAttention | None:
     sums = [m for m in exponents if _sums(algebra, m)]
     gates = {operand_of(algebra, algebra.inputs(m)[0])[0] for m in sums}
     first = {g for g in gates if not any(_sums(algebra, m) for m in algebra.ancestors([g]))}
-    if len(first) != 1:
-        return None
+    NoMatch.when(len(first) != 1)
     (g,) = first
     between = {n for m in sums for n in operand_of(algebra, algebra.inputs(m)[0])[1]}
     carrying = algebra.ancestors([root], stop=[g]) & set(algebra.descendants(g)) - {g}
-    if not all(n in carrying for n in decays):
-        return None
+    NoMatch.when(not all(n in carrying for n in decays))
     boundary = OperandBoundary(algebra, carrying, g)
     boundary.inside |= between
     operands = [n for n in boundary.leaves(root) if n is not g]
-    if len(operands) > MOST_OPERANDS - 2:
-        return None
+    NoMatch.when(len(operands) > MOST_OPERANDS - 2)
     exports, shown = exports_of(algebra, carrying, boundary.inside, [g, *operands], g, root)
     resized = Resized(RULES, sorted(boundary.inside | shown), [g, *operands])
     return _LinearRoles(algebra, resized, root, g, g, operands, exports).attention()
@@ -111,11 +110,11 @@ class _LinearRoles(Roles):
 
         return next(filter(None, attentions()), None)
 
+    @or_none
     def _proved(self, roles: dict[str, Node], b: Dim, t: Dim, h: Dim, p: Dim) -> LinearAttention | None:
         r, scales = self.r, []
         n = [a for a in self.r.atoms(roles["B"]) if a not in {*b, *t, *h, *p}]
-        if set(self.r.atoms(self.dt)) - {*b, *t, *h, *n}:
-            return None
+        NoMatch.when(set(self.r.atoms(self.dt)) - {*b, *t, *h, *n})
         for turn in (0, 1):
             r.solve(turn)
             operands = r.draw(turn, {self.dt: -RATE})
@@ -126,15 +125,14 @@ class _LinearRoles(Roles):
             want, state = recurrence(given["C"], given["B"], given["x"], gates, given.get("initial_state"))
             got = arranged(r.axes, o, r.of(self.root), [b, t, h, p])
             scale = float((got * want).sum() / (want * want).sum())
-            if scale == 0 or not agree(got, scale * want, TOLERANCE):
-                return None
+            NoMatch.when(scale == 0 or not agree(got, scale * want, TOLERANCE))
             scales.append(scale)
             for final, found in zip(self.exports, states, strict=True):
                 same = {a for d in r.of(final) for a in d} == {*b, *h, *n, *p}
-                if not same or not agree(arranged(r.axes, found, r.of(final), [b, h, n, p]), state, TOLERANCE):
-                    return None
-        if abs(scales[0] - scales[1]) > TOLERANCE * abs(scales[0]):
-            return None
+                NoMatch.when(
+                    not same or not agree(arranged(r.axes, found, r.of(final), [b, h, n, p]), state, TOLERANCE)
+                )
+        NoMatch.when(abs(scales[0] - scales[1]) > TOLERANCE * abs(scales[0]))
         r.fix()
         made = {k: r.leaf(m) for k, m in {**roles, "g": self.dt}.items()}
         o_leaf, *finals = map(r.leaf, (self.root, *self.exports))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat
@@ -22,13 +23,13 @@ aten = torch.ops.aten
 _BY_TOKEN = ELEMENTWISE | SAME | VIEWS | CONTRACTIONS | EXPANSIONS | REPETITIONS | {short_loops.shortened}
 
 
+@or_none
 def tokens_of(r: Resized, loop: Loop) -> set[Atom] | None:
     """The atoms of tokens, of which every tensor in front of `loop` has one; None where it is not made of tokens one by
     one, or read at another position than the last."""
     reads = {n: loop.reads[n] for n in r.nodes if n in loop.reads}
     dims = [flat(r.dims[read.source][read.dim]) for read in reads.values()]
-    if any(len(d) != 1 for d in dims) or any(read.at != read.count - 1 for read in reads.values()):
-        return None
+    NoMatch.when(any(len(d) != 1 for d in dims) or any(read.at != read.count - 1 for read in reads.values()))
     t = {d[0] for d in dims}
     for n in r.nodes:  # of more tokens, of which those of a few steps are taken
         if n.target is short_loops.shortened and _count(r, n, t):
@@ -37,8 +38,7 @@ def tokens_of(r: Resized, loop: Loop) -> set[Atom] | None:
         mine, before = _count(r, n, t), max((_count(r, a, t) for a in n.all_input_nodes), default=0)
         if n in reads or n.target is aten.unbind.int or not before and not mine:
             continue
-        if (mine, before) != (1, 1) or n.target not in _BY_TOKEN:
-            return None
+        NoMatch.when((mine, before) != (1, 1) or n.target not in _BY_TOKEN)
     return t
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import called, long_dimensions, value
 from megacpp_compile.fx.walks import made_from
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
@@ -136,10 +137,9 @@ def _read_of_state(loop: Loop) -> Node | None:
     return None
 
 
+@or_none
 def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | MatchFailure | None:
-    step = tried(partial(ScanStep, algebra, loop), lambda why: None)
-    if step is None:
-        return None
+    step = NoMatch.unless(tried(partial(ScanStep, algebra, loop), lambda why: None))
     if not step.roles:
         reason = "a step has a scan's operands and is not Mamba's: S' = exp(dt A) S + dt x B^T, y = S' C + D x"
         return MatchFailure(loop.output, DIFFERS, reason) if step.tried else None
@@ -152,12 +152,11 @@ def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | MatchFailure | None:
 
 
 @or_failure
+@or_none
 def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | MatchFailure | None:
     step = LastStep(algebra, loop, whole)
-    if whole and not step.taken_whole:
-        return None
-    if value(loop.entering).dim() < 2 or len(step.leaves) > MOST_OPERANDS:
-        return None
+    NoMatch.when(whole and not step.taken_whole)
+    NoMatch.when(value(loop.entering).dim() < 2 or len(step.leaves) > MOST_OPERANDS)
     if step.strange is not None:
         refuse_if(resets.clears(step.strange), step.strange, *resets.STATE)
         reason = f"what becomes of the state is more than sums and products ({called(step.strange).split('.')[0]})"

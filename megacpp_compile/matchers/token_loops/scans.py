@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.walks import made_from
 from megacpp_compile.matchers.ssd.axes import AxisEquations
@@ -63,19 +64,18 @@ class ScanStep:
 
     # -- operands
 
+    @or_none
     def _given(self) -> list[Node] | None:
         """The step size, the rate, and the other operands."""
         loop, algebra = self.loop, self.algebra
         ends = [loop.states[-1], loop.output]
-        if any(n not in algebra.nodes for n in ends):
-            return None
+        NoMatch.when(any(n not in algebra.nodes for n in ends))
         region = algebra.ancestors(ends, stop=[loop.entering])
         decays = [n for n in region if n.target in EXPONENTIALS and n in algebra.nodes and n not in algebra.constants]
         exponents = algebra.ancestors(a for e in decays for a in algebra.inputs(e))
         states = algebra.ancestors(ends, stop=[loop.entering, *decays])
         shared = exponents & states - algebra.constants - {loop.entering}
-        if not decays or not shared:
-            return None
+        NoMatch.when(not decays or not shared)
         dt, between = operand_of(algebra, max(shared))
         boundary = OperandBoundary(algebra, self._made_of({dt, loop.entering}, region), dt)
         boundary.inside |= between

@@ -22,6 +22,7 @@ from megacpp_compile._torch import autograd, calls
 from megacpp_compile._torch.guards import TracingContext
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import RequirementError
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.provenance import breaks_around, is_whole
 from megacpp_compile.report.records import Frame, MissedFusion
 
@@ -126,11 +127,10 @@ class FrameCount:
         return run
 
 
+@or_none
 def requirement_of_call(config: Config) -> Requirement | None:
     """What is required of the call that a frame is being compiled in; None where torch does not let it be found."""
-    call = calls.current()
-    if call is None:
-        return None
+    call = NoMatch.unless(calls.current())
     if call.context not in _known:
         _known[call.context] = found = Requirement(config.require)
         call.enter.append(found.enter)

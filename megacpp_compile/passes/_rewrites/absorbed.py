@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention, View
@@ -84,16 +85,15 @@ def _rows(build: Builder, view: View, axes: str, size: Callable[[str], Any], wid
     return taken(build, view.node, dims, axes)
 
 
+@or_none
 def _one_buffer(build: Builder, found: LatentAttention, size: Callable[[str], Any]) -> Node | None:
     """The rows where one buffer has latent and shared channels side by side, so that nothing is copied."""
-    if len(found.shared) != 1 or found.shared[0].rows.node is not found.latent.node:
-        return None
+    NoMatch.when(len(found.shared) != 1 or found.shared[0].rows.node is not found.latent.node)
     latent, (shared,) = found.latent, found.shared
     places = []
     for (first, steps), (other_first, other) in zip(latent.places, shared.rows.places, strict=True):
         if "r" in steps:
-            if "c" not in other or other_first != first + found.sizes["r"]:
-                return None
+            NoMatch.when("c" not in other or other_first != first + found.sizes["r"])
             places.append((first, {"c": 1}))
         elif (first, dict(steps)) != (other_first, dict(other)):
             return None

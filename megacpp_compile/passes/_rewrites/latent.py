@@ -11,6 +11,7 @@ import dataclasses
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import COPIES, DETACH, UNIT_DIMS
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_unless
@@ -152,18 +153,19 @@ def keeps(view: GraphView, user: Node, read: Node, detached: bool = False) -> bo
     return True
 
 
+@or_none
 def frozen(view: GraphView, latent: Latent, behind: list[Node]) -> MatchFailure | None:
     """Why it would not save memory: no gradient of a weight asks for x, and the latents are narrower."""
     down = latent.down.linear
-    if not view.trained or view.needs_grad(down.w) or not view.needs_grad(down.x):
-        return None
+    NoMatch.when(not view.trained or view.needs_grad(down.w) or not view.needs_grad(down.x))
     latents = latent.size * (2 if any(map(view.needs_grad, behind)) else 1)
     x, kept = down.x, False
     x = through(x, is_outer_view, is_cast)
     for user, read, _ in consumers(x, lambda n: is_outer_view(n) or is_cast(n)):
         linear = match_linear(user)
         kept = kept or linear is None or linear.x is not read or view.needs_grad(linear.w)
-    if kept or x.op == "placeholder" or is_attention(x) or not isinstance(n := value(x).shape[-1], int) or n <= latents:
-        return None
+    NoMatch.when(
+        kept or x.op == "placeholder" or is_attention(x) or not isinstance(n := value(x).shape[-1], int) or n <= latents
+    )
     reason = f"the down-projection is frozen: {n} channels of its input would be kept instead of {latents} behind it"
     return MatchFailure(down.node, "frozen", reason)

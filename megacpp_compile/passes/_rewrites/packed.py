@@ -17,6 +17,7 @@ import dataclasses
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.fx.views import UNSQUEEZE, is_cast
@@ -113,6 +114,7 @@ def _token_and_head(at: int, head: Head, *others: Head) -> list[int] | None:
     return [at, rest[0]] if not wide or order.index(at) < order.index(rest[0]) else None
 
 
+@or_none
 def _cache(table: Table) -> _Cache | None:
     """The cache whose rows `table` has, gathered by positions in documents."""
     source = table.source
@@ -132,11 +134,9 @@ def _cache(table: Table) -> _Cache | None:
     others = [n for d, n in enumerate(value(node).shape) if d not in (dim, *lane_dims)]
     if offsets is None or dim >= rank or any(d < rank for d in lane_dims) or not all(map(is_one, others)):
         return None
-    if len({value(n).device for n in (cache, index, offsets.base)}) > 1:
-        return None
+    NoMatch.when(len({value(n).device for n in (cache, index, offsets.base)}) > 1)
     rounded = precision(dtype) < precision(value(cache).dtype)
-    if casts > 1 or rounded and hint(value(cache).shape[0]) > elements(value(index)):
-        return None
+    NoMatch.when(casts > 1 or rounded and hint(value(cache).shape[0]) > elements(value(index)))
     base = Source(cache, (), tuple(d - rank + 1 for d in lane_dims), source.part)
     return _Cache(dataclasses.replace(table, source=base), at, offsets, dtype if rounded else None)
 

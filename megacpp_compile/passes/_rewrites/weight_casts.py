@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import OpOverload
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.frontend.capture import PARAMETER
 from megacpp_compile.fx.edit import Builder, value
 
@@ -51,14 +52,15 @@ def detached(build: Builder, weights: Sequence[Node]) -> list[Node]:
     return [build(torch.ops.aten.detach.default, w) for w in weights]
 
 
+@or_none
 def _operand(node: Node) -> Node | None:
     """What `node` is a view or cast of, and of nothing else; None where it is none."""
     operands = node.all_input_nodes
-    if len(operands) != 1 or not isinstance(value(node), Tensor) or not isinstance(value(operands[0]), Tensor):
-        return None
+    NoMatch.when(
+        len(operands) != 1 or not isinstance(value(node), Tensor) or not isinstance(value(operands[0]), Tensor)
+    )
     if node.op == "call_method":
         return operands[0] if node.target in _METHODS else None
     target = node.target
-    if node.op != "call_function" or not isinstance(target, OpOverload) or target.namespace != "aten":
-        return None
+    NoMatch.when(node.op != "call_function" or not isinstance(target, OpOverload) or target.namespace != "aten")
     return operands[0] if target._opname in _MOVES else None
