@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import (
     CASTS,
     COMPOSITE_PERMUTATIONS,
@@ -16,6 +18,7 @@ from megacpp_compile.fx.views import (
     FOLDS,
     IDENTITIES,
     PERMUTATIONS,
+    REPETITIONS,
     RESHAPES,
     UNIT_DIMS,
 )
@@ -23,6 +26,7 @@ from megacpp_compile.fx.views import (
 T = TypeVar("T")
 _PERMUTATIONS = PERMUTATIONS | COMPOSITE_PERMUTATIONS
 _SAME = IDENTITIES | CASTS
+_REPEATS = EXPANSIONS | REPETITIONS
 _SEEN = _PERMUTATIONS | _SAME | EXPANSIONS | RESHAPES | FOLDS | UNIT_DIMS
 
 
@@ -63,6 +67,38 @@ def below(node: Node, dims: Sequence[T], one: T) -> list[T] | None:
         return [*dims]
     places = long_places(node)
     return None if places is None else [dims[places[d]] if d in places else one for d in range(len(there))]
+
+
+def repetition(node: Node) -> tuple[list[Any], bool] | None:
+    """(how often each dimension of `node` repeats what its operand has there; whether entry by entry, not all of
+    them over and over). None where `node` is no `expand`, `repeat` or `repeat_interleave`, or repeats the entries of
+    several dimensions as those of one."""
+    if node.target not in _REPEATS or value(node).dim() < value(node.args[0]).dim():
+        return None
+    here, there = value(node).shape, value(node.args[0]).shape
+    sizes = zip(here, [1] * (len(here) - len(there)) + [*there], strict=True)
+    inside = node.target is torch.ops.aten.repeat_interleave.self_int
+    return [1 if same_size(n, m) else n // m for n, m in sizes], inside
+
+
+def regrouped(here: Sequence[Any], there: Sequence[Any]) -> list[tuple[list[int], list[int]]] | None:
+    """The dimensions of `here` and of `there`, two shapes of the same elements in the same order, in the shortest runs
+    with as many elements, without those of size 1; a symbol counts as its hint. None where there are no such runs."""
+    own, theirs = ([d for d, n in enumerate(shape) if not same_size(n, 1)] for shape in (here, there))
+    found = []
+    while own and theirs:
+        a = b = 1
+        while (few := _count(here, own[:a])) != (many := _count(there, theirs[:b])):
+            a, b = (a + 1, b) if few < many else (a, b + 1)
+            if a > len(own) or b > len(theirs):
+                return None
+        found.append((own[:a], theirs[:b]))
+        own, theirs = own[a:], theirs[b:]
+    return None if own or theirs else found
+
+
+def _count(shape: Sequence[Any], dims: Sequence[int]) -> int:
+    return math.prod(hint(shape[d]) for d in dims)
 
 
 def reduced_dims(node: Node) -> tuple[list[int], bool]:

@@ -20,7 +20,7 @@ from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS, is_cast
-from megacpp_compile.reader.dims import below, reduced_dims
+from megacpp_compile.reader.dims import below, reduced_dims, repetition
 from megacpp_compile.reader.index_reads import READS, SCATTERS, added_rows, adds, counts_up, read_of_every
 from megacpp_compile.reader.products import Product, contraction
 
@@ -179,17 +179,10 @@ def _through(node: Node, dims: Dims) -> Dims | None:
         behind = dims[1:] if target is aten.gather.default else dims[shown:]
         by_rows = len(counted) == 1 and not set(counted[0]) & {axis for dim in behind for axis in dim}
         return (*counted, *behind) if by_rows else None
-    if target is aten.repeat.default:
-        times = list(args[1])[len(args[1]) - n :]  # type: ignore[arg-type]
-        rows = [_cut(d, r, False) for d, r in zip(dims[len(dims) - n :], times, strict=True)]
+    if (again := repetition(node)) is not None:
+        times, inside = again
+        rows = [_cut(d, r, inside) for d, r in zip(dims[len(dims) - n :], times[len(times) - n :], strict=True)]
         return None if None in rows else tuple(rows)  # type: ignore[arg-type]
-    if target is aten.repeat_interleave.self_int:
-        of_all = len(args) < 3 or args[2] is None
-        if of_all and n > 1:
-            return None
-        at = 0 if of_all else args[2] % n  # type: ignore[operator]
-        kept = _cut(dims[at], args[1], True)
-        return None if kept is None else (*dims[:at], kept, *dims[at + 1 :])
     return _regroup([axis for d in dims for axis in d], shape)  # squeezes are reshapes, too, and so is the one of one
 
 

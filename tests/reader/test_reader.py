@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.filled import padded_in_front
 from megacpp_compile.fx.views import COPIES, RESHAPES, is_cast
 from megacpp_compile.fx.walks import ancestors, descendants
-from megacpp_compile.reader.dims import long_places, permutation, reduced_dims
+from megacpp_compile.reader.dims import long_places, permutation, reduced_dims, regrouped, repetition
 from megacpp_compile.reader.links import above, chain, through, widens
 from megacpp_compile.reader.parts import part_of
 from megacpp_compile.reader.products import BROADCAST, contraction
@@ -31,6 +32,33 @@ def test_permutations(f):
 
 def test_what_is_no_permutation():
     assert permutation(trace(lambda x: x.reshape(4, 3, 2), X).output) is None
+
+
+@pytest.mark.parametrize(("f", "expected"), [
+    (lambda x: x[:, :1].expand(-1, 5, -1), ([1, 5, 1], False)), (lambda x: x.expand(6, 2, 3, 4), ([6, 1, 1, 1], False)),
+    (lambda x: x.repeat(5, 1, 2, 3), ([5, 1, 2, 3], False)), (lambda x: x.repeat_interleave(3, 1), ([1, 3, 1], True)),
+    (lambda x: x[0, 0].repeat_interleave(3), ([3], True)), (lambda x: x.repeat_interleave(3), None),
+    (lambda x: x.reshape(2, 1, 12), None),
+])  # fmt: skip
+def test_repetitions(f, expected):
+    node = trace(f, X).output
+    assert repetition(node) == expected
+    if expected is not None:
+        source = X if node.args[0].op == "placeholder" else X[:, :1] if X.dim() == value(node.args[0]).dim() else X[0, 0]
+        times, inside = expected
+        made = source.expand(*(1,) * (len(times) - source.dim()), *source.shape)
+        for dim, n in enumerate(times):
+            made = made.repeat_interleave(n, dim) if inside else torch.cat([made] * n, dim)
+        assert torch.equal(made, f(X))
+
+
+@pytest.mark.parametrize(("here", "there", "expected"), [
+    ((2, 3, 4), (6, 4), [([0, 1], [0]), ([2], [1])]), ((2, 12), (2, 1, 3, 4), [([0], [0]), ([1], [2, 3])]),
+    ((4, 6), (3, 8), [([0, 1], [0, 1])]), ((1, 5), (5,), [([1], [0])]), ((2, 3), (4,), None), ((2, 3), (2,), None),
+    ((), (1,), []),
+])  # fmt: skip
+def test_reshapes_are_runs_of_dimensions_with_as_many_elements(here, there, expected):
+    assert regrouped(here, there) == expected
 
 
 @pytest.mark.parametrize("f", [

@@ -23,7 +23,6 @@ from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import (
     COMPOSITE_PERMUTATIONS,
     DETACH,
-    EXPANSIONS,
     FOLDS,
     IDENTITIES,
     PERMUTATIONS,
@@ -32,7 +31,7 @@ from megacpp_compile.fx.views import (
     is_cast,
 )
 from megacpp_compile.fx.walks import following
-from megacpp_compile.reader.dims import unpermuted
+from megacpp_compile.reader.dims import regrouped, repetition, unpermuted
 from megacpp_compile.reader.parts import Part, part_of
 
 aten = torch.ops.aten
@@ -108,15 +107,11 @@ def back(at: Elements) -> Elements | None:
         return None if index is None else Elements(source, at.samples, index)
     if node.target in _PERMUTATIONS:
         return Elements(source, at.samples, tuple(unpermuted(node, at.index)))
-    if node.target in EXPANSIONS:
-        return operand(at, source)
-    if node.target is aten.repeat.default:  # perhaps with dimensions in front
-        sizes, first = value(source).shape, value(node).dim() - value(source).dim()
-        return Elements(source, at.samples, tuple(i % hint(n) for i, n in zip(at.index[first:], sizes, strict=True)))
-    if node.target is aten.repeat_interleave.self_int and len(node.args) > 2 and isinstance(node.args[1], int):
-        dim, times = node.args[2] % value(source).dim(), node.args[1]  # type: ignore[operator]
-        return Elements(source, at.samples, tuple(i // times if d == dim else i for d, i in enumerate(at.index)))
-    return None
+    times, inside = NoMatch.unless(repetition(node))
+    first = len(times) - value(source).dim()
+    sizes = [hint(n) for n in (times[first:] if inside else value(source).shape)]
+    found = [i // n if inside else i % n for i, n in zip(at.index[first:], sizes, strict=True)]
+    return Elements(source, at.samples, tuple(found))
 
 
 def operand(at: Elements, source: Node) -> Elements | None:
@@ -181,35 +176,14 @@ def _whole(at: Elements, part: Part) -> Elements | None:
 
 
 def _reshaped(index: Sequence[np.ndarray], here: Sequence[Any], there: Sequence[Any]) -> tuple[np.ndarray, ...] | None:
-    """The index of elements of sizes `here` in the same order under sizes `there`, group by group of equal size."""
-    new, i = list[np.ndarray](), 0
-    d = 0
-    while d < len(there):
-        if same_size(there[d], 1):
-            new.append(ZERO)
-            d += 1
-            continue
-        while i < len(here) and same_size(here[i], 1):
-            i += 1
-        if i < len(here) and same_size(here[i], there[d]):
-            new.append(index[i])
-            i, d = i + 1, d + 1
-            continue
-        first_i, first_d = i, d
-        a = b = 1
-        while a != b or a == 1:
-            if a <= b and i < len(here):
-                a, i = a * hint(here[i]), i + 1
-            elif d < len(there):
-                b, d = b * hint(there[d]), d + 1
-            else:
-                return None
+    """The index of elements of sizes `here` in the same order under sizes `there`."""
+    if (runs := regrouped(here, there)) is None:
+        return None
+    new = [ZERO for _ in there]
+    for own, theirs in runs:
         flat = ZERO
-        for k in range(first_i, i):
-            flat = flat * hint(here[k]) + index[k]
-        digits = list[np.ndarray]()
-        for k in reversed(range(first_d, d)):
-            digits.append(flat % hint(there[k]))
-            flat = flat // hint(there[k])
-        new += reversed(digits)
+        for d in own:
+            flat = flat * hint(here[d]) + index[d]
+        for d in reversed(theirs):
+            new[d], flat = flat % hint(there[d]), flat // hint(there[d])
     return tuple(new)

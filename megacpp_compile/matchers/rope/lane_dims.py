@@ -9,6 +9,7 @@ import numpy as np
 
 from megacpp_compile.fx.edit import same_size
 from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, Term, is_one, zero_term
+from megacpp_compile.reader.dims import regrouped
 
 
 def take(x: Lanes, dim: int, index: slice) -> Lanes:
@@ -61,45 +62,21 @@ def drop(it: LaneContext, x: Lanes, dim: int) -> Lanes:
 def reshape(it: LaneContext, x: Lanes, new: tuple[Any, ...]) -> Lanes:
     """`x` in shape `new`, which inserts or drops dimensions of size 1, or splits and merges lane dimensions."""
     for dim in reversed(range(len(x.kinds))):
-        if is_one(x.sizes[dim]):
+        if same_size(x.sizes[dim], 1):
             x = drop(it, x, dim)
-    want = [s for s in new if not is_one(s)]
-    kinds, shape, i = "", [], 0
-    j = 0
-    while j < len(want):
-        if i < len(x.sizes) and same_size(x.sizes[i], want[j]):
-            kinds += x.kinds[i]
-            if x.kinds[i] == "l":
-                shape.append(want[j])
-            i, j = i + 1, j + 1
-            continue
-        # A group of lane dimensions with the same product on both sides.
-        a, b, have, need = i, j, 1, 1
-        while True:
-            if have <= need and a < len(x.sizes) and x.kinds[a] == "l":
-                have *= x.sizes[a]
-                a += 1
-            elif need < have and b < len(want) and isinstance(want[b], int):
-                need *= want[b]
-                b += 1
-            else:
-                raise Opaque
-            if have == need:
-                break
-        Opaque.when(  # heads, not pairs of lanes: the result is a tensor of its own
-            not _pairs(x.sizes[i:a]) and not _pairs(want[j:b])
-        )
-        kinds += "l" * (b - j)
-        shape += want[j:b]
-        i, j = a, b
-    Opaque.when(i != len(x.sizes))
+    kinds, kept = "", list[int]()
+    for own, made in Opaque.unless(regrouped(x.sizes, new)):
+        sizes = [x.sizes[d] for d in own], [new[d] for d in made]
+        if len(own) != 1 or len(made) != 1 or not same_size(*sizes[0], *sizes[1]):
+            lanes = {x.kinds[d] for d in own} == {"l"} and all(isinstance(n, int) for n in sizes[1])
+            Opaque.when(not lanes or not any(map(_pairs, sizes)))  # heads, not pairs: a tensor of its own
+        kinds += x.kinds[own[0]] * len(made)
+        kept += made
     Opaque.when("l" not in kinds)
-    tail = [2] if x.complex else []
-    y = Lanes(kinds, tuple(want), x.map(lambda a: a.reshape(*shape, *tail)), x.complex)
-    for dim, size in enumerate(new):
-        if is_one(size):
-            y = insert_outer(it, y, dim)
-    return y
+    want = [new[d] for d in kept]
+    shape = [*(n for n, kind in zip(want, kinds, strict=True) if kind == "l"), *[2] * x.complex]
+    y = Lanes(kinds, tuple(want), x.map(lambda a: a.reshape(shape)), x.complex)
+    return functools.reduce(functools.partial(insert_outer, it), (d for d in range(len(new)) if d not in kept), y)
 
 
 def _pairs(sizes: Any) -> bool:

@@ -12,10 +12,10 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PERMUTATIONS, RESHAPES, SQUEEZES
-from megacpp_compile.matchers.rope.lane_dims import drop, insert_outer, permute, reshape, select, take, with_rank
+from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, SQUEEZES
+from megacpp_compile.matchers.rope.lane_dims import drop, insert_outer, permute, reshape, select, take, widen, with_rank
 from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, axis_of, is_one, precision, rule_table
-from megacpp_compile.reader.dims import permutation
+from megacpp_compile.reader.dims import permutation, repetition
 from megacpp_compile.reader.parts import part_of
 
 aten = torch.ops.aten
@@ -107,38 +107,15 @@ def _squeeze(it: LaneContext, node: Node, x: Lanes) -> Lanes:
     return x
 
 
-@unary(*EXPANSIONS)
-def _expand(it: LaneContext, node: Node, x: Lanes) -> Lanes:
-    sizes = tuple(value(node).shape)
-    x = with_rank(it, x, len(sizes))
-    terms = x.terms
-    for dim, (have, want) in enumerate(zip(x.sizes, sizes, strict=True)):
-        if x.kinds[dim] == "l" and not same_size(have, want):
-            Opaque.when(not isinstance(want, int))
-            axis = x.axis(dim)
-            terms = [t.map(partial(np.repeat, repeats=want, axis=axis)) for t in terms]
-    return Lanes(x.kinds, sizes, terms, x.complex)
-
-
-@unary(aten.repeat.default)
+@unary(*EXPANSIONS, *REPETITIONS)
 def _repeat(it: LaneContext, node: Node, x: Lanes) -> Lanes:
-    repeats = node.args[1]
-    x = with_rank(it, x, len(repeats))
-    Opaque.when(any(not is_one(s) and not is_one(r) for s, r in zip(x.sizes, repeats, strict=True)))
-    Opaque.when(any(k == "l" and not is_one(r) for k, r in zip(x.kinds, repeats, strict=True)))
-    return Lanes(x.kinds, tuple(value(node).shape), x.terms, x.complex)
-
-
-@unary(aten.repeat_interleave.self_int)
-def _repeat_interleave(it: LaneContext, node: Node, x: Lanes) -> Lanes:
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-    Opaque.when(dim is None)
-    dim = axis_of(dim, len(x.kinds))
-    if x.kinds[dim] == "l":
-        Opaque.when(not isinstance(node.args[1], int))
-        axis, n = x.axis(dim), node.args[1]
-        return Lanes(x.kinds, tuple(value(node).shape), x.map(lambda a: np.repeat(a, n, axis)), x.complex)
-    Opaque.when(not is_one(x.sizes[dim]))
+    times, _ = Opaque.unless(repetition(node))
+    x = with_rank(it, x, len(times))
+    for dim, n in enumerate(times):
+        if x.kinds[dim] == "l" and not is_one(n):
+            Opaque.when(not isinstance(n, int) or node.target is aten.repeat.default)
+            x = widen(x, dim, n)
+        Opaque.when(node.target in REPETITIONS and x.kinds[dim] == "o" and not is_one(n) and not is_one(x.sizes[dim]))
     return Lanes(x.kinds, tuple(value(node).shape), x.terms, x.complex)
 
 

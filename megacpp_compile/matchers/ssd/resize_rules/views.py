@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx import short_loops
-from megacpp_compile.fx.edit import argument, same_size, value
+from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import (
     COMPOSITE_PERMUTATIONS,
     EXPANSIONS,
@@ -19,9 +19,9 @@ from megacpp_compile.fx.views import (
     RESHAPES,
     UNIT_DIMS,
 )
-from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one, length
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, rule_table, run_reshape
-from megacpp_compile.reader.dims import permutation, permuted
+from megacpp_compile.reader.dims import permutation, permuted, repetition
 
 aten = torch.ops.aten
 RULES, rule = rule_table()
@@ -48,22 +48,11 @@ def _unit_dims(r: ResizeContext, n: Node) -> list[Dim]:
     return [[] if is_one(s) else next(it) for s in value(n).shape]
 
 
-def _expanded(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
-    return args[0].expand(r.shape(r.dims[n]))
-
-
-@rule(*EXPANSIONS, run=_expanded)
-def _expand(r: ResizeContext, n: Node) -> list[Dim]:
-    dims, shape = r.dims[n.args[0]], value(n).shape
-    dims = [*([[]] * (len(shape) - len(dims))), *dims]
-    return [d if flat(d) else fresh(s) for d, s in zip(dims, shape, strict=True)]
-
-
 def _repeated(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     have, want = args[0].shape, r.shape(r.dims[n])
     have = [1] * (len(want) - len(have)) + list(have)
     times = [w // h for h, w in zip(have, want, strict=True)]
-    if n.target is aten.repeat.default:
+    if n.target is not aten.repeat_interleave.self_int:
         return args[0].repeat(times)
     out = args[0]
     for dim, count in enumerate(times):
@@ -71,21 +60,14 @@ def _repeated(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     return out
 
 
-@rule(*REPETITIONS, run=_repeated)
+@rule(*EXPANSIONS, *REPETITIONS, run=_repeated)
 def _repeat(r: ResizeContext, n: Node) -> list[Dim]:
-    dims, shape = r.dims[n.args[0]], value(n).shape
-    NoAxes.when(n.target is not aten.repeat.default and argument(n, 2, "dim") is None, "a repetition of all elements")
-    dims = [*([[]] * (len(shape) - len(dims))), *dims]
-    out = []
-    for d, s in zip(dims, shape, strict=True):
-        have = length(d)
-        if same_size(have, s):
-            out.append(d)
-            continue
-        NoAxes.when(not isinstance(have, int) or not isinstance(s, int), "a repetition of symbolic size")
-        times = fresh(s // have)
-        out.append([*times, *d] if n.target is aten.repeat.default else [*d, *times])
-    return out
+    times, inside = NoAxes.unless(repetition(n), "a repetition of all elements")
+    dims = r.dims[n.args[0]]
+    dims = [*([[]] * (len(times) - len(dims))), *dims]
+    fixed = n.target in EXPANSIONS or all(isinstance(count, int) for count in times)
+    NoAxes.when(not fixed, "a repetition of symbolic size")
+    return [[*d, *fresh(count)] if inside else [*fresh(count), *d] for d, count in zip(dims, times, strict=True)]
 
 
 def _as_it_is(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
