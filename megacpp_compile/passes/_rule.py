@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
+
+T = TypeVar("T")
 
 # (tag, reason) of a match whose op has no place in the graph.
 REGION = ("region", "its inputs are ready only under another grad or autocast mode")
@@ -56,6 +58,16 @@ class Match:
     freed_activation: Node | None = None
     autocast_blind: Set[Any] = frozenset()
     draws: tuple[Node, ...] = ()
+
+
+def decided(
+    found: Iterable[T | MatchFailure | None], check: Callable[[T], Match | MatchFailure | None]
+) -> Iterator[Match | MatchFailure]:
+    """The near misses among what a matcher `found`, and what `check` makes of the others, in order."""
+    for one in found:
+        made = one if one is None or isinstance(one, MatchFailure) else check(one)
+        if made is not None:
+            yield made
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,9 @@ readers; parts under different grad or autocast modes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.fx import Node
@@ -25,7 +27,7 @@ from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.causal_conv import CausalConv, is_swap, match_causal_conv
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.masked_taps import match_masked_taps
-from megacpp_compile.passes._rule import REGION, Match
+from megacpp_compile.passes._rule import REGION, Match, decided
 
 aten = torch.ops.aten
 name = "causal_conv1d"
@@ -37,14 +39,8 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     done = set[Node]()
     roots = [n for n in reversed(view.graph.nodes) if n.target is aten.add.Tensor and not _is_summand(n)]
     packed = [found for node in roots if (found := _sum_of_taps(node, done)) is not None]
-    for node in view.graph.nodes:
-        found = match_causal_conv(node)
-        if isinstance(found, MatchFailure):
-            yield found
-        elif found is not None:
-            yield _check(view, found)
-    for taps in reversed(packed):
-        yield taps if isinstance(taps, MatchFailure) else _check(view, taps)
+    convolutions = map(match_causal_conv, view.graph.nodes)
+    yield from decided(itertools.chain(convolutions, reversed(packed)), partial(_check, view))
 
 
 def _is_summand(node: Node) -> bool:

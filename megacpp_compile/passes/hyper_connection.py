@@ -21,6 +21,7 @@ Off by default: its kernels have not been timed on a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.fx import Node
@@ -33,7 +34,7 @@ from megacpp_compile.matchers.hyper_connections.connection import Connection, ma
 from megacpp_compile.matchers.hyper_connections.maps import Gate, Mixing
 from megacpp_compile.matchers.hyper_connections.products import product_of
 from megacpp_compile.matchers.hyper_connections.streams import stream_sum, weights_of_channels
-from megacpp_compile.passes._rule import Match, in_other_modes
+from megacpp_compile.passes._rule import Match, decided, in_other_modes
 from megacpp_compile.reader.links import through, widens
 
 aten = torch.ops.aten
@@ -53,11 +54,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         if total is None or isinstance(total, MatchFailure) or total.mixes:
             continue
         inside |= total.internal
-        found = match_connection(total)
-        if isinstance(found, MatchFailure):
-            yield found
-        elif found is not None:
-            yield _check(view, found)
+        yield from decided([match_connection(total)], partial(_check, view))
 
 
 @or_failure

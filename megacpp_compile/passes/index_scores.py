@@ -14,6 +14,7 @@ and on CUDA products in float32 (`dtype`): of an einsum's the reference took 4.5
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch.fx import Node
@@ -25,7 +26,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.index_scores import IndexScores, index_scores_of, is_relu
 from megacpp_compile.matchers.softmax_attention.scores import VIEWS
 from megacpp_compile.passes._rewrites.arrange import arrange
-from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.passes._rule import REGION, Match, decided, in_other_modes
 from megacpp_compile.reader.links import chain
 
 name = "index_scores"
@@ -38,11 +39,8 @@ def on_cuda(node: Node) -> bool:
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    for node in view.graph.nodes:
-        if node.op == "call_function" and is_relu(node):
-            found = index_scores_of(node, view.weights)
-            if found is not None:
-                yield _decide(view, found) if isinstance(found, IndexScores) else found
+    relus = (n for n in view.graph.nodes if n.op == "call_function" and is_relu(n))
+    yield from decided((index_scores_of(n, view.weights) for n in relus), partial(_decide, view))
 
 
 @or_failure

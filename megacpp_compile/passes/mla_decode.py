@@ -21,6 +21,7 @@ those behind a last one (`mask`); steps of so many tokens that the expanded form
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from megacpp_compile.decode.absorbed import LowRank, choose_form
 from megacpp_compile.fx.edit import unread_without, value
@@ -33,7 +34,7 @@ from megacpp_compile.matchers.softmax_attention.absorbed import absorbed
 from megacpp_compile.passes._rewrites.absorbed import inputs_of, readable
 from megacpp_compile.passes._rewrites.absorbed_weights import weights_fit
 from megacpp_compile.passes._rewrites.decode import emit
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import Match, decided
 
 name = "mla_decode"
 op = "megacpp::mla_decode"
@@ -41,11 +42,7 @@ after: tuple[str, ...] = ("linear", "sparse_mla")
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    for one in find_decodes(view.graph):
-        if isinstance(one, MatchFailure):
-            yield one
-        elif (decided := _decide(view, one)) is not None:
-            yield decided
+    yield from decided(find_decodes(view.graph), partial(_decide, view))
     yield from _absorbed_in_training(view) if view.trained else ()
 
 

@@ -12,6 +12,7 @@ whose keys are no MLA keys (ordinary partial rotary is `rope_qk`'s).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.fx import Node
@@ -25,7 +26,7 @@ from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.origins import from_projection
 from megacpp_compile.passes._rewrites import rotations
 from megacpp_compile.passes._rewrites.packed import operands, packed
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import Match, decided
 
 name = "mla_rope_q"
 op = "megacpp::mla_rope_q"
@@ -34,11 +35,8 @@ after = ("down_norm_up",)
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     yield from rotations.refusals(view, name)
-    for head in view.heads.found:
-        if head.kind in ("partial", "separate") and not is_mla_key(head):
-            found = _check(view, head)
-            if found is not None:
-                yield found
+    heads = (head for head in view.heads.found if head.kind in ("partial", "separate") and not is_mla_key(head))
+    yield from decided(heads, partial(_check, view))
 
 
 def is_mla_key(head: Head) -> bool:

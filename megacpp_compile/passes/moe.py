@@ -30,12 +30,13 @@ of which all may differ from zero; and with the tag `unread`, experts' weights i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from megacpp_compile.matchers import moe
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.passes._rewrites.experts import to_match
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import Match, decided
 
 name = "moe"
 op = "megacpp::moe"
@@ -43,5 +44,4 @@ after: tuple[str, ...] = ()
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    for one in moe.find(view):
-        yield one if isinstance(one, MatchFailure) else to_match(view, one)
+    yield from decided(moe.find(view), partial(to_match, view))

@@ -14,6 +14,7 @@ autocast modes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.fx import Node
@@ -24,7 +25,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.selective_scans import SelectiveScan, find_selective_scans
 from megacpp_compile.passes import token_loop
 from megacpp_compile.passes._rewrites.arrange import Groups, arrange, recurrence
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import Match, decided
 
 name = "selective_scan"
 op = "megacpp::selective_scan"
@@ -32,8 +33,7 @@ after: tuple[str, ...] = ("token_loop",)
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    for found in find_selective_scans(view.graph):
-        yield _check(view, found) if isinstance(found, SelectiveScan) else found
+    yield from decided(find_selective_scans(view.graph), partial(_check, view))
 
 
 def _check(view: GraphView, found: SelectiveScan) -> Match | MatchFailure:

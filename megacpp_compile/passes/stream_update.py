@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.fx import Node
@@ -25,7 +26,7 @@ from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.hyper_connections.streams import Update, match_unmixed, match_update
-from megacpp_compile.passes._rule import Match, Recognised, in_other_modes
+from megacpp_compile.passes._rule import Match, Recognised, decided, in_other_modes
 
 name = "stream_update"
 op = "megacpp::stream_update"
@@ -39,10 +40,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure | Recognised]:
         found = match_update(node)
         if found is None and (post := match_unmixed(node)) is not None and _is_made(post):
             yield Recognised(node, "streams that are not mixed")
-        if isinstance(found, MatchFailure):
-            yield found
-        elif found is not None:
-            yield _check(view, found)
+        yield from decided([found], partial(_check, view))
 
 
 def _is_made(post: Node) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch.fx import Node
@@ -32,7 +33,7 @@ from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.token_loops.proof import TokenLoop, find_token_loops
 from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size
 from megacpp_compile.passes._rewrites.token_operands import Operands
-from megacpp_compile.passes._rule import Match, in_other_modes
+from megacpp_compile.passes._rule import Match, decided, in_other_modes
 from megacpp_compile.passes.ssd_scan import chunk_size
 
 aten = torch.ops.aten
@@ -46,8 +47,7 @@ OTHER_GRAD = ("region", "its tokens are taken out of a tensor under another grad
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    for loop in find_token_loops(view.graph):
-        yield _check(view, loop) if isinstance(loop, TokenLoop) else loop
+    yield from decided(find_token_loops(view.graph), partial(_check, view))
 
 
 @or_failure
