@@ -40,23 +40,20 @@ class Offsets:
     dropped: int = 0
 
 
+@or_none
 def positions(node: Any) -> Offsets | None:
     """The offsets such that `node` [tokens] is each token's distance from the last offset at or before it."""
-    node = _row(node)
-    if node is None:
-        return None
+    node = NoMatch.unless(_row(node))
     if _is_floor_at_zero(node):
         return positions(node.args[0])
-    if node.target is not aten.sub.Tensor or node.kwargs or not is_counting(node.args[0]):
-        return None
+    NoMatch.when(node.target is not aten.sub.Tensor or node.kwargs or not is_counting(node.args[0]))
     return _starts(_row(node.args[1]))
 
 
+@or_none
 def document_numbers(node: Any) -> Offsets | None:
     """The offsets such that `node` [tokens] is the number of the last one at or before each token."""
-    node = _row(node)
-    if node is None:
-        return None
+    node = NoMatch.unless(_row(node))
     if _is_floor_at_zero(node):
         return document_numbers(node.args[0])
     if node.target is aten.sub.Tensor and not node.kwargs and _is_number(node.args[1], 1):
@@ -145,11 +142,10 @@ def is_counting(node: Any) -> bool:
     return _is_number(node.args[0], 0) and (len(node.args) < 3 or _is_number(node.args[2], 1))
 
 
+@or_none
 def offsets(node: Any) -> Offsets | None:
     """A row of integers as part of the longest row that it is cut from at its ends."""
-    node = _row(node)
-    if node is None:
-        return None
+    node = NoMatch.unless(_row(node))
     cut = _cut(node)
     if cut is None:
         return Offsets(node)

@@ -98,11 +98,10 @@ def _through(node: Any) -> Any:
     return through(node, is_cast, _keeps_order)
 
 
+@or_none
 def _gate(factor: Any, activation: str) -> tuple[Node, set[Node]] | None:
     """(z, nodes) where a factor is, behind casts and reshapes, the `activation` of z."""
-    found = _GATES[activation](_through(factor))
-    if found is None:
-        return None
+    found = NoMatch.unless(_GATES[activation](_through(factor)))
     z, internal = found
     return z, {*internal, *chain(factor, lambda n: n not in internal)}
 

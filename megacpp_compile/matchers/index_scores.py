@@ -75,13 +75,11 @@ def index_scores_of(relu: Node, weights: frozenset[Node]) -> IndexScores | Match
 
 class _Reader(ScoresReader):
     @or_failure
+    @or_none
     def read(self, relu: Node) -> IndexScores | MatchFailure | None:
-        scores = self.scores(relu.args[0])
-        if scores is None or len(scores.products) != 1 or scores.terms or scores.gains or scores.softcap is not None:
-            return None
-        summed = self.summed(relu, [flat(d) for d in scores.dims])
-        if summed is None:
-            return None
+        scores = NoMatch.unless(self.scores(relu.args[0]))
+        NoMatch.when(len(scores.products) != 1 or scores.terms or scores.gains or scores.softcap is not None)
+        summed = NoMatch.unless(self.summed(relu, [flat(d) for d in scores.dims]))
         result, of, factor = summed.node, summed.weights, summed.factor
         (q, k, scale), dims = scores.products[0], flattened(summed.dims)
         q, k = (Operand(o.node, flattened(o.dims), flattened(o.repeated)) for o in (q, k))
@@ -89,19 +87,16 @@ class _Reader(ScoresReader):
         heads = [a for d in scores.dims for a in flat(d) if a not in out]
         if not set(heads) <= in_q:
             q, k, in_q, in_k = k, q, in_k, in_q
-        count = number(length(heads))
-        if count is None or not 1 < count <= MOST_HEADS or not set(heads) <= in_q & in_w:
-            return None
-        if factor <= 0 or set(flat(self.repeats)) & out:
-            return None
+        count = NoMatch.unless(number(length(heads)))
+        NoMatch.when(not 1 < count <= MOST_HEADS or not set(heads) <= in_q & in_w)
+        NoMatch.when(factor <= 0 or set(flat(self.repeats)) & out)
         keys = tuple(a for d in dims for a in d if a not in in_q)
         refuse_if(set(heads) & in_k, relu, "keys", "each head of the indexer has keys of its own")
         refuse_if(in_w & set(keys), relu, "weights", "heads are weighted by the key as well as by the query")
         batch = tuple(a for d in dims for a in d if a in in_q & in_k)
         queries = tuple(a for d in dims for a in d if a in in_q and a not in in_k)
         channels = tuple(a for d in q.dims for a in d if a not in {*batch, *queries, *heads})
-        if not keys or not set(channels) <= in_k or not in_w <= {*batch, *queries, *heads}:
-            return None
+        NoMatch.when(not keys or not set(channels) <= in_k or not in_w <= {*batch, *queries, *heads})
         inside = frozenset({*self.inside, relu, result})
         for read, user in ((n, u) for n in inside - {result} for u in n.users if u not in inside):
             refuse(user, "escapes", f"scores of each head are read by more than their sum ({read})")

@@ -51,32 +51,30 @@ class Product:
         return _places(self.factors[i], self.letters[i])
 
 
+@or_none
 def product_of(node: Any) -> Product | None:
     """The product that `node` is, in whatever dtype; None for anything else."""
     inner = uncast(node)
-    if not isinstance(inner, Node) or inner.op != "call_function" or not isinstance(value(inner), torch.Tensor):
-        return None
-    found = _without_unit_dims(inner) or _summed(inner) or _multiplied(inner) or _contracted(inner)
-    if found is None:
-        return None
+    NoMatch.when(
+        not isinstance(inner, Node) or inner.op != "call_function" or not isinstance(value(inner), torch.Tensor)
+    )
+    found = NoMatch.unless(_without_unit_dims(inner) or _summed(inner) or _multiplied(inner) or _contracted(inner))
     casts = above(node, inner)
     return dataclasses.replace(found, node=(casts or [inner])[0], internal=(*found.internal, *casts))
 
 
+@or_none
 def _without_unit_dims(node: Node) -> Product | None:
     """A product by a single row, and that row alone."""
     if node.target in SQUEEZES and (summed := _summed(node.args[0], keeps=True)) is not None:  # type: ignore[arg-type]
         whole = len(summed.out) == value(node).dim()
         return dataclasses.replace(summed, node=node, internal=(*summed.internal, node)) if whole else None
     drops = node.target in SQUEEZES or node.target is aten.select.int or node.target in RESHAPES
-    if not drops or value(node).dim() != value(node.args[0]).dim() - 1:
-        return None
-    found = _contracted(node.args[0])  # type: ignore[arg-type]
-    if found is None or node.args[0].target not in _WHOLE or not same_size(value(node.args[0]).shape[-2], 1):
-        return None
+    NoMatch.when(not drops or value(node).dim() != value(node.args[0]).dim() - 1)
+    found = NoMatch.unless(_contracted(node.args[0]))  # type: ignore[arg-type]
+    NoMatch.when(node.args[0].target not in _WHOLE or not same_size(value(node.args[0]).shape[-2], 1))
     rows, kept = value(node.args[0]).shape, [*found.out[:-2], found.out[-1]]
-    if not all(map(same_size, value(node).shape, [*rows[:-2], rows[-1]])):
-        return None
+    NoMatch.when(not all(map(same_size, value(node).shape, [*rows[:-2], rows[-1]])))
     unit, (left, right) = found.out[-2], found.letters
     letters = (tuple(None if letter == unit else letter for letter in left), right)
     return dataclasses.replace(found, node=node, out=tuple(kept), letters=letters, internal=(*found.internal, node))
@@ -98,13 +96,12 @@ def _broadcast(factor: Node, node: Node, letters: Letters) -> Letters:
     return tuple(None if same_size(n, 1) and not same_size(m, 1) else c for n, m, c in each)
 
 
+@or_none
 def _summed(node: Node, keeps: bool = False) -> Product | None:
     """keeps: the dimensions that are summed are kept, until a `squeeze` behind."""
-    if not isinstance(node, Node) or node.target is not aten.sum.dim_IntList:
-        return None
-    found = product_of(node.args[0]) if reduced_dims(node)[1] == keeps else None
-    if found is None or not node.args[1]:
-        return None
+    NoMatch.when(not isinstance(node, Node) or node.target is not aten.sum.dim_IntList)
+    found = NoMatch.unless(product_of(node.args[0]) if reduced_dims(node)[1] == keeps else None)
+    NoMatch.when(not node.args[1])
     out = tuple(unreduced(node, found.out))
     return dataclasses.replace(found, node=node, out=out, internal=(*found.internal, node))
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.matchers.latent_attention.masks import NotRows, Sum, sum_of
@@ -126,29 +127,26 @@ def _compared(node: Node, axes: Axes, equal: bool) -> Named | None:
     return None
 
 
+@or_none
 def _reduced(node: Node, axes: Axes) -> Named | None:
     """Over the places of a list, of which one at most names a row."""
     source: Any = node.args[0]
     dims, keep = reduced_dims(node)
-    if len(dims) != 1 or "k" in axes or keep and axes[dims[0]] is not None:
-        return None
+    NoMatch.when(len(dims) != 1 or "k" in axes or keep and axes[dims[0]] is not None)
     dim = dims[0]
-    found = named_rows(source, (*axes[:dim], "k", *axes[dim + keep :]))
-    if found is None or found.other != _REDUCTIONS[node.target]:
-        return None
+    found = NoMatch.unless(named_rows(source, (*axes[:dim], "k", *axes[dim + keep :])))
+    NoMatch.when(found.other != _REDUCTIONS[node.target])
     return _cast(found, value(node).dtype)
 
 
+@or_none
 def _elementwise(node: Node, axes: Axes) -> Named | None:
-    if node.target not in _ELEMENTWISE or node.kwargs or "s" not in axes:
-        return None
-    if node.target is aten.bitwise_not.default and value(node).dtype != torch.bool:
-        return None
+    NoMatch.when(node.target not in _ELEMENTWISE or node.kwargs or "s" not in axes)
+    NoMatch.when(node.target is aten.bitwise_not.default and value(node).dtype != torch.bool)
     numbers = [constant(x) for x in node.args]
-    if numbers.count(None) != 1 or not isinstance(x := node.args[numbers.index(None)], Node):
-        return None
-    if not isinstance(value(x), torch.Tensor) or (found := named_rows(x, axes_of(x, axes))) is None:
-        return None
+    NoMatch.when(numbers.count(None) != 1 or not isinstance(x := node.args[numbers.index(None)], Node))
+    NoMatch.when(not isinstance(value(x), torch.Tensor))
+    found = NoMatch.unless(named_rows(x, axes_of(x, axes)))
     given = [[own if number is None else number for number in numbers] for own in (found.named, found.other)]
     try:
         named, other = (_ELEMENTWISE[node.target](*args) for args in given)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.latent_attention.elements import AXES, ZERO, Elements, along, levels, operand, places
 from megacpp_compile.reader.products import (
@@ -61,15 +62,14 @@ class Term:
     times: Times
     down: list[Elements] | None = None
 
+    @or_none
     def narrowed(self) -> Term | None:
         """The same from what its latents are a product of, or None."""
         at, times = self.latents[-1], self.times
         while (one := scaled(at)) is not None:
             at, times = one[0], times.by(one[1])
         product = product_of(at.node)
-        sides = None if product is None else _sides(_channels_of_rank(at), product)
-        if sides is None:
-            return None
+        sides = NoMatch.unless(None if product is None else _sides(_channels_of_rank(at), product))
         (latents, weight), _ = sides
         return dataclasses.replace(self, latents=latents, down=weight, times=times)
 
@@ -120,16 +120,14 @@ def _summands(at: Elements, times: Times) -> list[Term | Constant] | None:
     return found
 
 
+@or_none
 def _of_both(at: Elements, times: Times) -> list[Term | Constant] | None:
     """The summands of an addition."""
     node, found = at.node, list[Term | Constant]()
-    if node.target is not aten.add.Tensor or set(node.kwargs) - {"alpha"}:
-        return None
+    NoMatch.when(node.target is not aten.add.Tensor or set(node.kwargs) - {"alpha"})
     for x, factor in zip(node.args[:2], (1, node.kwargs.get("alpha", 1)), strict=True):
         source = operand(at, x) if isinstance(x, Node) and isinstance(value(x), torch.Tensor) else None
-        some = None if source is None else _summands(source, times if factor == 1 else times.by(factor))
-        if some is None:
-            return None
+        some = NoMatch.unless(None if source is None else _summands(source, times if factor == 1 else times.by(factor)))
         found += some
     return found
 

@@ -110,10 +110,10 @@ def readers(logits: Logits) -> Iterator[tuple[Logits, Node]]:
             yield from readers(one)
 
 
+@or_none
 def _made(logits: Logits, user: Node) -> list[Logits] | None:
     """What `user` makes of `logits`, None where it is a reader."""
-    if user.op != "call_function" or not user.args:
-        return None
+    NoMatch.when(user.op != "call_function" or not user.args)
     if user.target is aten.broadcast_tensors.default:
         return _broadcast(logits, user)
     if user.target in _PARTED:
@@ -128,8 +128,7 @@ def _made(logits: Logits, user: Node) -> list[Logits] | None:
         if logits.normalised:
             return None if logits.exp else [logits.made(user, sign=logits.sign * factor)]
         return [logits.made(user, factor=logits.factor * factor, offset=logits.offset * factor)]
-    if logits.normalised:
-        return None
+    NoMatch.when(logits.normalised)
     if _is_range_of_words(logits, user):
         return [logits.made(user, steps=(*logits.steps, Step("words", view=user)))]
     if (made := _added_number(logits, user)) is not None:

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import CASTS, is_identity
 from megacpp_compile.reader.links import chain
@@ -26,18 +27,19 @@ class OneHot:
     every: bool = True
 
 
+@or_none
 def one_hot(node: Node) -> OneHot | None:
     """The words whose rows `node` [..., words] has a one at, or minus one."""
     *_, node = inside = chain(node, CASTS, is_identity, aten.neg.default)
     sign = (-1.0) ** sum(n.target is aten.neg.default for n in inside)
     if node.target is aten.one_hot.default:
         return OneHot(node.args[0], tuple(inside), sign)  # type: ignore[arg-type]
-    if node.target is not aten.scatter.value or node.kwargs or node.args[3] != 1:
-        return None
+    NoMatch.when(node.target is not aten.scatter.value or node.kwargs or node.args[3] != 1)
     zeros, dim, index = node.args[:3]
     last = value(node).dim() - 1
     sizes, given = value(node).shape, value(index).shape
-    if zeros.target not in _ZEROS or dim % (last + 1) != last or given[-1] != 1:  # type: ignore[union-attr, operator]
-        return None
+    NoMatch.when(
+        zeros.target not in _ZEROS or dim % (last + 1) != last or given[-1] != 1  # type: ignore[union-attr, operator]
+    )
     every = all(map(same_size, sizes[:-1], given[:-1]))
     return OneHot(index, (*inside, zeros), sign, every)  # type: ignore[arg-type]

@@ -77,18 +77,17 @@ class Mask:
         return dataclasses.replace(self, dims=(*rest[:at], "t", *rest[at:]))
 
 
+@or_none
 def match_mask(node: Node) -> Mask | None:
     """The mask that `node` is."""
-    if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
-        return None
+    NoMatch.when(node.op != "call_function" or not isinstance(value(node), torch.Tensor))
     target, args = node.target, node.args
     if target is aten.eq.Scalar and isinstance(args[1], int):
         inner = match_mask(args[0])  # type: ignore[arg-type]
         if inner is not None:  # one-hot == 1
             return inner if args[1] == 1 else None
-        dims = _dims(args[0])  # type: ignore[arg-type]
-        if dims is None or not _integer(args[0]):
-            return None
+        dims = NoMatch.unless(_dims(args[0]))  # type: ignore[arg-type]
+        NoMatch.when(not _integer(args[0]))
         indices, choice = one_choice(_plain(args[0]))  # type: ignore[arg-type]
         return Mask(indices, dims, args[1], choice)
     if target in _OVER_CHOICES and len(args) == 2:
@@ -99,9 +98,7 @@ def match_mask(node: Node) -> Mask | None:
         return _of_all(args[0], 0)
     if target is aten.eq.Tensor:
         return _compared(node)
-    inner = match_mask(args[0]) if args and isinstance(args[0], Node) else None
-    if inner is None:
-        return None
+    inner = NoMatch.unless(match_mask(args[0]) if args and isinstance(args[0], Node) else None)
     n = len(inner.dims)
     if target in _COPIES or target in (aten._to_copy.default, aten.to.dtype):
         return inner
@@ -132,14 +129,13 @@ def match_mask(node: Node) -> Mask | None:
 _OVER_CHOICES = {aten.any.dim: True, aten.any.dims: True, aten.amax.default: True, aten.sum.dim_IntList: False}
 
 
+@or_none
 def _any(node: Node) -> Mask | None:
     """The mask of any of a token's choices that `node` is."""
-    inner = match_mask(node.args[0])  # type: ignore[arg-type]
-    if inner is None or "s" not in inner.dims:
-        return None
+    inner = NoMatch.unless(match_mask(node.args[0]))  # type: ignore[arg-type]
+    NoMatch.when("s" not in inner.dims)
     over_choices = {*reduced_dims(node)[0]} == {inner.dims.index("s")}
-    if not over_choices or not (_OVER_CHOICES[node.target] or distinct_choices(inner.indices)):
-        return None
+    NoMatch.when(not over_choices or not (_OVER_CHOICES[node.target] or distinct_choices(inner.indices)))
     return dataclasses.replace(inner, dims=tuple(d for d in inner.dims if d != "s"), any=True)
 
 

@@ -227,20 +227,18 @@ def _summed(node: Node) -> Count | None:
     return Count(mask, False) if not left and mask.expert is not None else None
 
 
+@or_none
 def _left(node: Any) -> tuple[Mask, tuple[str, ...]] | None:
     """(mask, the dimensions that are left of it)."""
-    if not isinstance(node, Node):
-        return None
+    NoMatch.when(not isinstance(node, Node))
     if (mask := match_mask(node) or mask_of(node)) is not None:
         return _of_all(mask), mask.dims
     if node.target in _COPIES or node.target in _CASTS and value(node).dtype in _WIDE:
         return _left(node.args[0])
-    inner = _left(node.args[0]) if node.target in (*_SUMS, *_ALL) and node.args else None
-    if inner is None or value(node).dtype not in _WIDE:
-        return None
+    inner = NoMatch.unless(_left(node.args[0]) if node.target in (*_SUMS, *_ALL) and node.args else None)
+    NoMatch.when(value(node).dtype not in _WIDE)
     mask, left = inner
     if node.target in _ALL and len(node.args) == 1:
         return mask, ()
-    if node.target not in _SUMS or len(node.args) != 2:
-        return None
+    NoMatch.when(node.target not in _SUMS or len(node.args) != 2)
     return mask, tuple(unreduced(node, left))

@@ -189,13 +189,12 @@ class ScoresReader:
                 return dataclasses.replace(inner, gains=(*inner.gains, gain))
         return None
 
+    @or_none
     def masked(self, node: Node, of: Any, mask: Any, kind: str, fill: Any) -> Scores | None:
-        inner = self.scores(of)
-        if inner is None or not isinstance(mask, Node) or not same_shape(node, of):
-            return None
-        low = constant(fill)
-        if low is None or not low < 0:
-            return None
+        inner = NoMatch.unless(self.scores(of))
+        NoMatch.when(not isinstance(mask, Node) or not same_shape(node, of))
+        low = NoMatch.unless(constant(fill))
+        NoMatch.when(not low < 0)
         return dataclasses.replace(inner, terms=(*inner.terms, Term(mask, kind, grouped(inner.dims), fill=low)))
 
     def sum(self, node: Node, a: Any, b: Any) -> Scores | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings.gated_linear_attention.reference import gated_linear_attention
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes
@@ -166,6 +167,7 @@ class Trial:
         NoAxes.when(not every.numel(), "its tables do not decay")
         return float(every.abs().min())
 
+    @or_none
     def _scale(self, turn: int, sign: int, reading: Reading) -> float | None:
         """What the recurrence's result is to be multiplied by to be that of a run, with its states as they are; None
         where it is another."""
@@ -183,26 +185,25 @@ class Trial:
         # Most readings fail on a few sequences' first tokens, which see no others.
         some = slice(SOME), slice(FIRST), slice(SOME)
         few = {name: x[:SOME, :SOME] if name == "initial_state" else x[some] for name, x in given.items()}
-        if _multiple(got[some], _recurrence(few, gates[some], FIRST)[0], 100 * TOLERANCE) is None:
-            return None
+        NoMatch.when(_multiple(got[some], _recurrence(few, gates[some], FIRST)[0], 100 * TOLERANCE) is None)
         want, state = _recurrence(given, gates, 64)
         scale = _multiple(got, want, TOLERANCE)
         for final, found in zip(self.exports, run.values[1:], strict=True):
             same = {a for d in r.of(final) for a in d} == {*b, *h, *n, *p}
-            if not same or not agree(arranged(axes, found, r.of(final), targets["initial_state"]), state, TOLERANCE):
-                return None
+            NoMatch.when(
+                not same or not agree(arranged(axes, found, r.of(final), targets["initial_state"]), state, TOLERANCE)
+            )
         return scale
 
+    @or_none
     def _proved(self, reading: Reading, sign: int) -> Retention | None:
         scales, r, roles = list[float](), self.r, reading.roles
         for turn in (0, 1):
-            if (scale := self._scale(turn, sign, reading)) is None:
-                return None
+            scale = NoMatch.unless(self._scale(turn, sign, reading))
             scales.append(scale)
         runs, (b, t, h, n, p) = [self._run(turn, sign) for turn in (0, 1)], (getattr(reading, a) for a in "bthnp")
         factors = [run.factor for run in runs]
-        if any(abs(a - c) > TOLERANCE * abs(a) for a, c in (scales, factors)):
-            return None
+        NoMatch.when(any(abs(a - c) > TOLERANCE * abs(a) for a, c in (scales, factors)))
         r.fix()
         leaf = {name: r.leaf(m) for name, m in roles.items()}
         o, *finals = map(r.leaf, (self.root, *self.exports))

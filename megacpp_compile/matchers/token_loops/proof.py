@@ -235,6 +235,7 @@ class _Roles:
         b = first if set(first) <= set(rest) else []
         return b, [a for a in rest if a not in b], keys, values
 
+    @or_none
     def _numbers(self, roles: dict[str, Node], delta: bool, decay: bool) -> tuple[float, float] | None:
         """What o is multiplied by, and the state of an attention without gates, where the step is the recurrence
         otherwise."""
@@ -255,11 +256,9 @@ class _Roles:
                 rate = 1.0 if abs(rate - 1) <= TOLERANCE else rate
             want, state = step(rate * before, **given, delta=delta, decay=decay)
             o = arranged(r.axes, out, r.of(self.loop.output), [b, h, v])
-            if rate <= 0 or not agree(got, state, TOLERANCE):
-                return None
+            NoMatch.when(rate <= 0 or not agree(got, state, TOLERANCE))
             scale = float((o * want).sum() / (want * want).sum())
-            if scale == 0 or not agree(o, scale * want, TOLERANCE):
-                return None
+            NoMatch.when(scale == 0 or not agree(o, scale * want, TOLERANCE))
             found.append((scale, rate))
         same = all(abs(a - b) <= TOLERANCE * abs(a) for a, b in zip(*found, strict=True))
         return found[0] if same else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.views import RESHAPES
@@ -131,12 +132,14 @@ def collected(nodes: Iterable[Node], count: int) -> list[Collected]:
     return found
 
 
+@or_none
 def _joined(node: Node, count: int) -> Collected | None:
     parts: tuple[Node, ...] = tuple(node.args[0])  # type: ignore[arg-type]
     dim = argument(node, 1, "dim", 0) % value(node).dim()
     # An empty tensor of fewer dimensions may be concatenated with any.
-    if not all(isinstance(p, Node) and value(p).dim() > dim - (node.target is aten.stack.default) for p in parts):
-        return None
+    NoMatch.when(
+        not all(isinstance(p, Node) and value(p).dim() > dim - (node.target is aten.stack.default) for p in parts)
+    )
     if node.target is aten.stack.default:
         return Collected(node, parts, dim, kept=False) if len(parts) == count else None
     sizes = [value(p).shape[dim] for p in parts]
@@ -146,11 +149,9 @@ def _joined(node: Node, count: int) -> Collected | None:
         return Collected(node, parts, dim, kept, merged=not kept) if alike else None
     each = zip(parts, map(positions, sizes), strict=True)
     inner = [c for p, n in each for c in collected([p], n or 0) if c.dim == dim]
-    if len(inner) != len(parts) or any(c.merged or len(c.node.users) > 1 for c in inner):
-        return None
+    NoMatch.when(len(inner) != len(parts) or any(c.merged or len(c.node.users) > 1 for c in inner))
     every = tuple(p for c in inner for p in c.parts)
-    if len(every) != count or len({c.kept for c in inner}) > 1:
-        return None
+    NoMatch.when(len(every) != count or len({c.kept for c in inner}) > 1)
     return Collected(node, every, dim, inner[0].kept, frozenset().union(*({c.node, *c.between} for c in inner)))
 
 
