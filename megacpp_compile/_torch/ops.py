@@ -1,8 +1,10 @@
-"""The classes of what a graph calls, and functions of torch that have no public name."""
+"""The classes of what a graph calls, the ops it is made of, and functions of torch that have no public name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 from megacpp_compile._torch._theme import theme
 
@@ -17,3 +19,5 @@ if TYPE_CHECKING:
     from torch.ops import _c10d_functional as collectives  # type: ignore[import-not-found]  # no module, but as one
 else:
     __getattr__ = theme(__name__)
+
+aten = torch.ops.aten

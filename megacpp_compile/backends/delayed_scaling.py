@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.backends.more_inputs import add_inputs, called_with
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import Builder, drop_dead, value
 from megacpp_compile.passes._rewrites.delayed_scaling import is_delayed, parameter_of, quantised
 from megacpp_compile.precision.maxima import HISTORY, Column, Kind, maxima_of
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

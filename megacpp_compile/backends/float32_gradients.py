@@ -21,11 +21,11 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile._torch.fakes import detect_fake_mode
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, drop_dead, value
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, RESHAPES, SPLITS, UNIT_DIMS, is_cast
 
-aten = torch.ops.aten
 _MOVES = RESHAPES | PERMUTATIONS | UNIT_DIMS | COPIES | SPLITS | {operator.getitem}
 _OF_WEIGHTS = 1  # which of the results of an op's backward
 

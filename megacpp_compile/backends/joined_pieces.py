@@ -13,13 +13,13 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.materialize import put_into_memory
 from megacpp_compile.fx.views import RESHAPES, is_elementwise
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 _FREE = RESHAPES | {_CAST}
 

@@ -17,12 +17,11 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import replace, value
 from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.reader.links import above, through
-
-aten = torch.ops.aten
 
 # Rows of kernels' results begin at multiples of so many bytes, as they do in memory of their own.
 ALIGNED = 16

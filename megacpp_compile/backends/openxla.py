@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.functorch import backward_with_forward, keep_saved_tensors
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.backends.automatic import Automatic
@@ -23,8 +24,6 @@ from megacpp_compile.fx.views import IDENTITIES
 from megacpp_compile.remat.tagging import TagForRemat, keep_choices, recompute_views
 from megacpp_compile.report import log
 from megacpp_compile.sharding.gemms import keep_batches
-
-aten = torch.ops.aten
 
 
 def refusal(gm: GraphModule, patches: Mapping[str, Any], config: Config, grad: bool) -> str:

@@ -16,9 +16,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacpp_compile._torch._registry import present
 from megacpp_compile._torch.dynamo import TensorifyScalarRestartAnalysis, TensorifyState
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 
-aten = torch.ops.aten
 # What AOTAutograd computes with a tensor in the place of a float. A float that anything else reads it may fix, too, and
 # is left to say so at once with the others.
 _WITH_TENSORS = {

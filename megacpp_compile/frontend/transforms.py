@@ -24,14 +24,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile._torch.functorch import is_functorch_wrapped_tensor
 from megacpp_compile._torch.modes import restored
-from megacpp_compile._torch.ops import HigherOrderOperator, set_grad_enabled
+from megacpp_compile._torch.ops import HigherOrderOperator, aten, set_grad_enabled
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.errors._attempts import GivenUp
 from megacpp_compile.frontend import autocast
 from megacpp_compile.frontend.opaque_ops import WHAT, is_body, refake
 from megacpp_compile.fx.differentiated import trains
 
-aten = torch.ops.aten
 # Ops that a vmap leaves as they are, each with the gradient that it has by itself.
 _ARITHMETIC = {
     aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.exp.default, aten.mul.Scalar,

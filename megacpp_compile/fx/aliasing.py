@@ -5,12 +5,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.walks import descendants
-
-aten = torch.ops.aten
 
 
 def overwritable(tensor: Any, reader: Node) -> bool:

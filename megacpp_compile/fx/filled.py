@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import PADS
 
-aten = torch.ops.aten
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 _ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 _EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)

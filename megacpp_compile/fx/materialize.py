@@ -13,14 +13,13 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.fx.views import is_elementwise
-
-aten = torch.ops.aten
 
 _LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.gather.default, aten.index_select.default}
 # What Inductor keeps as a formula, beside elementwise ops, until something reads it from memory.

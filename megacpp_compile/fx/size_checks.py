@@ -11,9 +11,9 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import drop_dead, same_sizes, value
 
-aten = torch.ops.aten
 # Ops that find the places that are not zero, with one argument.
 FINDS = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
 

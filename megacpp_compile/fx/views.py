@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
-
-aten = torch.ops.aten
 
 # The elements in the same order, under the shape in args[1].
 RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})

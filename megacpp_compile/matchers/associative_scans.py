@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import RESHAPES
@@ -26,7 +27,6 @@ from megacpp_compile.matchers.ssd.atoms import number
 from megacpp_compile.matchers.ssd.resize import agree
 from megacpp_compile.matchers.ssd.tensor_algebra import tensors
 
-aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64
 FEWEST = 2  # tokens: of one there is no tree
 MOST_NODES = 4096

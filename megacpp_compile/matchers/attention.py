@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import CASTS, COPIES, EXPANSIONS, PADS, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS
 from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _SDPA = {aten.scaled_dot_product_attention.default}
 _PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default, aten.mm.default}
 _TRANSPARENT = {

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import padded_in_front
@@ -22,8 +23,6 @@ from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse, re
 from megacpp_compile.matchers.silu import match_silu
 from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.parts import part_of
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.filled import padded_with
@@ -21,7 +22,6 @@ from megacpp_compile.fx.walks import ancestors, descendants, reached
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _LAST = 1 << 62
 _ARANGES = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 _ONES = {aten.ones.default, aten.ones_like.default, aten.new_ones.default}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_shape, value
 from megacpp_compile.fx.views import COPIES, FOLDS, RESHAPES, is_cast
@@ -22,7 +23,6 @@ from megacpp_compile.matchers.rms_norm import RmsNorm
 from megacpp_compile.matchers.silu import match_sigmoid, match_silu
 from megacpp_compile.reader.links import chain, through, widens
 
-aten = torch.ops.aten
 # Ops that keep the elements in row-major order and change the dimensions only.
 _ROW_MAJOR = RESHAPES | FOLDS | {aten.unsqueeze.default, aten.squeeze.dim}
 _MUL, _DIV = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import of_tensors, value
 from megacpp_compile.fx.views import EXPANSIONS
 from megacpp_compile.fx.walks import within_steps
@@ -18,7 +19,6 @@ from megacpp_compile.matchers.rope.lanes import is_one
 from megacpp_compile.matchers.ssd.tensor_ops import SAME, VIEWS
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _READS = VIEWS | SAME | EXPANSIONS | {aten.slice.Tensor, aten.select.int}
 _BETWEEN = 8  # nodes from the last state to the product of keys or values with a table
 

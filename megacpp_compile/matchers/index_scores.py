@@ -6,9 +6,9 @@ import dataclasses
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast, uncast
@@ -20,7 +20,6 @@ from megacpp_compile.matchers.ssd.trials import tried
 from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.products import product_of
 
-aten = torch.ops.aten
 # What a kernel adds up one after another; released models have 32 or 64.
 MOST_HEADS = 256
 _AT_LEAST = {aten.clamp.default, aten.clamp_min.default}

@@ -7,17 +7,15 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.products import Equation, equation_of
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

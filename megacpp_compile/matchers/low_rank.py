@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.matchers.linear import Linear, match_linear
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

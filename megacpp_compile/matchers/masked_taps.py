@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled, padded_in_front
@@ -24,7 +25,6 @@ from megacpp_compile.matchers.documents import is_constant
 from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.parts import column_of, part_of
 
-aten = torch.ops.aten
 # What nothing shows of positions is that they count from 0 in each document.
 POSITIONS = "taps are masked by positions, which may be any: compare numbers of documents, `(position == 0).cumsum(-1)`"
 _LIMITS = {aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import long_dimensions, of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
@@ -30,7 +31,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
 from megacpp_compile.reader.links import chain
 from megacpp_compile.reader.products import BROADCAST, contraction
 
-aten = torch.ops.aten
 NAMES = {
     "gated-delta-rule": "Gated DeltaNet",
     "lightning-attention": "lightning attention",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, is_cast, uncast
@@ -31,7 +32,6 @@ from megacpp_compile.matchers._match import (
 from megacpp_compile.matchers.numbers import is_number, number_of
 from megacpp_compile.reader.links import above, chain, through, widens
 
-aten = torch.ops.aten
 _MUL = {aten.mul.Tensor, aten.mul.Scalar}
 _DIV = {aten.div.Tensor, aten.div.Scalar}
 _UNIT_LENGTH = ("no-mean", "it norms to a length of 1: the root is of the sum of squares, not of their mean")

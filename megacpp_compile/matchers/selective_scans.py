@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.walks import descendants, reached
@@ -30,7 +31,6 @@ from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of, ten
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS, SAME, VIEWS
 from megacpp_compile.matchers.ssd.trials import tried
 
-aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64
 LONGEST = 1 << 15
 PRODUCTS = CONTRACTIONS | {aten.mul.Tensor}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import CASTS, COMPOSITE_PERMUTATIONS, IDENTITIES, PADS, REARRANGEMENTS
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 # What has elements of its first operand alone, sums of them, or zeros beside them.
 _OF_ONE = (
     REARRANGEMENTS | COMPOSITE_PERMUTATIONS

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.reader.links import chain
-
-aten = torch.ops.aten
 
 
 def match_silu(node: Any) -> tuple[Node, set[Node]] | None:

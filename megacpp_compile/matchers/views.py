@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import RESHAPES as RESHAPES
 from megacpp_compile.fx.views import SQUEEZES, is_cast, is_identity, is_reshape
 from megacpp_compile.reader.dims import permuted
 from megacpp_compile.reader.parts import part_of
-
-aten = torch.ops.aten
 
 
 def is_outer_view(node: Node) -> bool:

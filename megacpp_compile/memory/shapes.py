@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from megacpp_compile._torch.fakes import FakeTensorMode
-
-aten = torch.ops.aten
+from megacpp_compile._torch.ops import aten
 
 
 def shapes_mode(rows: Callable[[torch.Tensor], int], saw: Callable[[Any, Sequence[Any]], None]) -> FakeTensorMode:

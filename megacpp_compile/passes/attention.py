@@ -34,6 +34,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile._torch import inductor
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.frontend.dtensors import described, is_dtensor
 from megacpp_compile.frontend.sdpa_regions import choice_of
 from megacpp_compile.fx.edit import Builder, place, same_size, value
@@ -54,7 +55,6 @@ from megacpp_compile.matchers.ssd.atoms import length
 from megacpp_compile.passes._rewrites.arrange import arrange
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 
-aten = torch.ops.aten
 name = "attention"
 op = "megacpp::attention"
 after: tuple[str, ...] = ("mla_decode", "sparse_mla", "rope_qk")

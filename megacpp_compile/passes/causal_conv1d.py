@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.causal_conv import CausalConv, is_swap, match_causal_conv
@@ -29,7 +30,6 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.masked_taps import match_masked_taps
 from megacpp_compile.passes._rule import REGION, Match, decided
 
-aten = torch.ops.aten
 name = "causal_conv1d"
 op = "megacpp::causal_conv1d"
 after: tuple[str, ...] = ()

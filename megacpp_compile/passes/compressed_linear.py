@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.config.compression import CompressionPlan
 from megacpp_compile.config.globs import inside_segment
 from megacpp_compile.config.precision import exclusion_of
@@ -39,7 +40,6 @@ from megacpp_compile.passes._rewrites.activation_lifetime import saved_elsewhere
 from megacpp_compile.passes._rule import Match, in_other_modes
 from megacpp_compile.reader.links import chain
 
-aten = torch.ops.aten
 name = "compressed_linear"
 op = "megacpp::compressed_linear"
 after = ("down_norm_up", "gated_linear_attention", "norm_linear")  # whatever else takes a linear has more to gain

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
@@ -48,7 +49,6 @@ from megacpp_compile.passes._rewrites.norm import (
 )
 from megacpp_compile.passes._rule import Match, in_other_modes
 
-aten = torch.ops.aten
 name = "down_norm_up"
 op = "megacpp::down_norm_up"
 after = ("linear", "linear_cross_entropy", "mla_decode")  # a head behind a narrow norm is the loss's

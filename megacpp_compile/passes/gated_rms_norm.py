@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, same_size, same_sizes, value
 from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse, refuse_if
@@ -30,7 +31,6 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rms_norm import RmsNorm, match_rms_norm
 from megacpp_compile.passes._rule import Match
 
-aten = torch.ops.aten
 name = "gated_rms_norm"
 op = "megacpp::gated_rms_norm"
 after = ("down_norm_up",)

@@ -26,6 +26,7 @@ from functools import partial
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse
@@ -37,7 +38,6 @@ from megacpp_compile.matchers.hyper_connections.streams import stream_sum, weigh
 from megacpp_compile.passes._rule import Match, decided, in_other_modes
 from megacpp_compile.reader.links import through, widens
 
-aten = torch.ops.aten
 name = "hyper_connection"
 op = "megacpp::hyper_connection"
 after: tuple[str, ...] = ()

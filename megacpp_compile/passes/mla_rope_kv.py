@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
@@ -31,7 +32,6 @@ from megacpp_compile.passes._rule import REGION, Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 from megacpp_compile.reader.dims import permuted
 
-aten = torch.ops.aten
 name = "mla_rope_kv"
 op = "megacpp::mla_rope_kv"
 after = ("mla_rope_q",)

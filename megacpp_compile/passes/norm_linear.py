@@ -32,7 +32,6 @@ from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._rewrites.norm import between, depends, gain_of, norm_before, projections, refuse_escapes
 from megacpp_compile.passes._rule import Match, in_other_modes
 
-aten = torch.ops.aten
 name = "norm_linear"
 op = "megacpp::norm_linear"
 after = ("causal_conv1d", "down_norm_up", "gated_delta_rule", "gated_rms_norm", "hyper_connection", "linear",

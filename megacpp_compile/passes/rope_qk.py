@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.fx.views import AUTOCAST_BLIND
@@ -32,7 +33,6 @@ from megacpp_compile.passes._rewrites.packed import operands, packed
 from megacpp_compile.passes._rule import REGION, Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
-aten = torch.ops.aten
 name = "rope_qk"
 op = "megacpp::rope_qk"
 after = ("mla_rope_q", "mla_rope_kv")

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.walks import made_from
 from megacpp_compile.matchers._match import MatchFailure
@@ -45,7 +46,6 @@ name = "ssd_scan"
 op = "megacpp::ssd_scan"
 after: tuple[str, ...] = ("gated_linear_attention",)  # what it takes is no near miss of this pass
 
-aten = torch.ops.aten
 LEAST_CHUNK, MOST_CHUNK = 16, 256
 DOCUMENTS_OF = (compared_documents, masked_by_documents)
 DOCUMENTS = "decays go by what integers are equal, as packed documents' do, but what is made is no scan of documents"

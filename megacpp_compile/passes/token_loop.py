@@ -26,6 +26,7 @@ from functools import partial
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
@@ -36,7 +37,6 @@ from megacpp_compile.passes._rewrites.token_operands import Operands
 from megacpp_compile.passes._rule import Match, decided, in_other_modes
 from megacpp_compile.passes.ssd_scan import chunk_size
 
-aten = torch.ops.aten
 name = "token_loop"
 op = "megacpp::gated_delta_rule"
 after: tuple[str, ...] = ()

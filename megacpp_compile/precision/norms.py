@@ -19,12 +19,12 @@ from torch.nn.functional import rms_norm
 
 from megacpp_compile._torch.dispatch import TorchDispatchMode
 from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.ops import aten
 from megacpp_compile._torch.pytree import tree_leaves, tree_map
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.precision.survey import HOOKS
 
-aten = torch.ops.aten
 # Views whose last axis is their operand's wherever the two have the same length.
 _VIEWS = RESHAPES - {aten.reshape.default} | {aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default}
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.filled import is_filled
@@ -23,8 +24,6 @@ from megacpp_compile.fx.views import IDENTITIES, PERMUTATIONS, REPETITIONS, RESH
 from megacpp_compile.reader.dims import below, reduced_dims, repetition
 from megacpp_compile.reader.index_reads import READS, SCATTERS, added_rows, adds, counts_up, read_of_every
 from megacpp_compile.reader.products import Product, contraction
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _SEEN = RESHAPES | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | REPETITIONS | IDENTITIES
 READS = (aten.gather.default, aten.index.Tensor, aten.index_select.default, aten.embedding.default)
 SCATTERS = (aten.scatter_add.default, aten.scatter_reduce.two)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import operator
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import SPLITS
-
-aten = torch.ops.aten
 
 
 class Part(NamedTuple):

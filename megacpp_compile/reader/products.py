@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, value
 
-aten = torch.ops.aten
 CONTRACTED, BROADCAST = -1, -2  # in the place of a dimension of the result; further contracted ones are -3, -4, ...
 _MATMULS = {aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default}
 

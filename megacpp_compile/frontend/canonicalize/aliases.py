@@ -6,12 +6,11 @@ Before: `concat([a, b], -1)`          After: `cat([a, b], -1)`
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 
-aten = torch.ops.aten
 _NAMES = {
     "concat.default": "cat.default",
     "concatenate.default": "cat.default",

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.filled import is_filled
-
-aten = torch.ops.aten
 
 
 def appended_zeros(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:

@@ -6,10 +6,10 @@ Before: `x[rows].detach()`, `x.detach()[others]`          After: `d = x.detach()
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import of_tensors, replace, same_size, value
 from megacpp_compile.fx.views import (
     DETACH,
@@ -23,7 +23,6 @@ from megacpp_compile.fx.views import (
 )
 from megacpp_compile.reader.links import chain
 
-aten = torch.ops.aten
 _PICKS = {aten.index.Tensor, aten.index_select.default} | EXPANSIONS | REPETITIONS
 _SEEN = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | IDENTITIES
 _TEMPLATES = {aten.empty_like.default, aten.zeros_like.default}  # they take the shape and no value

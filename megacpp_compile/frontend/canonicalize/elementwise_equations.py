@@ -6,15 +6,13 @@ Before: `einsum("te,t->te", [gates, scale])`          After: `gates * scale.unsq
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 from torch.fx import Node
 
 from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, replace
 from megacpp_compile.fx.mode_states import mode_states
-
-aten = torch.ops.aten
 
 
 def elementwise_equations(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import CASTS, DETACH, IDENTITIES
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _COPIES = IDENTITIES | CASTS | {DETACH}
 _MAKERS = {
     aten.empty.memory_format, aten.zeros.default, aten.new_empty.default, aten.new_zeros.default,

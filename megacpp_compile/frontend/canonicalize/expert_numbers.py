@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx import Node
 
 from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import Builder, replace, same_size, value
 from megacpp_compile.fx.walks import descendants
 
-aten = torch.ops.aten
 _KEEPS = (aten.select.int, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.view.default,
           aten.reshape.default, aten.unsqueeze.default, aten.alias.default, aten.clone.default, aten.detach.default,
           aten._to_copy.default, aten.to.dtype, aten.expand.default)  # fmt: skip

@@ -8,13 +8,11 @@ After:  `c = expand(_to_copy(nope, dtype), shape); k1 = slice_scatter(k, c, -1, 
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, replace, same_sizes, value
-
-aten = torch.ops.aten
 
 
 def functional_copies(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:

@@ -7,12 +7,10 @@ Torch returns the input itself there, and draws nothing.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import has_effects
-
-aten = torch.ops.aten
 
 
 def idle_dropouts(graph: fx.Graph) -> None:

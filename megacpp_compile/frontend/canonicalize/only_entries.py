@@ -13,11 +13,10 @@ import torch
 from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, replace, value
 from megacpp_compile.fx.views import CASTS, is_elementwise
 from megacpp_compile.reader.links import through
-
-aten = torch.ops.aten
 
 
 def only_entries(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:

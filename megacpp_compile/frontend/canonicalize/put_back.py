@@ -17,9 +17,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, same_size, value
 
-aten = torch.ops.aten
 _LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default)
 
 

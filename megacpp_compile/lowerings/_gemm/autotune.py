@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.materialize import operands_of
@@ -21,8 +22,6 @@ from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._gemm import cublaslt
 from megacpp_compile.lowerings._op import kernel_op
 from megacpp_compile.lowerings._traits import OpTraits, declare
-
-aten = torch.ops.aten
 
 # FLOPs from which a GEMM is looked at (0.14 ms on an H200), and up to which trying candidates stays a small part of
 # a first step.

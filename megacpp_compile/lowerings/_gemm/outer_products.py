@@ -15,10 +15,9 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.inductor_pass import GraphPass
-
-aten = torch.ops.aten
 
 
 class MultiplyOuterProducts(GraphPass):

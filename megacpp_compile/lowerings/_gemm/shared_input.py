@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, drop_dead, value
 from megacpp_compile.fx.views import is_reshape
 
-aten = torch.ops.aten
 # The narrow sides that are put together: wider ones fill the GPU by themselves.
 MAX_WIDTH = 2048
 

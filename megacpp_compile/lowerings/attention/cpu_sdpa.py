@@ -6,16 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.lowerings.attention._layout import laid_out
 from megacpp_compile.lowerings.attention._sdpa_calls import chosen, objection
 
 __all__ = ["attention", "attention_backward", "loses", "supports"]
-
-aten = torch.ops.aten
 
 # A query that is no number has a zero for a result where its keys do not fill the widest vector of a CPU, 16 numbers of
 # float32 (torch 2.13).

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.lowerings.attention._layout import in_whole_rows
 from megacpp_compile.lowerings.attention._sdpa_calls import chosen, objection
 
 __all__ = ["attention", "attention_backward", "loses", "supports"]
 
-aten = torch.ops.aten
 # Keys from which these kernels are quicker than those in Triton (H100; 64 keys: 1.2 times the time).
 MIN_KEYS = 128
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile._torch.dispatch import disable_current_modes
-from megacpp_compile._torch.ops import assert_async
+from megacpp_compile._torch.ops import assert_async, aten
 from megacpp_compile.lowerings._kernels import triton_grouped
 from megacpp_compile.lowerings._kernels.triton_launch import is_wide
 from megacpp_compile.lowerings._op import compute_dtype
@@ -32,7 +32,6 @@ SCRATCH_BYTES = 64 << 20
 # Rows of the logits' gradient that a program adds up.
 SUMMED = 512
 
-aten = torch.ops.aten
 of_chunks = torch.ops.megacpp_head.walk.default  # of `_chunk_ops`, which calls `walk`
 
 

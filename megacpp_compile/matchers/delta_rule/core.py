@@ -12,6 +12,7 @@ from collections.abc import Iterator, Set
 import torch
 from torch.fx import Graph, Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.views import FOLDS, PERMUTATIONS, RESHAPES
@@ -21,7 +22,6 @@ from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, LIKE, REPEATS, VIEWS
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 PRODUCTS = CONTRACTIONS | {aten.baddbmm.default}
 SUMS = {aten.cumsum.default}
 OUTER = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}

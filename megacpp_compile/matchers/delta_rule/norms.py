@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import argument, value
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers.delta_rule.rules import POWERS
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of
 from megacpp_compile.reader.links import chain
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

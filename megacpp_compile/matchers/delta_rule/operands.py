@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Set
 
-import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.groups import by_key
@@ -17,7 +16,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
 from megacpp_compile.reader.links import above
 from megacpp_compile.reader.parts import part_of
 
-aten = torch.ops.aten
 MOST_OPERANDS = 6  # q, k, v, gates, weights, state
 MOST_CUT = 24  # tensors that a loop takes pieces of, or pieces of those
 

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch.fx import Graph, Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import called
 from megacpp_compile.fx.walks import descendants
 from megacpp_compile.matchers._match import MatchFailure
@@ -34,7 +35,6 @@ from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, lends_shape, tensors
 from megacpp_compile.matchers.ssd.trials import best_of, tried
 
-aten = torch.ops.aten
 MOST_RESULTS = 6
 MOST_MERGED = 3  # q, k and v, whose chunks are few
 LONGEST = 1 << 15  # a dimension that a loop has unrolled

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import argument, of_tensors
 from megacpp_compile.fx.views import PARTS
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes
@@ -30,7 +30,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     rule_table,
 )
 
-aten = torch.ops.aten
 _own, rule = rule_table()
 
 ROOTS = {aten.sqrt.default, aten.rsqrt.default}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import COPIES, FOLDS, RESHAPES, UNIT_DIMS, is_cast
@@ -21,7 +22,6 @@ from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.rms_norm import match_inverse_rms
 from megacpp_compile.matchers.views import lane_slice
 
-aten = torch.ops.aten
 MUL, DIV = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
 ADD, SUB = {aten.add.Tensor, aten.add.Scalar}, {aten.sub.Tensor, aten.sub.Scalar}
 VIEWS = RESHAPES | FOLDS | UNIT_DIMS | COPIES

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import is_cast
@@ -18,7 +19,6 @@ from megacpp_compile.matchers.silu import match_sigmoid
 from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _SOFTMAX = {aten.softmax.int, aten._softmax.default}
 _LOG_SOFTMAX = {aten.log_softmax.int, aten._log_softmax.default}
 _RSUB = {aten.rsub.Tensor, aten.rsub.Scalar}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.views import CASTS, FOLDS, RESHAPES, SQUEEZES, is_cast, uncast
@@ -21,7 +22,6 @@ from megacpp_compile.reader.dims import below, reduced_dims, unreduced
 from megacpp_compile.reader.links import above
 from megacpp_compile.reader.products import BROADCAST, contraction, equation_of
 
-aten = torch.ops.aten
 # A letter for each dimension; None: of size 1, where the other factor has more.
 Letters = tuple[int | None, ...]
 _WHOLE = {aten.matmul.default, aten.bmm.default}

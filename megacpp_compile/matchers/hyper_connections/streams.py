@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.views import is_cast, uncast
@@ -20,7 +20,6 @@ from megacpp_compile.matchers.hyper_connections.products import Letters, Place, 
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.silu import match_sigmoid
 
-aten = torch.ops.aten
 # Streams there may be: more are dimensions of something else.
 MOST = 8
 

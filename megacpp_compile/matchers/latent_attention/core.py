@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import attribute_of, same_size, value
 from megacpp_compile.fx.filled import fill_of
@@ -18,7 +19,6 @@ from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.reader.links import only_user, onward
 from megacpp_compile.reader.products import BROADCAST, CONTRACTED, Factor, product_of
 
-aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
 _SOFTMAXES = (aten.softmax.int, aten._softmax.default)
 _FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.sizes import hint
@@ -34,7 +35,6 @@ from megacpp_compile.fx.walks import following
 from megacpp_compile.reader.dims import regrouped, repetition, unpermuted
 from megacpp_compile.reader.parts import Part, part_of
 
-aten = torch.ops.aten
 AXES = "bhscr"  # batch, head, row, channel of a head, channel of the latent
 ZERO = np.zeros([1] * len(AXES), dtype=np.int64)
 _SAME_ORDER = RESHAPES | FOLDS | UNIT_DIMS

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import GivenUp, NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.reader.dims import long_places, permuted
 
-aten = torch.ops.aten
 # A part of a sum: (how often, the node of a number or of a tensor).
 Part = tuple[int, Node]
 DATA = 1 << 40  # the step along a dimension along which a part has a value for each place

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.matchers.latent_attention.core import constant
 from megacpp_compile.matchers.latent_attention.masks import NotRows, Sum, sum_of
 from megacpp_compile.reader.dims import below, reduced_dims
 
-aten = torch.ops.aten
 # What each dimension of a mask is: "b", "h", "t", "s" of the scores, "k" of a list; None for one of size 1.
 Axes = tuple[str | None, ...]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES
 from megacpp_compile.matchers.latent_attention.core import Core, constant, is_low
@@ -31,7 +32,7 @@ from megacpp_compile.matchers.latent_attention.integers import (
 from megacpp_compile.matchers.ssd.packed import alike
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
+
 @dataclasses.dataclass(frozen=True)
 class Seen:
     """Up to which row a query sees: query i up to `last` (+ i where it `moves`)."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers.latent_attention.core import WHERES, Core, constant, is_low
 from megacpp_compile.matchers.latent_attention.lists import Axes, Named, axes_of, behind, named_rows
@@ -29,7 +30,6 @@ from megacpp_compile.matchers.latent_attention.masks import (
     limits_of,
 )
 
-aten = torch.ops.aten
 _FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.latent_attention.elements import AXES, ZERO, Elements, along, levels, operand, places
@@ -26,8 +27,6 @@ from megacpp_compile.reader.products import (
     Product,
     product_of,
 )
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

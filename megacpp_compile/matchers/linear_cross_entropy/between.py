@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import CASTS, RESHAPES, UNIT_DIMS, is_cast, is_identity
 from megacpp_compile.matchers._match import MatchFailure
@@ -18,7 +19,6 @@ from megacpp_compile.matchers.low_rank import match_adapted
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 TAG = "between"
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
 _ALIKE = (*LOG_SOFTMAX, aten.neg.default, aten.sigmoid.default, aten.tanh.default, aten.transpose.int,

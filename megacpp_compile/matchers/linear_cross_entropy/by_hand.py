@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_sizes, value
 from megacpp_compile.fx.views import DETACH, UNIT_DIMS, is_identity
 from megacpp_compile.fx.walks import descendants
 from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.links import above, chain, only_user, onward, through
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

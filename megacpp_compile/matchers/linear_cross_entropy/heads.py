@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.groups import by_key
 from megacpp_compile.lowerings._sharded_logsumexp import sharded_logsumexp
@@ -21,8 +21,6 @@ from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
 from megacpp_compile.matchers.linear_cross_entropy.reads import SEVERAL, Read, read_of, same_elements
 from megacpp_compile.matchers.linear_cross_entropy.rows import first_of, keys
 from megacpp_compile.matchers.linear_cross_entropy.sums import summed
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,12 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers.linear_cross_entropy.rows import row_view
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _ELEMENTWISE = (aten.mul.Tensor, aten.div.Tensor, aten.tanh.default)
 
 

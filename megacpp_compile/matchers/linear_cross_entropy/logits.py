@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import RESHAPES, SPLITS, UNIT_DIMS, UNSQUEEZE, is_cast, is_identity
@@ -24,7 +25,6 @@ from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, row_view
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.reader.links import only_user, onward
 
-aten = torch.ops.aten
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 LOG_SOFTMAX = (aten.log_softmax.int, aten._log_softmax.default)

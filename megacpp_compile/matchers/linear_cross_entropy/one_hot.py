@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import CASTS, is_identity
 from megacpp_compile.reader.links import chain
 
-aten = torch.ops.aten
 _ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_identity
@@ -23,7 +24,6 @@ from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
 from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.links import onward, through
 
-aten = torch.ops.aten
 Kind = Literal["loss", "log-probability", "logit", "logsumexp", "mean", "sum"]
 IGNORE_INDEX = -100  # torch's own default; what gathers has no such thing, and negative indices are errors there
 _NLL = (aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)

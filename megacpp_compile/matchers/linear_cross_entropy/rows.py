@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Node, map_arg
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import RESHAPES, SPLITS, SQUEEZES, UNIT_DIMS, UNSQUEEZE, is_identity
 from megacpp_compile.reader.dims import permutation
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.filled import is_filled
@@ -19,7 +20,6 @@ from megacpp_compile.matchers.linear_cross_entropy.reads import Read, Weight
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.reader.dims import reduced_dims
 
-aten = torch.ops.aten
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 _FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import IDENTITIES, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.fx.walks import ancestors, descendants
@@ -17,7 +18,6 @@ from megacpp_compile.matchers.linear_cross_entropy.logits import LOG_SOFTMAX
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.reader.links import chain, through
 
-aten = torch.ops.aten
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _BY_A_NUMBER = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.clamp.default,
                 aten.clamp_min.default)  # fmt: skip

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.size_checks import FINDS
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, COPIES, PERMUTATIONS
@@ -36,7 +37,6 @@ from megacpp_compile.matchers.moe.routing import numbers_of_scores
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.reader.links import chain, through
 
-aten = torch.ops.aten
 _SPELLINGS = (loop.find, grouped.find_by_columns, grouped.find, sorted_rows.find_layers, loop.find_sorted)
 _COUNTS = (aten.sum.dim_IntList, aten.sum.default, aten.any.dim, aten.any.dims, aten.bincount.default,
            aten.histc.default)  # fmt: skip

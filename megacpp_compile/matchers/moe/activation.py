@@ -11,9 +11,9 @@ import dataclasses
 import math
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.lowerings._activation import Bound
@@ -24,7 +24,6 @@ from megacpp_compile.matchers.views import RESHAPES, lane_slice
 from megacpp_compile.reader.parts import Part, part_of
 from megacpp_compile.reader.products import multiplied
 
-aten = torch.ops.aten
 # target -> which arguments are the lower and the upper end
 _CLAMPS: dict[Any, tuple[int | None, int | None]] = {
     aten.clamp.default: (1, 2), aten.clamp.Tensor: (1, 2), aten.clip.default: (1, 2), aten.clip.Tensor: (1, 2),

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile._torch.ops import HigherOrderOperator, set_grad_enabled
+from megacpp_compile._torch.ops import HigherOrderOperator, aten, set_grad_enabled
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.assumptions import Region
 from megacpp_compile.fx.edit import has_effects, same_shape, same_size, value
@@ -46,7 +46,6 @@ from megacpp_compile.matchers.moe.token_counts import (
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default)
 _READ_BY: dict[Any, Any] = {  # what writes a part back -> what reads it
     aten.select_scatter.default: aten.select.int, aten.slice_scatter.default: aten.slice.Tensor,

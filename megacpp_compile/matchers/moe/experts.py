@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import called, same_size, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, PERMUTATIONS, RESHAPES, is_cast
 from megacpp_compile.fx.walks import near
@@ -23,7 +24,6 @@ from megacpp_compile.matchers.moe.routing import Mask
 from megacpp_compile.matchers.moe.rows import picked, read_at
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _NEAR = 24  # nodes to look at
 _STACKED = {aten.bmm.default, aten.baddbmm.default, aten.matmul.default, aten.einsum.default}
 _REARRANGED = RESHAPES | PERMUTATIONS | COMPOSITE_PERMUTATIONS

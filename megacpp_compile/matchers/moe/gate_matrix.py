@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
@@ -31,7 +32,6 @@ from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import column_of, part_of
 from megacpp_compile.reader.products import multiplied
 
-aten = torch.ops.aten
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _TURNS = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)
 _SCATTERS = (aten.scatter.src, aten.scatter_add.default)

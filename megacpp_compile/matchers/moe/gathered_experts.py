@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_shape, same_size, value
 from megacpp_compile.fx.walks import near
@@ -28,7 +28,6 @@ from megacpp_compile.matchers.moe.routing import is_nonnegative
 from megacpp_compile.reader.factors import Axis, Dims, Factor, beneath, broadcast, factors, longer_dims, over
 from megacpp_compile.reader.index_reads import READS, indexed
 
-aten = torch.ops.aten
 NEGATIVE = "an expert's number may be negative, which would count from the end"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.size_checks import same_value
@@ -39,7 +40,6 @@ from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.parts import part_of
 from megacpp_compile.reader.products import contraction
 
-aten = torch.ops.aten
 _READS = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.select.int,
           aten.repeat_interleave.self_Tensor)  # fmt: skip
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
@@ -52,7 +53,6 @@ from megacpp_compile.reader.factors import (
 from megacpp_compile.reader.index_reads import SUMS_OF_ROWS
 from megacpp_compile.reader.products import multiplied
 
-aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.mm.default, aten.matmul.default)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import CASTS, COPIES
@@ -48,7 +49,6 @@ from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.parts import concatenated
 from megacpp_compile.reader.products import multiplied
 
-aten = torch.ops.aten
 _CASTS = (is_cast, COPIES)
 
 

@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_blank, is_filled
@@ -42,7 +42,6 @@ from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import concatenated
 from megacpp_compile.reader.products import multiplied
 
-aten = torch.ops.aten
 _PICKED = (aten.index_add.default, *SCATTERS)
 
 

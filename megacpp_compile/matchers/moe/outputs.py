@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, same_sizes, value
 from megacpp_compile.matchers._match import MatchFailure, Refused, or_refuse, refuse_if, refuse_unless
@@ -27,8 +27,6 @@ from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.reader.factors import Axis, Dims, Factor, beneath, is_one, longer_dims, seen_as
 from megacpp_compile.reader.index_reads import repeated_over_channels
 from megacpp_compile.reader.links import through
-
-aten = torch.ops.aten
 
 
 @or_none

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from megacpp_compile._torch.ops import torch_check
+from megacpp_compile._torch.ops import aten, torch_check
 from megacpp_compile.fx.edit import of_tensors, place, same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.walks import near, reached
@@ -24,7 +24,6 @@ from megacpp_compile.matchers.numbers import is_number
 from megacpp_compile.matchers.views import RESHAPES, is_cast, is_outer_view
 from megacpp_compile.reader.links import only_user, onward, through
 
-aten = torch.ops.aten
 _ASSERTS = (
     aten._assert_scalar.default,
     aten.sym_constrain_range_for_size.default,

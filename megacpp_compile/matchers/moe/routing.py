@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
@@ -22,7 +23,6 @@ from megacpp_compile.reader.dims import permutation, permuted, reduced_dims
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import column_of
 
-aten = torch.ops.aten
 _CASTS = (aten._to_copy.default, aten.to.dtype)
 _COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default)
 _SOME_OR_ALL = {

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES
 from megacpp_compile.matchers._match import or_failure, refuse, refuse_if
@@ -34,7 +35,6 @@ from megacpp_compile.reader.index_reads import row_read
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.products import multiplied
 
-aten = torch.ops.aten
 _COLUMNS = (
     aten.unsqueeze.default, aten.squeeze.dim, *RESHAPES, aten._to_copy.default, aten.to.dtype, aten.clone.default,
 )  # fmt: skip

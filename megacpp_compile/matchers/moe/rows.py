@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, same_sizes, value
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_gate, match_column
@@ -33,7 +34,6 @@ from megacpp_compile.reader.index_reads import counts_up, indexed, row_read
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import column_of
 
-aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze.dim, aten.squeeze.default, *RESHAPES)
 _FINDS_COLUMNS = (aten.where.default, aten.nonzero_numpy.default)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled, padded_with
@@ -33,7 +33,6 @@ from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import concatenated
 from megacpp_compile.reader.products import multiplied
 
-aten = torch.ops.aten
 _GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 _NEAR = 24  # nodes to look at before a GEMM
 _LIKE = (aten.empty_like.default, aten.zeros_like.default)

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile._torch.fakes import FakeTensor
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import attribute_of, same_size, value
@@ -31,7 +32,6 @@ from megacpp_compile.reader.index_reads import row_read
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import concatenated, part_of
 
-aten = torch.ops.aten
 _ARGSORTS = (aten.argsort.default, aten.argsort.stable)
 _SORTS = (aten.sort.default, aten.sort.stable)
 _COPIES = (aten.lift_fresh_copy.default, aten._to_copy.default, aten.to.dtype, aten.to.device, DETACH, *IDENTITIES)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import same_size, value
@@ -22,7 +23,6 @@ from megacpp_compile.reader.dims import unreduced
 from megacpp_compile.reader.index_reads import indexed
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims, aten.amax.default)
 _ALL = (aten.sum.default, aten.any.default, aten.max.default, aten.count_nonzero.default)
 _COPIES = COPIES | {DETACH}

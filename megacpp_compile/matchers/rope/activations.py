@@ -10,12 +10,11 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import of_tensors, same_shape, value
 from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, REARRANGEMENTS, SHAPE_ONLY, values_read
 from megacpp_compile.fx.walks import made_from, reached
 from megacpp_compile.matchers.rope.lanes import EMPTY
-
-aten = torch.ops.aten
 
 
 def activations(graph: fx.Graph, weights: frozenset[Node]) -> set[Node]:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.view_chains import beyond_views
 from megacpp_compile.fx.walks import descendants
@@ -21,7 +22,6 @@ from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.matchers.rope.lanes import is_one
 
-aten = torch.ops.aten
 _MEETS = {aten.mul.Tensor, aten.addcmul.default}
 _FUNCTIONS = {aten.cos.default, aten.sin.default}
 _ANGLES = _FUNCTIONS | {aten.polar.default}

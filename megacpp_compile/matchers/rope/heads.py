@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
 from megacpp_compile.fx.views import (
@@ -27,7 +27,6 @@ from megacpp_compile.matchers.rope.tables import changes_unit_dims
 from megacpp_compile.matchers.views import cut_from
 from megacpp_compile.reader.links import chain
 
-aten = torch.ops.aten
 # What is looked through for the view that took heads apart; other copies and casts of a projection end the search.
 _TRACED = RESHAPES | {aten.transpose.int, aten.permute.default, aten.clone.default, aten._to_copy.default}
 # Nodes that can finish a rotation: they put two terms or two runs of lanes together.

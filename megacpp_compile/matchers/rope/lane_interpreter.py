@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.mode_states import ModeStates
@@ -32,7 +33,6 @@ from megacpp_compile.matchers.rope.lanes import (
 from megacpp_compile.matchers.rope.value_numbering import ValueNumbering
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 # Table views worth seeing through; anything else (casts, products, cos itself) makes the table it yields.
 _SEE_THROUGH = UNIT_DIMS | {
     aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.expand.default,

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import GivenUp
 
-aten = torch.ops.aten
 # Source ids: no table in this term; memory nothing was written to; a product of tables.
 NONE, UNDEFINED, SEVERAL = -1, -2, -3
 MAX_TERMS = 4

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from megacpp_compile._torch.ops import HigherOrderOperator
+from megacpp_compile._torch.ops import HigherOrderOperator, aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import (
     COMPOSITE_PERMUTATIONS,
@@ -23,7 +23,6 @@ from megacpp_compile.matchers.rope.rotation import Part
 from megacpp_compile.matchers.views import cut_from, is_outer_view
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS
 _SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 

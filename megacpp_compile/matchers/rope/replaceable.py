@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.mode_states import ModeStates
 from megacpp_compile.fx.views import SHAPE_ONLY
@@ -15,7 +16,6 @@ from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 from megacpp_compile.matchers.rope.lanes import Lanes, is_one, precision
 from megacpp_compile.matchers.rope.rotation import Part, Rotation
 
-aten = torch.ops.aten
 _ARITHMETIC = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor)
 
 

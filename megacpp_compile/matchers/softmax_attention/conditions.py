@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, same_shape, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNSQUEEZE
@@ -23,7 +24,6 @@ from megacpp_compile.matchers.ssd.packed import alike
 from megacpp_compile.reader.dims import permutation
 from megacpp_compile.reader.links import chain
 
-aten = torch.ops.aten
 # Of a place or a number what it is for itself, such as the chunk it is in.
 _OF_EACH = {
     aten.floor_divide.default, aten.div.Tensor_mode, aten.remainder.Scalar, aten.add.Tensor, aten.sub.Tensor,

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.latent_attention.core import SDPA
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Groups
@@ -19,7 +19,6 @@ from megacpp_compile.matchers.softmax_attention.whole_queries import Queries
 from megacpp_compile.matchers.ssd.atoms import Atom, NoAxes
 from megacpp_compile.reader.links import only_user, onward
 
-aten = torch.ops.aten
 _JOINS = {aten.cat.default, aten.stack.default}
 _VIEWS = COPIES | PERMUTATIONS | UNIT_DIMS | RESHAPES | FOLDS
 

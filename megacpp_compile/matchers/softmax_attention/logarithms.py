@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.views import DETACH
 from megacpp_compile.matchers.softmax_attention.scores import AROUND_MAXIMA, AROUND_SUMS, less_maximum, reduced, times
 from megacpp_compile.reader.links import chain
 
-aten = torch.ops.aten
 SUMS, _LOG_SUMS = {aten.sum.dim_IntList}, {aten.logsumexp.default}
 # Powers -> what their exponent is multiplied by to be one of e.
 POWERS = {aten.exp.default: 1.0, aten.exp2.default: math.log(2)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch.fx import Node
 
 from megacpp_compile.errors._attempts import NoMatch, or_none
@@ -13,8 +12,6 @@ from megacpp_compile.fx.views import COPIES, PERMUTATIONS, UNIT_DIMS
 from megacpp_compile.matchers.softmax_attention.parts import Groups
 from megacpp_compile.reader.dims import below
 from megacpp_compile.reader.parts import part_of
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers._match import MatchFailure
@@ -17,7 +18,6 @@ from megacpp_compile.matchers.softmax_attention.prefixes import Prefix
 from megacpp_compile.matchers.ssd.atoms import length
 from megacpp_compile.reader.products import product_of
 
-aten = torch.ops.aten
 MAX_CHANNELS = 256
 INF = float("-inf")
 

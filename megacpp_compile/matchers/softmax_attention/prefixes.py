@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers.latent_attention.integers import DATA, NotRows, Sum, is_through, viewed
@@ -16,8 +17,6 @@ from megacpp_compile.matchers.latent_attention.masks import AND, OR, limits_of
 from megacpp_compile.matchers.softmax_attention.parts import Attention, Groups, Term
 from megacpp_compile.matchers.ssd.atoms import is_one
 from megacpp_compile.matchers.ssd.packed import alike
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
@@ -24,7 +25,6 @@ from megacpp_compile.matchers.ssd.packed import alike
 from megacpp_compile.reader.links import chain, only_user, onward, through
 from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
 
-aten = torch.ops.aten
 _SOFTMAXES = {aten.softmax.int, aten._softmax.default}
 _ADDS = {aten.add.Tensor, aten.add.Scalar}
 

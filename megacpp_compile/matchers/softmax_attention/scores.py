@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
@@ -23,7 +24,6 @@ from megacpp_compile.reader.dims import permuted, reduced_dims
 from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
 
-aten = torch.ops.aten
 FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 _MAXIMA = {aten.max.dim, aten.amax.default}
 # What puts the dimension back that a sum has reduced; a maximum may be detached, too, or the first of a pair.

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers.softmax_attention.conditions import Hidden
@@ -19,8 +19,6 @@ from megacpp_compile.matchers.softmax_attention.pieces import pieces_of
 from megacpp_compile.matchers.softmax_attention.whole import Site, Whole
 from megacpp_compile.matchers.ssd.atoms import fresh, length
 from megacpp_compile.matchers.ssd.packed import alike
-
-aten = torch.ops.aten
 
 
 class Heads(Whole):

@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers.softmax_attention.conditions import Distance, Hidden
@@ -25,8 +25,6 @@ from megacpp_compile.matchers.softmax_attention.prefixes import Prefix
 from megacpp_compile.matchers.softmax_attention.whole import Site, Whole, same_distance
 from megacpp_compile.matchers.ssd.atoms import fresh, length
 from megacpp_compile.matchers.ssd.packed import alike
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import PARTS
 from megacpp_compile.fx.walks import reached
@@ -16,7 +16,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import part_of
 
-aten = torch.ops.aten
 PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 MOST_OPERANDS = 7
 

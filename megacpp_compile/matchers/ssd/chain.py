@@ -7,16 +7,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.ssd.atoms import flat
 from megacpp_compile.matchers.ssd.roles import Leaf, Scan
 from megacpp_compile.reader.parts import part_of
-
-aten = torch.ops.aten
 
 
 def joined(scans: Sequence[Scan]) -> list[Scan]:

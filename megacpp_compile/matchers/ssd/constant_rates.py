@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import argument, same_shape, value
 from megacpp_compile.fx.views import EXPANSIONS
@@ -43,7 +44,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
 from megacpp_compile.matchers.ssd.trials import tried
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 POWERS = {aten.pow.Tensor_Tensor, aten.pow.Scalar}
 FACTORS = {aten.mul.Tensor, aten.pow.Tensor_Tensor}
 # What keeps powers of distances finite where a mask forgets them: `decay ** (i - j).clamp(min=0)`.

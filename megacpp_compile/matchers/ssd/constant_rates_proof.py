@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings.gated_linear_attention.reference import gated_linear_attention
@@ -19,7 +20,6 @@ from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes
 from megacpp_compile.matchers.ssd.resize import Resized, agree, tensor_dims
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged
 
-aten = torch.ops.aten
 POSITIONS = {aten.arange.default, aten.arange.start}
 MOST_ELEMENTS = 1 << 23  # of its largest tensor: 64 MiB
 TOLERANCE = 1e-8  # float64, a few hundred operations

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.matchers.ssd.atoms import Dim
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
@@ -27,8 +28,6 @@ from megacpp_compile.matchers.ssd.scan import candidates, exports_of, found_at_d
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
 from megacpp_compile.matchers.ssd.trials import tried
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass

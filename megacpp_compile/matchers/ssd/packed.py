@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import EXPANSIONS, PADS, REPETITIONS
 from megacpp_compile.matchers.ssd.tensor_ops import SAME, VIEWS, only, whole
 
-aten = torch.ops.aten
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
 _JUNCTIONS = {
     aten.bitwise_and.Tensor, aten.logical_and.default, aten.bitwise_or.Tensor, aten.logical_or.default,

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import argument, value
 from megacpp_compile.matchers.ssd.allowed import join_lengths
 from megacpp_compile.matchers.ssd.atoms import is_one
@@ -33,7 +34,6 @@ from megacpp_compile.matchers.ssd.trials import best_of, tried
 
 __all__ = ["Leaf", "NoScan", "Scan", "find_packed_scans", "find_scans"]
 
-aten = torch.ops.aten
 Found = TypeVar("Found")
 MOST_CANDIDATES = 40
 

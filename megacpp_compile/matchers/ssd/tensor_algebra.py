@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.walks import descendants, reached
 from megacpp_compile.matchers.ssd.packed import Masks, of_whole_numbers
@@ -26,8 +27,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     whole,
 )
 from megacpp_compile.reader.links import chain
-
-aten = torch.ops.aten
 
 
 class Algebra:

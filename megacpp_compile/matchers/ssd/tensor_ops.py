@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import argument, same_size, value
 from megacpp_compile.fx.views import (
@@ -29,8 +29,6 @@ from megacpp_compile.fx.views import (
 )
 from megacpp_compile.matchers.ssd.atoms import Dim, flat, is_one
 from megacpp_compile.matchers.ssd.axes import AxisEquations
-
-aten = torch.ops.aten
 
 CREATION = {
     aten.ones.default, aten.zeros.default, aten.full.default, aten.arange.default, aten.arange.start,

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS, is_cast
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, SAME, VIEWS
 from megacpp_compile.reader.links import through
 
-aten = torch.ops.aten
 _PRODUCTS = CONTRACTIONS | {aten.mul.Tensor, aten.mul.Scalar}
 _OF_THE_FIRST = (
     VIEWS | SAME | EXPANSIONS | REPETITIONS

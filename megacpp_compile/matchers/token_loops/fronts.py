@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS
@@ -18,7 +18,6 @@ from megacpp_compile.matchers.ssd.roles import arranged
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, SAME, VIEWS
 from megacpp_compile.matchers.token_loops.loops import Loop
 
-aten = torch.ops.aten
 # What works on each token alone where tokens are a dimension of its own before and behind.
 _BY_TOKEN = ELEMENTWISE | SAME | VIEWS | CONTRACTIONS | EXPANSIONS | REPETITIONS | {short_loops.shortened}
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.views import is_cast
 from megacpp_compile.fx.walks import made_from, reached
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, EXPONENTIALS, SAME, VIEWS
 from megacpp_compile.matchers.token_loops.loops import Loop
-
-aten = torch.ops.aten
 
 
 class LastStep:

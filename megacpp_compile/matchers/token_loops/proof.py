@@ -37,7 +37,6 @@ from megacpp_compile.matchers.token_loops.loops import Loop
 from megacpp_compile.matchers.token_loops.scans import LONGEST, ScanStep
 from megacpp_compile.matchers.token_loops.steps import find_loops
 
-aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64, one step
 MOST_OPERANDS = 6
 DIFFERS = "differs"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import REARRANGEMENTS
@@ -19,7 +20,6 @@ from megacpp_compile.matchers.latent_attention.core import WHERES
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.reader.links import chain
 
-aten = torch.ops.aten
 # (tag, reason) of a step that clears the state, and of decays that no op takes the flags of.
 STATE = ("documents", "flags clear the state itself: multiply the decay by them, or write -1e4 into its logarithm")
 DECAYS = ("documents", "flags clear the decays of a scan whose step size is in them: no op takes documents there")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.walks import made_from
@@ -31,7 +32,6 @@ from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
 from megacpp_compile.matchers.token_loops.loops import Loop
 from megacpp_compile.reader.links import above, through
 
-aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64, one step
 LONGEST = 1 << 15  # tokens of the tensors that the last step is run from
 MOST_OPERANDS = 4

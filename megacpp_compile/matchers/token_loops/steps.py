@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.groups import by_key
 from megacpp_compile.fx.walks import descendants, made_from, reached
@@ -23,8 +24,6 @@ from megacpp_compile.matchers.token_loops.alike import Alignment, Different, lik
 from megacpp_compile.matchers.token_loops.first_step import Zeros, same_sizes
 from megacpp_compile.matchers.token_loops.loops import Loop
 from megacpp_compile.matchers.token_loops.tokens import Collected, Read, collected, part_of_several, reads_by_count
-
-aten = torch.ops.aten
 
 
 def find_loops(graph: fx.Graph) -> Iterator[Loop | MatchFailure]:

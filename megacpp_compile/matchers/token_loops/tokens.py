@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.groups import by_key
@@ -16,8 +16,6 @@ from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.matchers.ssd.atoms import number
 from megacpp_compile.matchers.ssd.tensor_ops import argument
 from megacpp_compile.reader.parts import part_of
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

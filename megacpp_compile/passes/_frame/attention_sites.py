@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.frontend.sdpa_regions import choice_of, chosen
@@ -35,7 +36,6 @@ from megacpp_compile.report.attention import AttentionSite
 from megacpp_compile.report.user_code import first_line
 from megacpp_compile.targets import family
 
-aten = torch.ops.aten
 SDPA, FLEX, OURS, SPELLED = "sdpa", "flex_attention", "attention", "spelled out"
 ALONE = "the frame was compiled as it was written"
 NOT_CAPTURED, UNREAD = "not-captured", "unread"

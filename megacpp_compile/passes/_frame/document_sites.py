@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile._torch.ops import OpOverload
+from megacpp_compile._torch.ops import OpOverload, aten
 from megacpp_compile.fx.edit import arguments, attribute_of, called, same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import PARTS, REARRANGEMENTS, SPLITS
@@ -35,7 +35,6 @@ from megacpp_compile.passes._frame import token_readers
 from megacpp_compile.reader.links import through
 from megacpp_compile.report.records import MissedFusion
 
-aten = torch.ops.aten
 NUMBERS, OFFSETS, MASK = "numbers", "offsets", "mask"
 # Arguments by which ops are told of documents.
 _OFFSETS = re.compile(r"cu_?seq_?len|cum_seq|query_start_loc")

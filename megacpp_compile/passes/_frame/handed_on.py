@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import Builder, arguments, replace, value
 from megacpp_compile.lowerings._entering_states import entering_states
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.sharding.sequences import Parts
-
-aten = torch.ops.aten
 
 Operands = Mapping[str, Any]
 # (builder, operands by piece, what a piece adds to a state) -> (what is left of a state, whether that is a matrix).

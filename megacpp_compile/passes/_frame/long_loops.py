@@ -14,13 +14,13 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import replace, value
 from megacpp_compile.lowerings._registry import semantic_ops
 
-aten = torch.ops.aten
 # Their arguments are sizes.
 _SIZED = {aten.unflatten.int: 2, aten.expand.default: 1, aten.view.default: 1, aten.reshape.default: 1}
 

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention, View
 from megacpp_compile.passes._rewrites.absorbed_weights import absorbed, expanded, taken
-
-aten = torch.ops.aten
 
 
 def inputs_of(found: LatentAttention) -> list[Node]:

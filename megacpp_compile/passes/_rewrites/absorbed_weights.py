@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention, View
 from megacpp_compile.matchers.latent_attention.up_projections import Times
-
-aten = torch.ops.aten
 
 
 def absorbed(build: Builder, q: Node, found: LatentAttention, dtype: torch.dtype) -> Node:

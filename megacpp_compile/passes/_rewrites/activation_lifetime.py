@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.dispatch import enable_python_dispatcher
 from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn
@@ -24,7 +25,6 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.reader.links import chain, through
 
-aten = torch.ops.aten
 # Their gradients take neither operand, and no kernel makes one of these back from what they return.
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.lowerings._kernels.gated_chunks import CHUNK_SIZES
@@ -17,7 +17,6 @@ from megacpp_compile.matchers.ssd.atoms import length
 from megacpp_compile.matchers.ssd.scan import Leaf
 from megacpp_compile.passes._rule import Match, in_other_modes
 
-aten = torch.ops.aten
 Groups = Sequence[tuple[Any, ...]]
 
 

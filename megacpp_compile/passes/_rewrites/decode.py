@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.matchers.latent_attention.masks import Seen, SeenRows
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention
 from megacpp_compile.passes._rewrites.absorbed import Sizes, absorbed_queries, expanded_result, latent_rows
 from megacpp_compile.passes._rewrites.absorbed_weights import taken
 
-aten = torch.ops.aten
 # What a row is hidden by where data says so: its exponential is 0 beside any other's, and it is no infinity, of which a
 # product with 0 would be no number.
 LOW = -1e30

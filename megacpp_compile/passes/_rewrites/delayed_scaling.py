@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.frontend.capture import PARAMETER
 from megacpp_compile.frontend.local_dtensors.rules import name_of
 from megacpp_compile.fx.edit import Builder, value
-
-aten = torch.ops.aten
 
 # Calls that give a rank more or less of the one tensor whose parts the ranks hold.
 _BETWEEN_RANKS = frozenset({"to_local", "full_tensor", "redistribute", "all_gather_into_tensor"})

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.config import fp8_gain
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.fx.edit import Builder, same_size, value
@@ -29,7 +30,6 @@ from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExp
 from megacpp_compile.passes._rewrites import weight_casts
 from megacpp_compile.passes._rule import Match
 
-aten = torch.ops.aten
 RECIPE = "fp8_current"
 # Recipes that the layer takes -> why it has RECIPE in their place, "" for itself.
 TAKEN = {RECIPE: "", "fp8_delayed": f"{RECIPE}: each token and row has a scale of its own, and none has a past"}

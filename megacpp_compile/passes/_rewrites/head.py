@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node, map_arg
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.fx.subgraph import inside
@@ -17,8 +18,6 @@ from megacpp_compile.matchers.linear_cross_entropy.heads import HeadLoss, Output
 from megacpp_compile.matchers.linear_cross_entropy.logits import Step
 from megacpp_compile.matchers.linear_cross_entropy.reads import Read, Weight
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, outer, replay
-
-aten = torch.ops.aten
 
 
 def inputs_of(site: HeadLoss) -> list[Node]:

@@ -11,6 +11,7 @@ import dataclasses
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import COPIES, DETACH, UNIT_DIMS
@@ -22,8 +23,6 @@ from megacpp_compile.matchers.low_rank import Adapted, match_adapted
 from megacpp_compile.matchers.rms_norm import RmsNorm
 from megacpp_compile.matchers.views import consumers, cut_from, is_cast, is_outer_view, is_reshape, lane_slice
 from megacpp_compile.reader.links import chain, through
-
-aten = torch.ops.aten
 
 # What autograd differentiates without its operand's values: writes, and sums.
 _WRITES = frozenset(

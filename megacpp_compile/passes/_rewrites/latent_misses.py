@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.frontend.dtensors import described
 from megacpp_compile.frontend.tensor_subclasses import LINEARS
 from megacpp_compile.fx.edit import value
@@ -26,8 +27,6 @@ from megacpp_compile.matchers.views import cut_from, is_cast, is_outer_view
 from megacpp_compile.passes._rewrites.latent import Latent, is_residual, latent_of
 from megacpp_compile.passes._rewrites.norm import depends
 from megacpp_compile.reader.links import through
-
-aten = torch.ops.aten
 
 # What a normalisation may be made of, by the name of the op.
 _ARITHMETIC = frozenset(

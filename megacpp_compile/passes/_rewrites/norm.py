@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.walks import ancestors
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
@@ -16,8 +17,6 @@ from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view
 from megacpp_compile.reader.links import through
-
-aten = torch.ops.aten
 
 
 def between(node: Node) -> bool:

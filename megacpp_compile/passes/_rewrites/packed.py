@@ -17,6 +17,7 @@ import dataclasses
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.sizes import elements, hint
@@ -27,8 +28,6 @@ from megacpp_compile.matchers.rope.lanes import Source, is_one, precision
 from megacpp_compile.matchers.rope.rotation import Rotation, Table
 from megacpp_compile.passes._rewrites import rotations
 from megacpp_compile.reader.links import chain
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import CASTS, COPIES, EXPANSIONS, FOLDS, PARTS, PERMUTATIONS, RESHAPES, UNIT_DIMS
 from megacpp_compile.fx.walks import descendants
@@ -22,8 +23,6 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.lanes import Source
 from megacpp_compile.matchers.rope.rotation import Part, Rotation, Table
-
-aten = torch.ops.aten
 
 
 def refusals(view: GraphView, op_name: str) -> list[MatchFailure]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, RESHAPES, is_cast
 from megacpp_compile.matchers.latent_attention.lists import Axes
@@ -16,7 +17,6 @@ from megacpp_compile.passes._rewrites.absorbed import Sizes, absorbed_queries, e
 from megacpp_compile.passes._rewrites.absorbed_weights import taken
 from megacpp_compile.reader.links import chain
 
-aten = torch.ops.aten
 _VIEWS = COPIES | PERMUTATIONS | RESHAPES | {aten.mT.default}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import Builder, same_size, same_sizes, value
 from megacpp_compile.fx.filled import is_filled, padded_with
@@ -27,7 +28,6 @@ from megacpp_compile.matchers.token_loops.resets import cleared_by_flags
 from megacpp_compile.passes._rewrites.arrange import arrange, leading
 from megacpp_compile.reader.links import chain
 
-aten = torch.ops.aten
 Dims = tuple[tuple[Any, ...], ...]
 _SHAPED = VIEWS | REPEATS - PADS | IDENTITIES | CASTS
 _PARTS = _SHAPED | PARTS | SPLITS | {operator.getitem}

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.numbers import number_of
@@ -27,7 +28,6 @@ from megacpp_compile.matchers.rope.lanes import (
 )
 from megacpp_compile.matchers.rope.tables import table_lanes
 
-aten = torch.ops.aten
 RULES, rule, unary = rule_table()
 
 

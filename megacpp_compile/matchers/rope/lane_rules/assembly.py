@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.rope.lane_dims import align, as_lane, insert_outer, pad_terms
 from megacpp_compile.matchers.rope.lane_rules.views import bounds
@@ -26,7 +26,6 @@ from megacpp_compile.matchers.rope.lanes import (
     zero_term,
 )
 
-aten = torch.ops.aten
 RULES, rule, _ = rule_table()
 
 

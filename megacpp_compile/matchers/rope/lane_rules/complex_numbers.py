@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.matchers.rope.lane_dims import align
 from megacpp_compile.matchers.rope.lane_rules.arithmetic import stack_parts
 from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, rule_table
 
-aten = torch.ops.aten
 RULES, rule, unary = rule_table()
 
 

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, SQUEEZES
 from megacpp_compile.matchers.rope.lane_dims import drop, insert_outer, permute, reshape, select, take, widen, with_rank
@@ -18,7 +18,6 @@ from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, axis
 from megacpp_compile.reader.dims import permutation, repetition
 from megacpp_compile.reader.parts import part_of
 
-aten = torch.ops.aten
 RULES, rule, unary = rule_table()
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, broadcast, rule_table
 from megacpp_compile.reader.dims import reduced_dims
 
-aten = torch.ops.aten
 RULES, rule = rule_table()
 
 

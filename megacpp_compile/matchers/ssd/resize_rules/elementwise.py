@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import argument, same_size, value
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, length, pin
 from megacpp_compile.matchers.ssd.tensor_ops import (
@@ -22,7 +23,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     rule_table,
 )
 
-aten = torch.ops.aten
 RULES, rule = rule_table()
 
 

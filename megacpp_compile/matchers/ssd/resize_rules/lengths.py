@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import argument, same_size, value
 from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import SPLITS
@@ -17,7 +18,6 @@ from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one,
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, axis, broadcast, rule_table
 from megacpp_compile.reader.parts import part_of
 
-aten = torch.ops.aten
 RULES, rule = rule_table()
 
 

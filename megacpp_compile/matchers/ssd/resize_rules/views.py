@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import (
@@ -23,7 +23,6 @@ from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, rule_table, run_reshape
 from megacpp_compile.reader.dims import permutation, permuted, repetition
 
-aten = torch.ops.aten
 RULES, rule = rule_table()
 
 

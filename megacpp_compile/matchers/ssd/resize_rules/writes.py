@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import argument, same_size, value
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, pin
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, axis, broadcast, rule_table
 
-aten = torch.ops.aten
 RULES, rule = rule_table()
 SCATTERS = {aten.select_scatter.default, aten.slice_scatter.default}
 
