@@ -10,17 +10,17 @@ from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import PADS
 
-_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-_ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
+ONES = frozenset({aten.ones.default, aten.ones_like.default, aten.new_ones.default})
 _EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
-_FULL = (aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default)
+FULL = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default})
 
 
 def fill_of(node: Any) -> Any:
     """What every element of `node` is, a number or a node; None where it is nothing that fills a tensor."""
-    if not isinstance(node, Node) or node.target not in (*_ZEROS, *_ONES, *_FULL):
+    if not isinstance(node, Node) or node.target not in (*ZEROS, *ONES, *FULL):
         return None
-    return 0 if node.target in _ZEROS else 1 if node.target in _ONES else node.args[-1]
+    return 0 if node.target in ZEROS else 1 if node.target in ONES else node.args[-1]
 
 
 def is_filled(node: Any, number: float) -> bool:

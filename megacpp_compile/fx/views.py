@@ -29,6 +29,7 @@ PERMUTATIONS = frozenset({aten.transpose.int, aten.permute.default, aten.t.defau
 COMPOSITE_PERMUTATIONS = frozenset(
     {aten.mT.default, aten.numpy_T.default, aten.movedim.int, aten.movedim.intlist}
 )
+ALL_PERMUTATIONS = PERMUTATIONS | COMPOSITE_PERMUTATIONS
 # Elements repeated: as a view with stride 0, or in memory.
 EXPANSIONS = frozenset({aten.expand.default, aten.broadcast_to.default})
 REPETITIONS = frozenset({aten.repeat.default, aten.repeat_interleave.self_int})
@@ -53,6 +54,9 @@ SHAPE_ONLY = frozenset({
     aten.zeros_like.default, aten.ones_like.default, aten.new_full.default, aten.full_like.default,
     aten.new_empty_strided.default, aten.sym_size.int,
 })  # fmt: skip
+
+# The same values in the same shape.
+SAME_VALUES = IDENTITIES | CASTS
 
 # What has elements of its first operand alone, perhaps not all of them, in another place, several times or cast.
 REARRANGEMENTS = (

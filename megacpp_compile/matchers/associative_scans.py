@@ -21,7 +21,7 @@ from torch.fx import Node
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_shape, same_size, value
-from megacpp_compile.fx.views import RESHAPES
+from megacpp_compile.fx.views import PADS, RESHAPES
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.ssd.atoms import number
 from megacpp_compile.matchers.ssd.resize import agree
@@ -30,10 +30,9 @@ from megacpp_compile.matchers.ssd.tensor_algebra import tensors
 TOLERANCE = 1e-10  # float64
 FEWEST = 2  # tokens: of one there is no tree
 MOST_NODES = 4096
-_PADS = {aten.pad.default, aten.constant_pad_nd.default}
 _JOINS = {aten.cat.default, aten.stack.default}
 _ARITHMETIC = {aten.mul.Tensor, aten.add.Tensor}
-_TREE = {aten.slice.Tensor, *_PADS, *_JOINS, *_ARITHMETIC, *RESHAPES}
+_TREE = {aten.slice.Tensor, *PADS, *_JOINS, *_ARITHMETIC, *RESHAPES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +48,7 @@ class States:
 def find_states(graph: fx.Graph) -> Iterator[States]:
     """Every such tree of `graph`, in graph order."""
     for node in graph.nodes:
-        if node.target in _TREE - _ARITHMETIC - _PADS and any(u.target not in _TREE for u in node.users):
+        if node.target in _TREE - _ARITHMETIC - PADS and any(u.target not in _TREE for u in node.users):
             if (found := _states(node)) is not None:
                 yield found
 
@@ -84,7 +83,7 @@ def _is_of_tree(n: Node, rest: tuple[Any, ...]) -> bool:
     front = value(n).dim() - len(rest)
     if n.target in _ARITHMETIC:
         return len(n.all_input_nodes) == len({*n.args}) == 2 and not n.kwargs and _same_rank(n)
-    if n.target in _PADS:
+    if n.target in PADS:
         pad, *how = n.args[1:]
         whole = list(pad)[: 2 * len(rest)]  # type: ignore[arg-type]
         return not any(whole) and not any(how) and not n.kwargs and all(isinstance(p, int) for p in pad)  # type: ignore[union-attr]

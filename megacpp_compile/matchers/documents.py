@@ -16,7 +16,7 @@ from torch.fx import Node
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.filled import padded_with
+from megacpp_compile.fx.filled import ONES, ZEROS, padded_with
 from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PADS, RESHAPES, UNIT_DIMS
 from megacpp_compile.fx.walks import ancestors, descendants, reached
 from megacpp_compile.matchers.linear import is_projection
@@ -24,8 +24,6 @@ from megacpp_compile.reader.links import through
 
 _LAST = 1 << 62
 _ARANGES = {aten.arange.default, aten.arange.start, aten.arange.start_step}
-_ONES = {aten.ones.default, aten.ones_like.default, aten.new_ones.default}
-_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 _CHOICES = {aten.masked_fill.Scalar, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther}
 _COMPARISONS = {aten.eq.Scalar, aten.ne.Scalar, aten.gt.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.ge.Scalar}
 _FULL = {aten.full.default, aten.full_like.default, aten.new_full.default}
@@ -287,12 +285,12 @@ def _counted_flags(node: Node | None) -> Offsets | None:
 
 def _is_zeros(node: Any) -> bool:
     node = plain(node)
-    return isinstance(node, Node) and (node.target in _ZEROS or node.target in _FULL and _is_number(node.args[-1], 0))
+    return isinstance(node, Node) and (node.target in ZEROS or node.target in _FULL and _is_number(node.args[-1], 0))
 
 
 def _is_ones(node: Any) -> bool:
     node = plain(node)
-    return isinstance(node, Node) and (node.target in _ONES or node.target in _FULL and _is_number(node.args[-1], 1))
+    return isinstance(node, Node) and (node.target in ONES or node.target in _FULL and _is_number(node.args[-1], 1))
 
 
 def _is_floor_at_zero(node: Node) -> bool:

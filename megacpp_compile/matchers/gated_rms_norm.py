@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import DIVISIONS, MULTIPLICATIONS, SCALINGS
 from megacpp_compile.fx.edit import of_tensors, same_shape, value
 from megacpp_compile.fx.views import COPIES, FOLDS, RESHAPES, is_cast
 from megacpp_compile.matchers._match import MatchFailure, bits_of, or_failure, refuse_narrower
@@ -25,7 +26,6 @@ from megacpp_compile.reader.links import chain, through, widens
 
 # Ops that keep the elements in row-major order and change the dimensions only.
 _ROW_MAJOR = RESHAPES | FOLDS | {aten.unsqueeze.default, aten.squeeze.dim}
-_MUL, _DIV = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
 _GATES = {"silu": match_silu, "sigmoid": match_sigmoid}
 _OTHER_GATES = {aten.gelu.default: "GELU", aten.relu.default: "ReLU", aten.tanh.default: "tanh"}
 
@@ -182,9 +182,9 @@ class _Downstream:
     @or_none
     def _factor(self, user: Node, node: Node, gate: bool) -> set[Node] | None:
         """The nodes that a product or quotient adds to the gated norm; None where it ends it."""
-        NoMatch.when(user.target not in _MUL | _DIV or user.kwargs)
+        NoMatch.when(user.target not in SCALINGS or user.kwargs)
         first, second = user.args[:2]
-        divides = user.target in _DIV
+        divides = user.target in DIVISIONS
         other = second if first is node else first
         NoMatch.when(other is node or divides and (first is not node or isinstance(other, Node)))
         if not isinstance(other, Node):
@@ -242,7 +242,7 @@ def gate_nearby(norm: Node) -> bool:
         (node,) = node.users
         if _gated(node):
             return True
-        if not (is_cast(node) or _keeps_order(node) or node.target in _MUL):
+        if not (is_cast(node) or _keeps_order(node) or node.target in MULTIPLICATIONS):
             break
     pending, seen = [norm], set[Node]()
     for _ in range(16):

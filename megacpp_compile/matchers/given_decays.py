@@ -10,16 +10,16 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import of_tensors, value
-from megacpp_compile.fx.views import EXPANSIONS
+from megacpp_compile.fx.views import EXPANSIONS, SAME_VALUES
 from megacpp_compile.fx.walks import within_steps
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.recurrences import find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.matchers.rope.lanes import is_one
-from megacpp_compile.matchers.ssd.tensor_ops import SAME, VIEWS
+from megacpp_compile.matchers.ssd.tensor_ops import VIEWS
 from megacpp_compile.reader.links import through
 
-_READS = VIEWS | SAME | EXPANSIONS | {aten.slice.Tensor, aten.select.int}
+_READS = VIEWS | SAME_VALUES | EXPANSIONS | {aten.slice.Tensor, aten.select.int}
 _BETWEEN = 8  # nodes from the last state to the product of keys or values with a table
 
 

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import SUMS_OF_TENSORS
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.matchers.linear import Linear, match_linear
@@ -62,7 +63,7 @@ def match_adapted(node: Node, vectors: bool = False) -> Adapted | None:
         return Adapted(node, linear, (), frozenset())
     internal: set[Node] = set()
     terms: list[Linear | LowRank] = []
-    NoMatch.when(uncast(node).target not in _SUMS or not _flatten(node, terms, internal, node, vectors))
+    NoMatch.when(uncast(node).target not in SUMS_OF_TENSORS or not _flatten(node, terms, internal, node, vectors))
     bases = [t for t in terms if isinstance(t, Linear)]
     paths = tuple(t for t in terms if isinstance(t, LowRank))
     NoMatch.when(len(bases) != 1 or len(paths) + 1 != len(terms))
@@ -84,7 +85,7 @@ def _flatten(
     internal.add(node)
     if is_cast(node):
         return _flatten(node.args[0], terms, internal, top, vectors)
-    if node.target in _SUMS:
+    if node.target in SUMS_OF_TENSORS:
         alpha = node.kwargs.get("alpha", 1)
         if node.target is aten.sub.Tensor:
             if isinstance(alpha, Node):
@@ -119,7 +120,6 @@ def _flatten(
     return once and all(_scale(terms, len(terms) - 1, factor) for factor in factors)
 
 
-_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def _beneath(node: Node, vectors: bool) -> tuple[Node, object] | None:

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import NEGATIONS
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled, padded_in_front
 from megacpp_compile.fx.views import CASTS, IDENTITIES, SQUEEZES, UNSQUEEZE
@@ -28,7 +29,6 @@ from megacpp_compile.reader.parts import column_of, part_of
 # What nothing shows of positions is that they count from 0 in each document.
 POSITIONS = "taps are masked by positions, which may be any: compare numbers of documents, `(position == 0).cumsum(-1)`"
 _LIMITS = {aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar}
-_NOT = {aten.logical_not.default, aten.bitwise_not.default}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +173,9 @@ class _Same:
 
 @or_none
 def _is_same(node: Any) -> _Same | None:
-    *steps, node = chain(node, IDENTITIES, CASTS, SQUEEZES, _NOT, UNSQUEEZE)
+    *steps, node = chain(node, IDENTITIES, CASTS, SQUEEZES, NEGATIONS, UNSQUEEZE)
     NoMatch.when(not isinstance(node, Node) or node.target not in (aten.eq.Tensor, aten.ne.Tensor))
-    differs = (node.target is aten.ne.Tensor) != (sum(n.target in _NOT for n in steps) % 2 == 1)
+    differs = (node.target is aten.ne.Tensor) != (sum(n.target in NEGATIONS for n in steps) % 2 == 1)
     a, b = node.args
     NoMatch.when(not all(isinstance(n, Node) and _is_numbers(n) for n in (a, b)))
     for earlier, now in ((a, b), (b, a)):
@@ -187,7 +187,7 @@ def _is_same(node: Any) -> _Same | None:
 
 def _is_position(node: Any) -> bool:
     """Whether a mask says how far into its document each step is, by an input."""
-    node = through(node, IDENTITIES, CASTS, SQUEEZES, UNSQUEEZE, _NOT)
+    node = through(node, IDENTITIES, CASTS, SQUEEZES, UNSQUEEZE, NEGATIONS)
     asked = isinstance(node, Node) and node.target in _LIMITS and _is_numbers(node.args[0])
     return asked and not is_constant(node)
 

@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import DIVISIONS, MULTIPLICATIONS, SCALINGS
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, is_cast, uncast
 from megacpp_compile.matchers._match import (
@@ -32,8 +33,6 @@ from megacpp_compile.matchers._match import (
 from megacpp_compile.matchers.numbers import is_number, number_of
 from megacpp_compile.reader.links import above, chain, through, widens
 
-_MUL = {aten.mul.Tensor, aten.mul.Scalar}
-_DIV = {aten.div.Tensor, aten.div.Scalar}
 _UNIT_LENGTH = ("no-mean", "it norms to a length of 1: the root is of the sum of squares, not of their mean")
 
 
@@ -102,7 +101,7 @@ def _match(node: Node) -> RmsNorm | None:
     )
     if node.target is aten.rms_norm.default:
         return _whole(top, node, internal)
-    NoMatch.when(node.target not in _MUL | _DIV)
+    NoMatch.when(node.target not in SCALINGS)
     over: list[Any] = []
     under: list[Any] = []
     seen: set[Node] = set()
@@ -179,12 +178,12 @@ def _flatten(
     `whole`."""
     if isinstance(node, Node):
         inner = uncast(node)
-        product = isinstance(inner, Node) and inner is not whole and inner.target in _MUL | _DIV
+        product = isinstance(inner, Node) and inner is not whole and inner.target in SCALINGS
         if product and not _is_square(inner) and not _is_root(inner):
             internal.update(above(node, inner), [inner])
             a, b = inner.args[:2]
             _flatten(a, over, under, internal, whole)
-            if inner.target in _MUL:
+            if inner.target in MULTIPLICATIONS:
                 _flatten(b, over, under, internal, whole)
             elif inner.kwargs:
                 refuse(inner, "rounding", "the division rounds")
@@ -200,7 +199,7 @@ def _is_square(node: Node) -> bool:
 
 def _is_root(node: Node) -> bool:
     """`1 / sqrt(..)` spelled as a division is a root, not a product to take apart."""
-    return node.target in _DIV and not isinstance(node.args[0], Node)
+    return node.target in DIVISIONS and not isinstance(node.args[0], Node)
 
 
 def _peel(node: Any, internal: set[Node]) -> Any:
@@ -225,7 +224,7 @@ def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
     t = node.target
     if t is aten.reciprocal.default and not under:
         node, under = _peel(node.args[0], through), True
-    elif t in _DIV and not isinstance(node.args[0], Node) and node.args[0] == 1 and not under:
+    elif t in DIVISIONS and not isinstance(node.args[0], Node) and node.args[0] == 1 and not under:
         node, under = _peel(node.args[1], through), True
     NoMatch.when(not isinstance(node, Node))
     through.add(node)
@@ -263,7 +262,7 @@ def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
 
 def _under_root(node: Any) -> bool:
     """Whether `node` is a root, or the norm of a vector, perhaps times a number."""
-    node = through(node, is_cast, lambda n: n.target in _MUL | _DIV and is_number(n.args[1]))
+    node = through(node, is_cast, lambda n: n.target in SCALINGS and is_number(n.args[1]))
     return isinstance(node, Node) and (node.target in (aten.sqrt.default, aten.linalg_vector_norm.default) or (
         node.target is aten.pow.Tensor_Scalar and node.args[1] == 0.5))  # fmt: skip
 
@@ -275,8 +274,8 @@ def _mean_square(mean: Node) -> tuple[Node, Node, set[Node]]:
     refuse_if(not isinstance(mean, Node), mean, "no-mean", "the root is not of a mean")
     divisor = None
     node = mean
-    if node.target in _DIV | _MUL and not isinstance(node.args[1], Node):
-        divisor = node.args[1] if node.target in _DIV else 1 / node.args[1]  # type: ignore[operator]
+    if node.target in DIVISIONS | MULTIPLICATIONS and not isinstance(node.args[1], Node):
+        divisor = node.args[1] if node.target in DIVISIONS else 1 / node.args[1]  # type: ignore[operator]
         node = _peel(node.args[0], internal)
     if isinstance(node, Node) and node.target is aten.mean.dim and divisor is None:
         dims = node.args[1]

@@ -19,6 +19,7 @@ from torch.fx import Node
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import long_dimensions, value
+from megacpp_compile.fx.views import SAME_VALUES
 from megacpp_compile.fx.walks import descendants, reached
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if, refuse_unless
 from megacpp_compile.matchers.associative_scans import States, find_states
@@ -28,7 +29,7 @@ from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import RATE, Leaf, arranged
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS, SAME, VIEWS
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS, VIEWS
 from megacpp_compile.matchers.ssd.trials import tried
 
 TOLERANCE = 1e-10  # float64
@@ -99,7 +100,7 @@ class _Candidate:
     @or_none
     def _read(self) -> tuple[Node, list[Node]] | None:
         """(what a product with the states makes, what the last of them is); None where they are read otherwise."""
-        views = list(descendants([self.states.node], lambda u: u.target in SAME | VIEWS))
+        views = list(descendants([self.states.node], lambda u: u.target in SAME_VALUES | VIEWS))
         readers = [(u, n) for n in views for u in n.users if u not in views]
         finals = [u for u, n in readers if _is_last(u, n)]  # of tokens, which `_proved` holds it to
         made = [u for u, _ in readers if u not in finals]

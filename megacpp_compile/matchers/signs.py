@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
+from megacpp_compile.fx.arithmetic import ADDITIONS, SCALINGS
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import CASTS, COMPOSITE_PERMUTATIONS, IDENTITIES, PADS, REARRANGEMENTS
 from megacpp_compile.reader.links import through
@@ -21,8 +22,6 @@ _NOT_NEGATIVE = {
     aten.exp.default, aten.exp2.default, aten.softplus.default, aten.sigmoid.default, aten.relu.default,
     aten.abs.default, aten.square.default, aten.sqrt.default, aten.softmax.int, aten._softmax.default,
 }  # fmt: skip
-_PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
-_SUMS = {aten.add.Tensor, aten.add.Scalar}
 
 
 def at_most_zero(n: Any) -> bool:
@@ -42,9 +41,9 @@ def _signs(n: Any, steps: int = 64) -> frozenset[int]:
         return frozenset({-1})
     if n.target is aten.neg.default:
         return _times(_signs(n.args[0], steps - 1), frozenset({-1}))
-    if n.target in _PRODUCTS and len(n.args) == 2:
+    if n.target in SCALINGS and len(n.args) == 2:
         return _times(*(_signs(a, steps - 1) for a in n.args))
-    if n.target in _SUMS and len(n.args) == 2 and not n.kwargs:
+    if n.target in ADDITIONS and len(n.args) == 2 and not n.kwargs:
         return frozenset.intersection(*(_signs(a, steps - 1) for a in n.args))
     if n.target in (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default):
         return _clamped(n, _signs(n.args[0], steps - 1))

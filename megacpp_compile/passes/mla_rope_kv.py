@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import Builder, place, value
-from megacpp_compile.fx.views import AUTOCAST_BLIND
+from megacpp_compile.fx.views import AUTOCAST_BLIND, SPLITS
 from megacpp_compile.matchers._match import MatchFailure, or_failure, refuse_if
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
@@ -84,7 +84,7 @@ def _values(head: Head) -> list[tuple[Node, list[int]]]:
     while stack:
         node, dims, at, width = stack.pop()
         for user in node.users:
-            pieces = list(user.users) if user.target in _SPLITS else [user]
+            pieces = list(user.users) if user.target in SPLITS else [user]
             for piece in pieces:
                 cut = lane_slice(piece)
                 if cut is not None and cut[0] is node:
@@ -103,7 +103,6 @@ def _values(head: Head) -> list[tuple[Node, list[int]]]:
     return values
 
 
-_SPLITS = {aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default}
 
 
 def _rewrite(

@@ -11,28 +11,16 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.sizes import hint
-from megacpp_compile.fx.views import (
-    CASTS,
-    COMPOSITE_PERMUTATIONS,
-    EXPANSIONS,
-    FOLDS,
-    IDENTITIES,
-    PERMUTATIONS,
-    REPETITIONS,
-    RESHAPES,
-    UNIT_DIMS,
-)
+from megacpp_compile.fx.views import ALL_PERMUTATIONS, EXPANSIONS, FOLDS, REPETITIONS, RESHAPES, SAME_VALUES, UNIT_DIMS
 
 T = TypeVar("T")
-_PERMUTATIONS = PERMUTATIONS | COMPOSITE_PERMUTATIONS
-_SAME = IDENTITIES | CASTS
 _REPEATS = EXPANSIONS | REPETITIONS
-_SEEN = _PERMUTATIONS | _SAME | EXPANSIONS | RESHAPES | FOLDS | UNIT_DIMS
+_SEEN = ALL_PERMUTATIONS | SAME_VALUES | EXPANSIONS | RESHAPES | FOLDS | UNIT_DIMS
 
 
 def permutation(node: Node) -> list[int] | None:
     """Which dimension of its operand each dimension of `node` is; None where `node` is no permutation."""
-    if node.target not in _PERMUTATIONS:
+    if node.target not in ALL_PERMUTATIONS:
         return None
     marked = torch.empty([n + 2 for n in range(value(node).dim())], device="meta")
     return [n - 2 for n in node.target(marked, *node.args[1:]).shape]  # type: ignore[operator]
@@ -61,9 +49,9 @@ def below(node: Node, dims: Sequence[T], one: T) -> list[T] | None:
         first = len(here) - len(there)
         repeated = [same_size(n, 1) and not same_size(n, m) for n, m in zip(there, here[first:], strict=True)]
         return [one if again else d for d, again in zip(dims[first:], repeated, strict=True)]
-    if node.target in _PERMUTATIONS:
+    if node.target in ALL_PERMUTATIONS:
         return unpermuted(node, dims)
-    if node.target in _SAME:
+    if node.target in SAME_VALUES:
         return [*dims]
     places = long_places(node)
     return None if places is None else [dims[places[d]] if d in places else one for d in range(len(there))]

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
+from megacpp_compile.fx.arithmetic import SUMS_OF_TENSORS
 from megacpp_compile.fx.edit import argument, of_tensors
-from megacpp_compile.fx.views import PARTS
+from megacpp_compile.fx.views import PARTS, SAME_VALUES
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes
 from megacpp_compile.matchers.ssd.resize_rules import RULES as SCAN_RULES
 from megacpp_compile.matchers.ssd.resize_rules.writes import SCATTERS
 from megacpp_compile.matchers.ssd.tensor_ops import (
     REPEATS,
-    SAME,
     VIEWS,
     ResizeContext,
     RuleTable,
@@ -111,8 +111,7 @@ def _baddbmm(r: ResizeContext, n: Node) -> list[Dim]:
     return broadcast(r, [first, [*broadcast(r, [a[:-2], b[:-2]]), a[-2], b[-1]]])
 
 
-_SUMS = {aten.sub.Tensor, aten.add.Tensor}
-_LINEAR = VIEWS | REPEATS | SAME | PARTS | _SUMS | {aten.neg.default, aten.mul.Scalar}
+_LINEAR = VIEWS | REPEATS | SAME_VALUES | PARTS | SUMS_OF_TENSORS | {aten.neg.default, aten.mul.Scalar}
 
 
 def _clamps_sums(n: Node, steps: int = 12) -> bool:
@@ -127,7 +126,7 @@ def _clamps_sums(n: Node, steps: int = 12) -> bool:
         m = pending.pop()
         if m.target is aten.cumsum.default:  # type: ignore[union-attr]
             summed = True
-        elif m.target not in _LINEAR or m.target in _SUMS and not of_tensors(m):  # type: ignore[union-attr, arg-type]
+        elif m.target not in _LINEAR or m.target in SUMS_OF_TENSORS and not of_tensors(m):  # type: ignore[union-attr, arg-type]
             return False
         else:
             pending += m.all_input_nodes  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import ADDITIONS, DIVISIONS, SCALINGS, SUBTRACTIONS
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import COPIES, FOLDS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.linear import Linear, match_linear
@@ -22,8 +23,6 @@ from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.rms_norm import match_inverse_rms
 from megacpp_compile.matchers.views import lane_slice
 
-MUL, DIV = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
-ADD, SUB = {aten.add.Tensor, aten.add.Scalar}, {aten.sub.Tensor, aten.sub.Scalar}
 VIEWS = RESHAPES | FOLDS | UNIT_DIMS | COPIES
 
 
@@ -143,9 +142,9 @@ class _Reader:
                 return None
             self.start += start
             return base
-        if t in MUL | DIV and not node.kwargs:
+        if t in SCALINGS and not node.kwargs:
             return self._factor(node)
-        if t in ADD | SUB and not node.kwargs:
+        if t in ADDITIONS | SUBTRACTIONS and not node.kwargs:
             return self._term(node)
         if t is aten.addcmul.default:
             return self._addcmul(node)
@@ -154,9 +153,9 @@ class _Reader:
     def _factor(self, node: Node) -> Node | None:
         a, b = node.args[:2]
         for x, other in ((a, b), (b, a)):
-            if other is a and node.target in DIV or not self.regular(x) or self._tail(x) != self._tail(node):  # type: ignore[arg-type]
+            if other is a and node.target in DIVISIONS or not self.regular(x) or self._tail(x) != self._tail(node):  # type: ignore[arg-type]
                 continue
-            constant = self.constant(other, node, node.target in DIV)
+            constant = self.constant(other, node, node.target in DIVISIONS)
             if constant is not None:
                 self.scales.append(constant)
                 return x  # type: ignore[return-value]
@@ -175,7 +174,7 @@ class _Reader:
 
     def _term(self, node: Node) -> Node | None:
         a, b = node.args[:2]
-        sign = -1.0 if node.target in SUB else 1.0
+        sign = -1.0 if node.target in SUBTRACTIONS else 1.0
         for x, other in ((a, b), (b, a)):
             if other is a and sign < 0 or not self.regular(x) or self._tail(x) != self._tail(node):  # type: ignore[arg-type]
                 continue

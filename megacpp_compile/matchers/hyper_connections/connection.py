@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, COPIES, FOLDS, PERMUTATIONS, RESHAPES, is_cast
+from megacpp_compile.fx.views import ALL_PERMUTATIONS, COPIES, FOLDS, RESHAPES, is_cast
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers._match import MatchFailure, or_failure, or_refuse, refuse, refuse_if
 from megacpp_compile.matchers.hyper_connections.affine import Affine
@@ -23,7 +23,6 @@ from megacpp_compile.matchers.rms_norm import match_rms_norm
 from megacpp_compile.reader.links import above, through, widens
 
 _FLAT = RESHAPES | FOLDS | COPIES
-_TURNS = PERMUTATIONS | COMPOSITE_PERMUTATIONS  # what is made of the logits is read transposed, not made so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +127,7 @@ def _exits(affine: Affine, total: StreamSum) -> tuple[list[Node], set[Node]]:
     known = dependent | linears
     streams = _dependents({x}, ()) | {x}
     for node in sorted(dependent):
-        if node.target in _TURNS:
+        if node.target in ALL_PERMUTATIONS:  # what is made of the logits is read transposed, not made so
             continue
         others = [a for a in node.all_input_nodes if a not in region]
         if not any(a in known or a in streams and not _is_statistic(a) for a in others):

@@ -11,15 +11,15 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import ADDITIONS, DIVISIONS, MULTIPLICATIONS, SCALINGS, SOFTMAXES, SUBTRACTIONS
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import is_cast
-from megacpp_compile.matchers.hyper_connections.affine import ADD, DIV, MUL, SUB, VIEWS, Affine, match_affine
+from megacpp_compile.matchers.hyper_connections.affine import VIEWS, Affine, match_affine
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.silu import match_sigmoid
 from megacpp_compile.reader.dims import reduced_dims
 from megacpp_compile.reader.links import through
 
-_SOFTMAX = {aten.softmax.int, aten._softmax.default}
 _LOG_SOFTMAX = {aten.log_softmax.int, aten._log_softmax.default}
 _RSUB = {aten.rsub.Tensor, aten.rsub.Scalar}
 _POINTWISE = {aten.exp.default: "exp", aten.sigmoid.default: "sigmoid", aten.tanh.default: "tanh"}
@@ -75,19 +75,19 @@ def _number(node: Node) -> tuple[Any, float, float] | None:
     """(x, a, b) where `node` is a * x + b."""
     if node.target is aten.neg.default:
         return node.args[0], -1.0, 0.0
-    if node.kwargs or node.target not in MUL | DIV | ADD | SUB | _RSUB or len(node.args) != 2:
+    if node.kwargs or node.target not in SCALINGS | ADDITIONS | SUBTRACTIONS | _RSUB or len(node.args) != 2:
         return None
     for x, number in (node.args, node.args[::-1]):
         c = None if isinstance(value(number), torch.Tensor) else number_of(number)
         if c is None or not isinstance(value(x), torch.Tensor):
             continue
         first = x is node.args[0]
-        if node.target in MUL:
+        if node.target in MULTIPLICATIONS:
             return x, c, 0.0
-        if node.target in ADD:
+        if node.target in ADDITIONS:
             return x, 1.0, c
-        if node.target in SUB | _RSUB:
-            return (x, 1.0, -c) if first == (node.target in SUB) else (x, -1.0, c)
+        if node.target in SUBTRACTIONS | _RSUB:
+            return (x, 1.0, -c) if first == (node.target in SUBTRACTIONS) else (x, -1.0, c)
         return (x, 1 / c, 0.0) if first and c else None
     return None
 
@@ -106,7 +106,7 @@ def match_mixing(node: Node, tokens: int) -> Mixing | None:
         at = _cast(below)
         axes.insert(0, axis)
         sums.add(eps)
-    if at.target in _SOFTMAX:  # perhaps the last of the steps in logarithms
+    if at.target in SOFTMAXES:  # perhaps the last of the steps in logarithms
         found = _in_logarithms(node, _cast(at.args[0]), tokens, _axis(at)) if not axes else None
         if found is not None and len(found.axes) > 1:
             return found
@@ -123,7 +123,7 @@ def match_mixing(node: Node, tokens: int) -> Mixing | None:
 def _init(node: Any, tokens: int) -> str | None:
     if not isinstance(node, Node):
         return None
-    if node.target in _SOFTMAX and value(node).dim() == tokens + 2:
+    if node.target in SOFTMAXES and value(node).dim() == tokens + 2:
         return {-1: "softmax", -2: "softmax_columns"}.get(_axis(node))
     return _POINTWISE.get(node.target)
 
@@ -138,7 +138,7 @@ def _axis(node: Node) -> int:
 def _normalisation(node: Any) -> tuple[Node, int, float] | None:
     """(matrix, axis, eps) where `node` is the matrix over its sums along an axis, plus eps."""
     NoMatch.when(not isinstance(node, Node) or node.kwargs)
-    if node.target in DIV:
+    if node.target in DIVISIONS:
         matrix, below = node.args[:2]
         found = _sums(below)
     elif node.target is aten.mul.Tensor:

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import FILLS, SOFTMAXES
 from megacpp_compile.fx.edit import attribute_of, same_size, value
 from megacpp_compile.fx.filled import fill_of
 from megacpp_compile.fx.views import COPIES, DETACH, is_cast
@@ -20,8 +21,6 @@ from megacpp_compile.reader.links import only_user, onward
 from megacpp_compile.reader.products import BROADCAST, CONTRACTED, Factor, product_of
 
 SDPA = aten.scaled_dot_product_attention.default
-_SOFTMAXES = (aten.softmax.int, aten._softmax.default)
-_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 
 
@@ -67,7 +66,7 @@ def cores(graph: fx.Graph) -> Iterator[Core]:
     for node in graph.nodes:
         if node.target is SDPA:
             yield from _of_op(node)
-        elif node.target in _SOFTMAXES:
+        elif node.target in SOFTMAXES:
             yield from _of_softmax(node)
 
 
@@ -158,7 +157,7 @@ def _scores(node: Any) -> _Scores | None:
             node = node.args[0]
         elif (factor := _scaled_by(node)) is not None:
             node, scale = node.args[0], scale * factor
-        elif node.target in _FILLS and is_low(node.args[2]):
+        elif node.target in FILLS and is_low(node.args[2]):
             found.masks.append(Mask(node.args[1], "hidden"))  # type: ignore[arg-type]
             node = node.args[0]
         elif node.target in WHERES and (chosen := _masked(node)) is not None:

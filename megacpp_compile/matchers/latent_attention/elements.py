@@ -21,16 +21,7 @@ from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.sizes import hint
-from megacpp_compile.fx.views import (
-    COMPOSITE_PERMUTATIONS,
-    DETACH,
-    FOLDS,
-    IDENTITIES,
-    PERMUTATIONS,
-    RESHAPES,
-    UNIT_DIMS,
-    is_cast,
-)
+from megacpp_compile.fx.views import ALL_PERMUTATIONS, DETACH, FOLDS, IDENTITIES, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.fx.walks import following
 from megacpp_compile.reader.dims import regrouped, repetition, unpermuted
 from megacpp_compile.reader.parts import Part, part_of
@@ -38,7 +29,6 @@ from megacpp_compile.reader.parts import Part, part_of
 AXES = "bhscr"  # batch, head, row, channel of a head, channel of the latent
 ZERO = np.zeros([1] * len(AXES), dtype=np.int64)
 _SAME_ORDER = RESHAPES | FOLDS | UNIT_DIMS
-_PERMUTATIONS = PERMUTATIONS | COMPOSITE_PERMUTATIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +95,7 @@ def back(at: Elements) -> Elements | None:
     if node.target in _SAME_ORDER:
         index = _reshaped(at.index, value(node).shape, value(source).shape)
         return None if index is None else Elements(source, at.samples, index)
-    if node.target in _PERMUTATIONS:
+    if node.target in ALL_PERMUTATIONS:
         return Elements(source, at.samples, tuple(unpermuted(node, at.index)))
     times, inside = NoMatch.unless(repetition(node))
     first = len(times) - value(source).dim()

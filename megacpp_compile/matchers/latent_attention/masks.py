@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
+from megacpp_compile.fx.arithmetic import NEGATIONS
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES
 from megacpp_compile.matchers.latent_attention.core import Core, constant, is_low
@@ -132,7 +133,7 @@ def _is_read(node: Node, hidden: bool) -> bool:
 def truth_of(node: Node) -> tuple[Node, bool] | None:
     """(of 0s and 1s, whether `node` holds where they are 0 and not where they are 1); None where it is none of such."""
     target, args = node.target, node.args
-    if target in NOT and is_flags(args[0]):
+    if target in NEGATIONS and is_flags(args[0]):
         return (args[0], True) if target is aten.logical_not.default or _is_bool(args[0]) else None  # type: ignore[arg-type,return-value]
     if target in BY_NUMBER and is_flags(args[0]) and (number := constant(args[1])) is not None:
         at = [BY_NUMBER[target](n, number) for n in (0, 1)]  # type: ignore[index]
@@ -261,7 +262,6 @@ def limits_of(node: Any, hidden: bool) -> list[Sum]:
     raise NotRows("it is data")
 
 
-NOT = (aten.logical_not.default, aten.bitwise_not.default)
 AND = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.mul.Tensor)
 OR = (aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor)
 # Comparison -> (a - b or b - a, the number added) that is at most 0 where it holds.

@@ -15,12 +15,12 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
+from megacpp_compile.fx.arithmetic import FILLS, NEGATIONS
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers.latent_attention.core import WHERES, Core, constant, is_low
 from megacpp_compile.matchers.latent_attention.lists import Axes, Named, axes_of, behind, named_rows
 from megacpp_compile.matchers.latent_attention.masks import (
     AND,
-    NOT,
     OR,
     NotRows,
     Seen,
@@ -29,8 +29,6 @@ from megacpp_compile.matchers.latent_attention.masks import (
     last_row,
     limits_of,
 )
-
-_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +112,7 @@ class _Reader:
         if constant(node) == 0:
             return
         NotRows.when(not isinstance(node, Node), "it is data")
-        if node.target in WHERES or node.target in _FILLS:
+        if node.target in WHERES or node.target in FILLS:
             condition, a, b = node.args if node.target in WHERES else (node.args[1], node.args[2], node.args[0])
             for shown, filled, kind in ((a, b, "seen"), (b, a, "hidden")):
                 if is_low(filled):
@@ -134,7 +132,7 @@ class _Reader:
     def _condition(self, node: Node, axes: Axes, hidden: bool) -> None:
         if constant(node) == (0 if hidden else 1):
             return
-        if node.target in NOT and value(node).dtype == torch.bool:
+        if node.target in NEGATIONS and value(node).dtype == torch.bool:
             self.read(node.args[0], axes, "seen" if hidden else "hidden")
         elif node.target is aten.tril.default and not hidden and constant(node.args[0]) is None:
             self._limits(axes, [beside_diagonal(node)])

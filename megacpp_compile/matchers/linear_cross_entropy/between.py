@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
+from megacpp_compile.fx.arithmetic import SUMS_OF_TENSORS
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import CASTS, RESHAPES, UNIT_DIMS, is_cast, is_identity
 from megacpp_compile.matchers._match import MatchFailure
@@ -24,7 +25,6 @@ _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_l
 _ALIKE = (*LOG_SOFTMAX, aten.neg.default, aten.sigmoid.default, aten.tanh.default, aten.transpose.int,
           aten.permute.default, aten.flatten.using_ints, aten.slice.Tensor, aten.select.int)  # fmt: skip
 _CHOICES = (aten.gather.default, aten.take_along_dim.default)
-_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _FACTORS = (aten.mul.Tensor, aten.div.Tensor)
 _FILLS = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.masked_fill.Scalar,
           aten.masked_fill.Tensor, aten.slice_scatter.default, aten.select_scatter.default, aten.index_fill.int_Scalar,
@@ -94,12 +94,12 @@ def _kind(node: Node) -> str | None:
         return ""
     if node.target in _ALIKE or node.target in CASTS:
         return ""
-    if node.target not in _SUMS + _FACTORS:
+    if node.target not in (*SUMS_OF_TENSORS, *_FACTORS):
         return None
     other = next((n for n in node.args if n is not _source(node)), None)
     if number_of(other) is not None:
         return "" if node.target in _FACTORS else "sum"
-    if node.target in _SUMS:
+    if node.target in SUMS_OF_TENSORS:
         adapted = match_adapted(node, vectors=True)
         return "path" if adapted is not None and adapted.paths else "sum"
     fake = value(other)

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import ADDITIONS, MULTIPLICATIONS, SCALINGS, SOFTMAXES
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import RESHAPES, SPLITS, UNIT_DIMS, UNSQUEEZE, is_cast, is_identity
 from megacpp_compile.matchers.linear import Linear
@@ -25,15 +26,11 @@ from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, row_view
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.reader.links import only_user, onward
 
-_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
-_QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 LOG_SOFTMAX = (aten.log_softmax.int, aten._log_softmax.default)
-_SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _CHOICES = (aten.gather.default, aten.take_along_dim.default, aten.index.Tensor)
 _TO_LOG = (*RESHAPES, *UNIT_DIMS, aten.add.Tensor, aten.clamp.default, aten.clamp_min.default)
 _PARTED = (*SPLITS, aten.unbind.int)
-_PLUS = (aten.add.Tensor, aten.add.Scalar)
-_SUMS = (*_PLUS, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar)
+_SUMS = (*ADDITIONS, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar)
 _SQUASHES = (aten.tanh.default, aten.sigmoid.default)
 
 
@@ -157,8 +154,8 @@ def _added_number(logits: Logits, user: Node) -> Logits | None:
     first, other = user.args if user.target is not aten.rsub.Scalar else user.args[::-1]
     number = NoMatch.unless(number_of(other if first is logits.node else first))
     if first is logits.node:
-        return logits.made(user, offset=logits.offset + (number if user.target in _PLUS else -number))
-    sign = 1.0 if user.target in _PLUS else -1.0
+        return logits.made(user, offset=logits.offset + (number if user.target in ADDITIONS else -number))
+    sign = 1.0 if user.target in ADDITIONS else -1.0
     return logits.made(user, factor=sign * logits.factor, offset=number + sign * logits.offset)
 
 
@@ -229,19 +226,19 @@ def factor_of(node: Node, user: Node) -> float | None:
     """The number that `user` multiplies `node` by."""
     if user.target is aten.neg.default:
         return -1.0
-    if user.kwargs or len(user.args) != 2 or user.target not in _PRODUCTS + _QUOTIENTS:
+    if user.kwargs or len(user.args) != 2 or user.target not in SCALINGS:
         return None
     if user.args[0] is node:
         number = number_of(user.args[1])
-        return number if number is None or user.target in _PRODUCTS else 1 / number if number else None
-    return number_of(user.args[0]) if user.target in _PRODUCTS else None
+        return number if number is None or user.target in MULTIPLICATIONS else 1 / number if number else None
+    return number_of(user.args[0]) if user.target in MULTIPLICATIONS else None
 
 
 def _normalised(logits: Logits, user: Node) -> list[Logits] | None:
     """The log-softmax of `logits` that `user` is, or begins."""
     if user.target in LOG_SOFTMAX and _along(user, logits):
         return [logits.made(user, normalised=True)]
-    if user.target in _SOFTMAX and _along(user, logits) and user.users:
+    if user.target in SOFTMAXES and _along(user, logits) and user.users:
         if all(log.target is aten.log.default for log in user.users):
             begun = logits.made(user)
             return [begun.made(log, normalised=True) for log in user.users]

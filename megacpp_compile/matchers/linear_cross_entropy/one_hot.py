@@ -9,10 +9,9 @@ from torch.fx import Node
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.filled import ZEROS
 from megacpp_compile.fx.views import CASTS, is_identity
 from megacpp_compile.reader.links import chain
-
-_ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ def one_hot(node: Node) -> OneHot | None:
     last = value(node).dim() - 1
     sizes, given = value(node).shape, value(index).shape
     NoMatch.when(
-        zeros.target not in _ZEROS or dim % (last + 1) != last or given[-1] != 1  # type: ignore[union-attr, operator]
+        zeros.target not in ZEROS or dim % (last + 1) != last or given[-1] != 1  # type: ignore[union-attr, operator]
     )
     every = all(map(same_size, sizes[:-1], given[:-1]))
     return OneHot(index, (*inside, zeros), sign, every)  # type: ignore[arg-type]

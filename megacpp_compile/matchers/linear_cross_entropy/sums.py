@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import FILLS
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.size_checks import mask_of
@@ -21,7 +22,6 @@ from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.reader.dims import reduced_dims
 
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
-_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)
 
 
@@ -86,7 +86,7 @@ def _of_some_dims(user: Node, node: Node) -> str | None:
 def _weight(node: Node, user: Node, has_gradient: Callable[[Node], bool]) -> Weight | None:
     """The tensor, an element a row and without a gradient, that `user` multiplies `node` by; a mask, where it puts
     zeros."""
-    if user.target in _FILLS and user.args[0] is node and number_of(user.args[2]) == 0:
+    if user.target in FILLS and user.args[0] is node and number_of(user.args[2]) == 0:
         mask: Node = user.args[1]  # type: ignore[assignment]
         return Weight(mask, unless=True) if same_shape(mask, node) else None
     if user.target in _WHERES:

@@ -9,6 +9,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
+from megacpp_compile.fx.arithmetic import SOFTMAXES
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import IDENTITIES, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.fx.walks import ancestors, descendants
@@ -18,7 +19,6 @@ from megacpp_compile.matchers.linear_cross_entropy.logits import LOG_SOFTMAX
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.reader.links import chain, through
 
-_SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _BY_A_NUMBER = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.clamp.default,
                 aten.clamp_min.default)  # fmt: skip
 REASON = (
@@ -48,7 +48,7 @@ def _probabilities(node: Node) -> Node | None:
     at = node
     if node.target is aten.log.default:
         at = through(node.args[0], _by_a_number)
-        if at.target not in _SOFTMAX:
+        if at.target not in SOFTMAXES:
             return None
     elif node.target not in LOG_SOFTMAX:
         return None

@@ -16,6 +16,7 @@ from torch.fx import Node
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.filled import FULL
 from megacpp_compile.lowerings._activation import Bound
 from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.numbers import number_of
@@ -32,7 +33,6 @@ _CLAMPS: dict[Any, tuple[int | None, int | None]] = {
 }  # fmt: skip
 _EXTREMES = (aten.minimum.default, aten.maximum.default)
 CLAMPS = (*_CLAMPS, *_EXTREMES, aten.hardtanh.default)
-_FULL = (aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _bounded(x: Any, kind: str, low: Any, high: Any) -> tuple[Node, Bound] | Non
 
 def _number(given: Any) -> float | None:
     """The number that `given` is, or that all elements of the tensor are."""
-    if isinstance(given, Node) and given.target in _FULL:
+    if isinstance(given, Node) and given.target in FULL:
         given = given.args[0 if given.target is aten.scalar_tensor.default else -1]
     number = number_of(given)
     return None if number is None or math.isnan(number) else number

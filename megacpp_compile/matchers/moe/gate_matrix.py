@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import SOFTMAXES
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import DETACH
@@ -32,7 +33,6 @@ from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import column_of, part_of
 from megacpp_compile.reader.products import multiplied
 
-_SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _TURNS = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)
 _SCATTERS = (aten.scatter.src, aten.scatter_add.default)
 
@@ -99,7 +99,7 @@ def _through_each(node: Node, number: float, transposed: bool) -> Chosen | None:
     if number != 0:
         return None
     over = (0, -2) if transposed else (-1, dims - 1)
-    if target in _SOFTMAX and args[1] in over or target is aten.sigmoid.default:
+    if target in SOFTMAXES and args[1] in over or target is aten.sigmoid.default:
         inner = _elsewhere(args[0], -math.inf, transposed)  # type: ignore[arg-type]
         return None if inner is None else dataclasses.replace(inner, gates=None)
     sides = {aten.mul.Tensor: args, aten.div.Tensor: args[:1]}.get(target, ())  # type: ignore[arg-type]

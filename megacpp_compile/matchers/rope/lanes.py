@@ -25,6 +25,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import GivenUp
+from megacpp_compile.fx.filled import ZEROS
 
 # Source ids: no table in this term; memory nothing was written to; a product of tables.
 NONE, UNDEFINED, SEVERAL = -1, -2, -3
@@ -104,7 +105,6 @@ class Opaque(GivenUp):
     """This node is not interpreted: it becomes a source of its own."""
 
 
-ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default}
 EMPTY = ZEROS | {
     aten.new_empty.default,
     aten.empty.memory_format,

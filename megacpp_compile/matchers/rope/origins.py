@@ -8,15 +8,9 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import HigherOrderOperator, aten
+from megacpp_compile.fx.arithmetic import SCALINGS
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import (
-    COMPOSITE_PERMUTATIONS,
-    FOLDS,
-    PERMUTATIONS,
-    RESHAPES,
-    SPLITS,
-    UNIT_DIMS,
-)
+from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, FOLDS, PERMUTATIONS, RESHAPES, SPLITS, UNIT_DIMS
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.rope.rotation import Part
@@ -24,7 +18,6 @@ from megacpp_compile.matchers.views import cut_from, is_outer_view
 from megacpp_compile.reader.links import through
 
 _MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS
-_SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 
 
 def from_projection(part: Part) -> bool:
@@ -57,4 +50,4 @@ def _whole(item: Node) -> Node | None:
 
 
 def _by_a_number(node: Node) -> bool:
-    return node.target in _SCALINGS and not isinstance(value(node.args[1]), torch.Tensor)
+    return node.target in SCALINGS and not isinstance(value(node.args[1]), torch.Tensor)

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import NEGATIONS
 from megacpp_compile.fx.edit import Builder, same_shape, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNSQUEEZE
 from megacpp_compile.matchers.latent_attention import masks
@@ -117,7 +118,7 @@ def _by_number(found: Attention, term: Term, fill: float, part: Any) -> Hidden |
 
 def _documents(found: Attention, term: Term, node: Node, kind: str) -> Node | None:
     """The numbers of the queries' documents where a mask compares them with those of the keys, the same numbers."""
-    while kind == "hidden" and node.target in masks.NOT:
+    while kind == "hidden" and node.target in NEGATIONS:
         node, kind = node.args[0], "seen"  # type: ignore[assignment]
     if node.target is not (aten.eq.Tensor if kind == "seen" else aten.ne.Tensor):
         return None

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import ADDITIONS, FILLS, SOFTMAXES
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.fx.walks import reached
@@ -19,14 +20,11 @@ from megacpp_compile.matchers.latent_attention.core import WHERES, constant, is_
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.logarithms import POWERS, SUMS, less_its_logarithm
 from megacpp_compile.matchers.softmax_attention.parts import Dropout, NotAttention, Scores
-from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, FILLS, ScoresReader, reduced
+from megacpp_compile.matchers.softmax_attention.scores import AROUND_SUMS, ScoresReader, reduced
 from megacpp_compile.matchers.ssd.atoms import Dim, flat
 from megacpp_compile.matchers.ssd.packed import alike
 from megacpp_compile.reader.links import chain, only_user, onward, through
 from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
-
-_SOFTMAXES = {aten.softmax.int, aten._softmax.default}
-_ADDS = {aten.add.Tensor, aten.add.Scalar}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Softmax:
 
 def softmax_of(node: Node) -> Softmax | None:
     """The softmax that `node` is the result of, or the exponentials of one that is normalised behind the values."""
-    if node.target in _SOFTMAXES:
+    if node.target in SOFTMAXES:
         return Softmax(node.args[0], node.args[1] % value(node).dim(), frozenset([node]))  # type: ignore[arg-type,operator]
     if node.target in POWERS:
         if (less := less_its_logarithm(node)) is not None:
@@ -63,7 +61,7 @@ def _normalised_after(node: Node) -> Softmax | None:
     """Exponentials whose sum divides a product of them."""
     for user in node.users:
         end = user
-        while len(end.users) == 1 and (end is user or end.target in AROUND_SUMS | _ADDS or _inverse(end)):
+        while len(end.users) == 1 and (end is user or end.target in AROUND_SUMS | ADDITIONS or _inverse(end)):
             end = next(iter(end.users))
         parts = _quotient(end)
         if user.target in SUMS and parts is not None and parts[0] is not node:
@@ -109,7 +107,7 @@ def _total(total: Node, weights: Node) -> Softmax | None:
     one, powers = False, nodes[-1]
     NoMatch.when(powers.target not in POWERS)
     inside = total
-    while inside.target in _ADDS and not inside.kwargs and isinstance(inside.args[0], Node):
+    while inside.target in ADDITIONS and not inside.kwargs and isinstance(inside.args[0], Node):
         nodes.append(inside)
         more = constant(inside.args[1])
         inside, one = inside.args[0], more == 1 and not one

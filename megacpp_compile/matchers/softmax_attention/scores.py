@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
+from megacpp_compile.fx.arithmetic import FILLS
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, EXPANSIONS, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.latent_attention.core import WHERES, constant
@@ -24,7 +25,6 @@ from megacpp_compile.reader.dims import permuted, reduced_dims
 from megacpp_compile.reader.links import chain, through
 from megacpp_compile.reader.products import CONTRACTED, Factor, product_of
 
-FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 _MAXIMA = {aten.max.dim, aten.amax.default}
 # What puts the dimension back that a sum has reduced; a maximum may be detached, too, or the first of a pair.
 AROUND_SUMS = UNIT_DIMS | RESHAPES | COPIES

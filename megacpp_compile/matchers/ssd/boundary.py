@@ -7,6 +7,7 @@ import operator
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
+from megacpp_compile.fx.arithmetic import SCALINGS
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import PARTS
 from megacpp_compile.fx.walks import reached
@@ -16,7 +17,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import part_of
 
-PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 MOST_OPERANDS = 7
 
 
@@ -101,7 +101,7 @@ class OperandBoundary:
         changed = False
         while n in self.algebra.nodes:
             inputs = self.algebra.inputs(n)
-            if len(inputs) != 1 or len(tensors(n)) != 2 and n.target not in PRODUCTS:
+            if len(inputs) != 1 or len(tensors(n)) != 2 and n.target not in SCALINGS:
                 return changed and (n.target in CONTRACTIONS or n.target is aten.sum.dim_IntList)
             n, changed = self.algebra.source(inputs[0]), True
         return False

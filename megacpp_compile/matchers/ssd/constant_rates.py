@@ -22,7 +22,7 @@ from torch.fx import Node
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import argument, same_shape, value
-from megacpp_compile.fx.views import EXPANSIONS
+from megacpp_compile.fx.views import EXPANSIONS, SAME_VALUES
 from megacpp_compile.fx.walks import made_from, reached
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, pin
 from megacpp_compile.matchers.ssd.axes import AxisEquations
@@ -32,15 +32,7 @@ from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES as SCAN_RULES
 from megacpp_compile.matchers.ssd.scan import exports_of
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import (
-    CONTRACTIONS,
-    EXPONENTIALS,
-    SAME,
-    VIEWS,
-    RuleTable,
-    broadcast,
-    rule_table,
-)
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS, VIEWS, RuleTable, broadcast, rule_table
 from megacpp_compile.matchers.ssd.trials import tried
 from megacpp_compile.reader.links import through
 
@@ -49,7 +41,7 @@ FACTORS = {aten.mul.Tensor, aten.pow.Tensor_Tensor}
 # What keeps powers of distances finite where a mask forgets them: `decay ** (i - j).clamp(min=0)`.
 CLAMPS = {aten.clamp.default, aten.clamp_min.default}
 BENDS = CLAMPS | {aten.abs.default, aten.relu.default}
-DIFFERENCES = {aten.sub.Tensor, aten.neg.default} | SAME | VIEWS | EXPANSIONS
+DIFFERENCES = {aten.sub.Tensor, aten.neg.default} | SAME_VALUES | VIEWS | EXPANSIONS
 APPLIES = CONTRACTIONS | {aten.mul.Tensor}
 LONGEST = 1 << 13  # tokens of a trial that keeps them
 SMALL = (2, 3)
@@ -172,7 +164,7 @@ def _factors(algebra: Algebra, table: Node) -> set[Node]:
 
 
 def _unviewed(n: Node) -> Node:
-    return through(n, VIEWS, SAME, EXPANSIONS)
+    return through(n, VIEWS, SAME_VALUES, EXPANSIONS)
 
 
 def _without_positions(algebra: Algebra, table: Node) -> set[Node]:

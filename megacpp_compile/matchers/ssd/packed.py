@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
+from megacpp_compile.fx.arithmetic import NEGATIONS
 from megacpp_compile.fx.edit import same_shape, value
-from megacpp_compile.fx.views import EXPANSIONS, PADS, REPETITIONS
-from megacpp_compile.matchers.ssd.tensor_ops import SAME, VIEWS, only, whole
+from megacpp_compile.fx.views import EXPANSIONS, PADS, REPETITIONS, SAME_VALUES
+from megacpp_compile.matchers.ssd.tensor_ops import VIEWS, only, whole
 
-_NOT = {aten.logical_not.default, aten.bitwise_not.default}
 _JUNCTIONS = {
     aten.bitwise_and.Tensor, aten.logical_and.default, aten.bitwise_or.Tensor, aten.logical_or.default,
     aten.__and__.Tensor, aten.__or__.Tensor,
@@ -99,7 +99,7 @@ class Masks:
         return True
 
     def _followed(self, n: Node, given: Sequence[Node], leaves: frozenset[Node]) -> bool:
-        if n.target in _NOT or n.target in SAME | VIEWS | EXPANSIONS | REPETITIONS or whole(n) or only(n):
+        if n.target in NEGATIONS or n.target in SAME_VALUES | VIEWS | EXPANSIONS | REPETITIONS or whole(n) or only(n):
             return True
         if n.target in PADS and not any(n.args[1][0::2]):  # type: ignore[index]
             return True

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import SAME_VALUES
 from megacpp_compile.fx.walks import descendants, reached
 from megacpp_compile.matchers.ssd.packed import Masks, of_whole_numbers
 from megacpp_compile.matchers.ssd.tensor_ops import (
@@ -20,7 +21,6 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     LIKE,
     MASKS,
     REPEATS,
-    SAME,
     VIEWS,
     RuleTable,
     only,
@@ -98,7 +98,7 @@ class Algebra:
     def passes_on(self, n: Node) -> bool:
         if n not in self.nodes or n in self.constants:
             return False
-        if n.target not in SAME | VIEWS | REPEATS and not whole(n) and not only(n):
+        if n.target not in SAME_VALUES | VIEWS | REPEATS and not whole(n) and not only(n):
             return False
         source = n.args[0]
         assert isinstance(source, Node)

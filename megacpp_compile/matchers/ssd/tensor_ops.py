@@ -16,11 +16,9 @@ from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx import short_loops
 from megacpp_compile.fx.edit import argument, same_size, value
 from megacpp_compile.fx.views import (
-    CASTS,
     COMPOSITE_PERMUTATIONS,
     EXPANSIONS,
     FOLDS,
-    IDENTITIES,
     PADS,
     PERMUTATIONS,
     REPETITIONS,
@@ -54,7 +52,6 @@ CONDITION = {
     aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1, aten.where.self: 0, aten.where.ScalarSelf: 0,
     aten.where.ScalarOther: 0, aten.where.Scalar: 0,
 }  # fmt: skip
-SAME = IDENTITIES | CASTS
 VIEWS = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS - {aten.numpy_T.default}
 # Each element of the result is an element of the operand, or zero; of the steps that stand for a loop's, all are.
 REPEATS = EXPANSIONS | REPETITIONS | PADS | set(short_loops.MARKS)

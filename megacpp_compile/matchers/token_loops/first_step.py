@@ -17,13 +17,13 @@ from torch.fx import Node
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.filled import is_filled
-from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS, is_cast
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, SAME, VIEWS
+from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS, SAME_VALUES, is_cast
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, VIEWS
 from megacpp_compile.reader.links import through
 
 _PRODUCTS = CONTRACTIONS | {aten.mul.Tensor, aten.mul.Scalar}
 _OF_THE_FIRST = (
-    VIEWS | SAME | EXPANSIONS | REPETITIONS
+    VIEWS | SAME_VALUES | EXPANSIONS | REPETITIONS
     | {aten.neg.default, aten.sum.dim_IntList, aten.sum.default, aten.div.Tensor, aten.div.Scalar}
 )  # fmt: skip
 _SUMS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar}

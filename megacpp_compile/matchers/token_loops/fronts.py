@@ -11,15 +11,15 @@ from torch.fx import Node
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx import short_loops
-from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS
+from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS, SAME_VALUES
 from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.roles import arranged
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, SAME, VIEWS
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, VIEWS
 from megacpp_compile.matchers.token_loops.loops import Loop
 
 # What works on each token alone where tokens are a dimension of its own before and behind.
-_BY_TOKEN = ELEMENTWISE | SAME | VIEWS | CONTRACTIONS | EXPANSIONS | REPETITIONS | {short_loops.shortened}
+_BY_TOKEN = ELEMENTWISE | SAME_VALUES | VIEWS | CONTRACTIONS | EXPANSIONS | REPETITIONS | {short_loops.shortened}
 
 
 @or_none

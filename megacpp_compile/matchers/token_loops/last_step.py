@@ -8,10 +8,10 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import long_dimensions, value
-from megacpp_compile.fx.views import is_cast
+from megacpp_compile.fx.views import SAME_VALUES, is_cast
 from megacpp_compile.fx.walks import made_from, reached
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, EXPONENTIALS, SAME, VIEWS
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, EXPONENTIALS, VIEWS
 from megacpp_compile.matchers.token_loops.loops import Loop
 
 
@@ -67,7 +67,7 @@ class LastStep:
 
     def _open(self, n: Node) -> None:
         """Follow `n`, a state for every token, to the operands of a product that makes it."""
-        opens = n in self.algebra.nodes and n.target in VIEWS | SAME | CONTRACTIONS | {aten.mul.Tensor}
+        opens = n in self.algebra.nodes and n.target in VIEWS | SAME_VALUES | CONTRACTIONS | {aten.mul.Tensor}
         if not opens or long_dimensions(n) <= long_dimensions(self.loop.entering):
             leaf, between = operand_of(self.algebra, n)
             self.inside |= between

@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import OpOverload, aten
+from megacpp_compile.fx.arithmetic import NEGATIONS
 from megacpp_compile.fx.edit import arguments, attribute_of, called, same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import PARTS, REARRANGEMENTS, SPLITS
@@ -26,7 +27,7 @@ from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.matchers.documents import decayed_away, is_constant
 from megacpp_compile.matchers.latent_attention.core import SDPA, WHERES, arguments_of, constant, is_low
 from megacpp_compile.matchers.latent_attention.integers import picked_along
-from megacpp_compile.matchers.latent_attention.masks import AND, NOT, OR
+from megacpp_compile.matchers.latent_attention.masks import AND, OR
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.softmax_attention.find import attentions
 from megacpp_compile.matchers.softmax_attention.parts import Attention
@@ -173,7 +174,7 @@ def _compared(node: Any, kind: str) -> Iterator[Node]:
     target, args = node.target, node.args
     if target in REARRANGEMENTS:
         yield from _compared(args[0], kind)
-    elif target in NOT or target is aten.rsub.Scalar and kind != "bias":
+    elif target in NEGATIONS or target is aten.rsub.Scalar and kind != "bias":
         yield from _compared(args[0], "hidden" if kind == "seen" else "seen")
     elif target in (AND if kind == "seen" else OR if kind == "hidden" else ()):
         yield from (told for a in args[:2] for told in _compared(a, kind))

@@ -13,8 +13,8 @@ from torch.fx import Node
 
 from megacpp_compile._torch.dispatch import enable_python_dispatcher
 from megacpp_compile._torch.fakes import FakeTensorMode
-from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.aliasing import memory_of
+from megacpp_compile.fx.arithmetic import SUMS_OF_TENSORS
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.walks import descendants
@@ -26,7 +26,6 @@ from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.reader.links import chain, through
 
 # Their gradients take neither operand, and no kernel makes one of these back from what they return.
-_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
 
 def storage_owner(x: Node) -> Node:
@@ -53,7 +52,7 @@ def saved_elsewhere(view: GraphView, x: Node, linears: Iterable[Node]) -> MatchF
 
 def _keeps_nothing(view: GraphView, user: Node, base: Node) -> bool:
     """Whether the backward of `user`, a reader of `base`, does without it."""
-    if user.target in _SUMS:
+    if user.target in SUMS_OF_TENSORS:
         return all(isinstance(value(a), torch.Tensor) for a in user.args[:2])
     linear = match_linear(user)
     return linear is not None and not view.has_backward(linear.w) and storage_owner(linear.w) is not base

@@ -9,12 +9,12 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.filled import ZEROS
 from megacpp_compile.matchers.rope.lane_dims import align, as_lane, insert_outer, pad_terms
 from megacpp_compile.matchers.rope.lane_rules.views import bounds
 from megacpp_compile.matchers.rope.lanes import (
     EMPTY,
     UNDEFINED,
-    ZEROS,
     LaneContext,
     Lanes,
     Opaque,

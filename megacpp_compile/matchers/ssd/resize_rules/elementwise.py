@@ -11,13 +11,13 @@ from torch.fx import Node
 
 from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import argument, same_size, value
+from megacpp_compile.fx.views import SAME_VALUES
 from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, length, pin
 from megacpp_compile.matchers.ssd.tensor_ops import (
     CREATION,
     ELEMENTWISE,
     LIKE,
     MASKS,
-    SAME,
     ResizeContext,
     broadcast,
     rule_table,
@@ -52,7 +52,7 @@ def _float(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Any:
     return args[0].double() if value(n).is_floating_point() else args[0].to(value(n).dtype)
 
 
-@rule(*SAME, run=_float)
+@rule(*SAME_VALUES, run=_float)
 def _same(r: ResizeContext, n: Node) -> list[Dim]:
     return r.dims[n.args[0]]
 
