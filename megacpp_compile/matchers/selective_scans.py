@@ -28,7 +28,7 @@ from megacpp_compile.matchers.ssd.axes import AxisEquations
 from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import RATE, Leaf, arranged
-from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of, tensors
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of, read_operand, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS, VIEWS
 from megacpp_compile.matchers.ssd.trials import tried
 
@@ -131,9 +131,7 @@ class _Candidate:
                 self.inside |= {at} | between
                 pending += reversed(parts)
                 continue
-            leaf, between = operand_of(self.algebra, max(between, default=at))
-            self.inside |= between
-            found[leaf] = None
+            found[read_operand(self.algebra, max(between, default=at), self.inside)] = None
         return found
 
     def _beside(self, y: Node) -> list[Node]:
@@ -141,9 +139,7 @@ class _Candidate:
         found, made = dict[Node, None](), {self.states.node, *self.algebra.descendants(self.states.node)}
         way = reached([y], lambda n: [a for a in tensors(n) if a in made and a is not self.states.node])
         for a in (a for n in way for a in tensors(n) if a not in made):
-            leaf, between = operand_of(self.algebra, a)
-            self.inside |= between
-            found[leaf] = None
+            found[read_operand(self.algebra, a, self.inside)] = None
         return list(found)
 
     # -- the proof

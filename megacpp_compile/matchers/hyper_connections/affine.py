@@ -7,6 +7,7 @@ slices of it, and perhaps the reciprocal root mean square of the streams, which 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -69,26 +70,19 @@ class Affine:
     rms: tuple[Node, Any] | None
 
     def scale(self, build: Builder, device: torch.device, upto: int | None = None) -> Node:
-        product: Node | None = None
-        for constant in self.scales[:upto]:
-            vector = constant.vector(build, device)
-            product = vector if product is None else build(aten.mul.Tensor, product, vector)
-        if product is not None:
-            return product
-        return build(aten.full.default, [self.size], 1.0, dtype=torch.float32, device=device)
+        vectors = (constant.vector(build, device) for constant in self.scales[:upto])
+        product = build.folded(aten.mul.Tensor, vectors)
+        return product or build(aten.full.default, [self.size], 1.0, dtype=torch.float32, device=device)
 
     def base(self, build: Builder, device: torch.device) -> Node:
-        total: Node | None = None
-        for constant, scaled, sign in self.terms:
+        def term(constant: Constant, scaled: int, sign: float) -> Node:
             vector = constant.vector(build, device)
             if scaled:
                 vector = build(aten.mul.Tensor, vector, self.scale(build, device, scaled))
-            if sign != 1:
-                vector = build(aten.mul.Scalar, vector, sign)
-            total = vector if total is None else build(aten.add.Tensor, total, vector)
-        if total is not None:
-            return total
-        return build(aten.full.default, [self.size], 0.0, dtype=torch.float32, device=device)
+            return vector if sign == 1 else build(aten.mul.Scalar, vector, sign)
+
+        total = build.folded(aten.add.Tensor, itertools.starmap(term, self.terms))
+        return total or build(aten.full.default, [self.size], 0.0, dtype=torch.float32, device=device)
 
     @property
     def nodes(self) -> list[Node]:

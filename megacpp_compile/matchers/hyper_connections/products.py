@@ -18,6 +18,7 @@ from megacpp_compile._torch.ops import aten
 from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.views import CASTS, FOLDS, RESHAPES, SQUEEZES, is_cast, uncast
+from megacpp_compile.fx.walks import following
 from megacpp_compile.reader.dims import below, reduced_dims, unreduced
 from megacpp_compile.reader.links import above
 from megacpp_compile.reader.products import BROADCAST, contraction, equation_of
@@ -48,7 +49,7 @@ class Product:
 
     def places(self, i: int) -> list[Place]:
         """Where factor `i` is read from, the nearest place first."""
-        return _places(self.factors[i], self.letters[i])
+        return list(following(Place(self.factors[i], self.letters[i], ()), _beneath))
 
 
 @or_none
@@ -120,19 +121,14 @@ def _contracted(node: Node) -> Product | None:
     return Product(node, (a, b), (first, second), tuple(range(rank)), (node,))
 
 
-def _places(node: Node, letters: Letters) -> list[Place]:
-    found, through = [Place(node, letters, ())], list[Node]()
-    while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
-        source = node.args[0]
-        if not isinstance(value(source), torch.Tensor):
-            break
-        below = _below(node, source, letters)
-        if below is None:
-            break
-        through.append(node)
-        node, letters = source, below
-        found.append(Place(node, letters, tuple(through)))
-    return found
+@or_none
+def _beneath(at: Place) -> Place | None:
+    """The tensor that the one `at` a place is a view or a cast of."""
+    NoMatch.when(at.node.op != "call_function" or not at.node.args)
+    source: Any = at.node.args[0]
+    NoMatch.when(not isinstance(source, Node) or not isinstance(value(source), torch.Tensor))
+    letters = NoMatch.unless(_below(at.node, source, at.letters))
+    return Place(source, letters, (*at.through, at.node))
 
 
 def _below(node: Node, source: Node, letters: Letters) -> Letters | None:

@@ -15,6 +15,7 @@ from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.arithmetic import NEGATIONS
 from megacpp_compile.fx.edit import Builder, same_shape, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNSQUEEZE
+from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.latent_attention import masks
 from megacpp_compile.matchers.latent_attention.core import constant, is_low
 from megacpp_compile.matchers.latent_attention.integers import NotRows, Sum, picked_along
@@ -44,10 +45,8 @@ class Distance:
         return self.number + sum(n * value(node) for n, node in self.parts)
 
     def emit(self, build: Builder) -> Any:
-        total: Any = None
-        for n, node in self.parts:
-            part = node if n == 1 else build(operator.mul, node, n)
-            total = part if total is None else build(operator.add, total, part)
+        parts = (node if n == 1 else build(operator.mul, node, n) for n, node in self.parts)
+        total = build.folded(operator.add, parts)
         return self.number if total is None else build(operator.add, total, self.number) if self.number else total
 
 
@@ -250,14 +249,6 @@ def narrowest(near: list[Hidden]) -> tuple[Distance | None, Distance | None, lis
 
 def _lowest(node: Node) -> float:
     """The number that an added mask hides by; one that is no infinity where that is not seen."""
-    seen, pending = {node}, [node]
-    while pending:
-        n = pending.pop()
-        for a in n.args:
-            number = constant(a) if not isinstance(a, (list, tuple)) else None
-            if number is not None and number <= -60000:
-                return number
-            if isinstance(a, Node) and a not in seen:
-                seen.add(a)
-                pending.append(a)
-    return -60000.0
+    below = reached([node], lambda n: [a for a in n.args if isinstance(a, Node)])
+    numbers = (constant(a) for n in below for a in n.args if not isinstance(a, (list, tuple)))
+    return next((number for number in numbers if number is not None and number <= -60000), -60000.0)

@@ -35,7 +35,7 @@ from megacpp_compile.matchers.softmax_attention.parts import (
 from megacpp_compile.matchers.softmax_attention.probabilities import (
     Softmax,
     divided,
-    product_with_values,
+    meets_values,
     softmax_of,
     weighted,
 )
@@ -73,13 +73,13 @@ class _Reader(ScoresReader):
         scores = self.scores(start.scores, True)
         if scores is None:
             found = self.hidden_product(start.scores)
-            if found is not None and product_with_values(softmax) is not None:
+            if found is not None and meets_values(softmax):
                 reason = f"{found.target} stands between the products of queries with keys and the softmax"
                 raise NotAttention(found, "scores", reason)
             return None
         NoMatch.when(self.of_weights(scores, dim))
         if start.but:
-            NoMatch.when(product_with_values(softmax) is None)
+            NoMatch.when(not meets_values(softmax))
             raise NotAttention(softmax, "softmax", f"the scores' exponentials are normalised, but {start.but}")
         if start.factor != 1:
             whole = scores.times(start.factor) if scores.sinks is None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Collection
 from typing import Any
@@ -15,7 +16,7 @@ from megacpp_compile.errors._attempts import NoMatch, or_none
 from megacpp_compile.fx.arithmetic import ADDITIONS, FILLS, SOFTMAXES
 from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import COPIES, FOLDS, PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
-from megacpp_compile.fx.walks import reached
+from megacpp_compile.fx.walks import following, reached, within_steps
 from megacpp_compile.matchers.latent_attention.core import WHERES, constant, is_low
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.softmax_attention.logarithms import POWERS, SUMS, less_its_logarithm
@@ -92,11 +93,9 @@ def _quotient(node: Node) -> tuple[Node, Node] | None:
 
 def _between(quotient: Node, weights: Node, total: Node) -> list[Node]:
     """The nodes of a reciprocal."""
-    found, pending = list[Node](), [a for a in quotient.all_input_nodes if a not in (weights, total)]
-    while pending and pending[0] is not total:
-        found.append(pending[0])
-        pending = list(pending[0].all_input_nodes[:1])
-    return found
+    first = next((a for a in quotient.all_input_nodes if a not in (weights, total)), total)
+    below = following(first, lambda n: next(iter(n.all_input_nodes), None))
+    return list(itertools.takewhile(lambda n: n is not total, below))
 
 
 @or_none
@@ -147,7 +146,7 @@ def weighted(
             reader.inside += [node, *others]
             continue
         if len(users) != 1:
-            NoMatch.when(product_with_values(softmax) is None)
+            NoMatch.when(not meets_values(softmax))
             reason = "the probabilities are read by more than the product with the values"
             raise NotAttention(node, "weights-kept", reason)
         user = users[0]
@@ -167,7 +166,7 @@ def weighted(
         reader.inside.append(node)
     product = product_of(user)
     if product is None:
-        NoMatch.when(product_with_values(softmax) is None)
+        NoMatch.when(not meets_values(softmax))
         raise NotAttention(user, "weights-changed", f"{user.target} reads the probabilities before the values do")
     if not cut:
         raise NotAttention(user, "sinks", "the probabilities of the sinks are multiplied, too")
@@ -257,15 +256,10 @@ def _without_sink(node: Node, first: bool, dim: int) -> bool:
     return start in ((1,) if first else (None, 0)) and same_size(value(node).shape[dim], value(x).shape[dim] - 1)
 
 
-def product_with_values(softmax: Node, depth: int = 6) -> Node | None:
-    """A product that reads the probabilities, a few ops behind a softmax."""
-    pending = [(softmax, 0)]
-    while pending:
-        node, far = pending.pop()
-        for user in node.users:
-            if user.op == "call_function" and isinstance(value(user), torch.Tensor):
-                if product_of(user) is not None and value(user).dim() > 2:
-                    return user
-                if far < depth:
-                    pending.append((user, far + 1))
-    return None
+def meets_values(softmax: Node, depth: int = 6) -> bool:
+    """Whether a product reads the probabilities, a few ops behind a softmax."""
+    def made(node: Node) -> list[Node]:
+        return [u for u in node.users if u.op == "call_function" and isinstance(value(u), torch.Tensor)]
+
+    behind = (n for n in within_steps(softmax, depth + 1, made) if n is not softmax)
+    return any(product_of(n) is not None and value(n).dim() > 2 for n in behind)

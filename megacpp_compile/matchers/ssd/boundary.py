@@ -12,7 +12,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import PARTS
 from megacpp_compile.fx.walks import reached
 from megacpp_compile.matchers.ssd.resize_rules.writes import SCATTERS
-from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, read_operand, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
 from megacpp_compile.reader.links import through
 from megacpp_compile.reader.parts import part_of
@@ -83,9 +83,7 @@ class OperandBoundary:
             for a in tensors(at):
                 self.descend(a, at.target is aten.sum.dim_IntList or summed and len(inputs) == 1)
             return
-        leaf, between = operand_of(algebra, n)
-        self.inside |= between
-        self.found[leaf] = None
+        self.found[read_operand(algebra, n, self.inside)] = None
 
     def _mask(self, n: Node) -> None:
         if self.algebra.masks is None or n not in self.algebra.masks.made:

@@ -126,6 +126,13 @@ def operand_of(algebra: Algebra, n: Node) -> tuple[Node, set[Node]]:
     return way[keep], set(way[:keep])
 
 
+def read_operand(algebra: Algebra, n: Node, inside: set[Node]) -> Node:
+    """The operand to read instead of `n`; the nodes between go to `inside`."""
+    operand, between = operand_of(algebra, n)
+    inside |= between
+    return operand
+
+
 def constants_of(algebra: Algebra, n: Node) -> set[Node]:
     """`n` and what it is made of, where it is a constant."""
     def constants(nodes: Iterable[Node]) -> list[Node]:

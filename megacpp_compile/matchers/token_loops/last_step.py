@@ -10,7 +10,7 @@ from megacpp_compile._torch.ops import aten
 from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.views import SAME_VALUES, is_cast
 from megacpp_compile.fx.walks import made_from, reached
-from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, read_operand, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, EXPONENTIALS, VIEWS
 from megacpp_compile.matchers.token_loops.loops import Loop
 
@@ -69,8 +69,7 @@ class LastStep:
         """Follow `n`, a state for every token, to the operands of a product that makes it."""
         opens = n in self.algebra.nodes and n.target in VIEWS | SAME_VALUES | CONTRACTIONS | {aten.mul.Tensor}
         if not opens or long_dimensions(n) <= long_dimensions(self.loop.entering):
-            leaf, between = operand_of(self.algebra, n)
-            self.inside |= between
+            leaf = read_operand(self.algebra, n, self.inside)
             self.leaves += [leaf] * (leaf not in self.leaves)
             return
         self.inside.add(n)

@@ -26,7 +26,7 @@ from megacpp_compile.matchers.ssd.boundary import OperandBoundary
 from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import RATE, arranged
-from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of, tensors
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of, read_operand, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
 from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
 from megacpp_compile.matchers.token_loops.loops import Loop
@@ -107,9 +107,7 @@ class ScanStep:
             if outer or at is n and any(self._base(a) in bases for a in factors):
                 self.inside |= {at} | between
                 for a in reversed(factors):
-                    operand, between = operand_of(self.algebra, a)
-                    self.inside |= between
-                    pending.append(operand)
+                    pending.append(read_operand(self.algebra, a, self.inside))
             elif n not in found:
                 found.append(n)
         return found

@@ -106,15 +106,11 @@ def depends(node: Node, on: set[Node]) -> bool:
 
 def gain_of(build: Builder, norm: RmsNorm) -> Node | None:
     """The product of all gains and numbers, one per channel; None where there is none."""
-    gain: Node | None = None
     width = value(norm.x).shape[-1]
     numbers = [g for g in norm.gains if not isinstance(value(g), torch.Tensor)]
-    for g in norm.gains:
-        if g in numbers:
-            continue
-        if value(g).dim() > 1:
-            g = build(aten.reshape.default, g, [value(g).numel()])
-        gain = g if gain is None else build(aten.mul.Tensor, gain, g)
+    tensors = (g for g in norm.gains if g not in numbers)
+    rows = (build(aten.reshape.default, g, [value(g).numel()]) if value(g).dim() > 1 else g for g in tensors)
+    gain = build.folded(aten.mul.Tensor, rows)
     for number in [*([norm.scale] if norm.scale != 1.0 else []), *numbers]:
         if gain is None:
             gain = build(aten.full.default, [width], number, dtype=torch.float32, device=value(norm.x).device)
