@@ -6,13 +6,18 @@ import pytest
 
 from megacpp_compile.passes import _driver
 
-from .contract import Watched
+from .contract import Watch, Watched
 
 
 @pytest.fixture(autouse=True)
 def find_changes_nothing(monkeypatch):
-    watched, all_passes = {}, _driver.all_passes
+    watch, watched = Watch(), {}
+    all_passes, enabled, drop_dead = _driver.all_passes, _driver.enabled_passes, _driver.drop_dead
     # A test may register rules: what is there is asked anew.
-    monkeypatch.setattr(_driver, "all_passes", lambda: tuple(watched.setdefault(p, Watched(p)) for p in all_passes()))
+    monkeypatch.setattr(
+        _driver, "all_passes", lambda: tuple(watched.setdefault(p, Watched(p, watch)) for p in all_passes())
+    )
+    monkeypatch.setattr(_driver, "enabled_passes", lambda config: watch.until_the_end(enabled(config)))
+    monkeypatch.setattr(_driver, "drop_dead", lambda graph: watch.dropped(drop_dead(graph)))
     yield
-    assert not {p.name: w.changed for p, w in watched.items() if w.changed}
+    assert not watch.changed

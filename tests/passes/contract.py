@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from megacpp_compile.config.options import Config
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.passes._rule import Pass
+from megacpp_compile.passes._rule import Match, Pass
 from tests.frames import TOLERANCE, Frames, check, check_graph, largest_error, run, run_graph, train
 from tests.lowerings import relative_error
 
@@ -82,24 +82,61 @@ def assert_dynamic(
     assert len(frames.graphs) == 1, "compiled again for another length"
 
 
-class Watched:
-    """A pass in all but that it notes in `changed` what its `find` has changed of a graph."""
+class Watch:
+    """Notes in `changed`, by the passes that may have done it, what their `find` has changed of a graph. What a graph is
+    made of takes as long to gather as a pass takes to look at it: that is done before the first pass looks at a graph, and
+    once more before somebody else changes it and when the last pass has looked."""
 
-    def __init__(self, watched: Pass):
-        self.watched = watched
-        self.changed: list[str] = []
+    def __init__(self) -> None:
+        self.changed: dict[str, list[str]] = {}
+        self.view: GraphView | None = None
+        self.before: dict[Node, tuple[Any, ...]] = {}
+        self.readers: list[str] = []
+
+    def find(self, p: Pass, view: GraphView) -> list[Any]:
+        new = view is not self.view
+        if new:
+            self.view, self.before, self.readers = view, _state(view.graph), []
+        self.readers.append(p.name)
+        found = list(p.find(view))
+        if new or any(isinstance(one, Match) for one in found):  # the driver drops nodes, or rewrites them
+            self.look()
+        return found
+
+    def look(self) -> None:
+        if self.view is not None and self.readers:
+            after = _state(self.view.graph)
+            self.note(_changes(self.before, after) if self.before != after else ())
+            self.before = after
+
+    def note(self, changes: Iterable[str]) -> None:
+        if changes := list(changes):
+            self.changed.setdefault(", ".join(self.readers), []).extend(changes)
+        self.readers = []
+
+    def dropped(self, erased: bool) -> bool:
+        """Told what the driver's `drop_dead` gives: after the first look there are dead nodes by a rewrite alone."""
+        if erased and self.readers:
+            self.note(["nodes that nobody reads"])
+        return erased
+
+    def until_the_end(self, passes: Iterable[Pass]) -> Iterator[Pass]:
+        yield from passes
+        self.look()
+        self.view, self.before = None, {}
+
+
+class Watched:
+    """A pass in all but that `watch` is told of its `find`."""
+
+    def __init__(self, watched: Pass, watch: Watch):
+        self.watched, self.watch = watched, watch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.watched, name)
 
     def find(self, view: GraphView) -> list[Any]:
-        before = view.__dict__.get("as_left")  # by the pass before, from whom only a graph that is the same comes along
-        before = _state(view.graph) if before is None else before
-        found = list(self.watched.find(view))
-        after = view.__dict__["as_left"] = _state(view.graph)
-        if before != after:
-            self.changed += _changes(before, after)
-        return found
+        return self.watch.find(self.watched, view)
 
 
 _PARTS = ("target", "args", "kwargs", "users", "next", "keys of meta", "meta")

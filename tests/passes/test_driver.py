@@ -18,6 +18,7 @@ import megacpp_compile
 from megacpp_compile import analysis
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import capture
+from megacpp_compile.fx.edit import drop_dead
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.passes import _driver, down_norm_up
 from megacpp_compile.passes._rule import Match
@@ -28,7 +29,7 @@ from tests.frames import check, run, run_graph
 from tests.matchers.graphs import trace
 
 from . import experts, test_linear
-from .contract import Watched
+from .contract import Watch
 
 DIM, RANK = 40, 26
 
@@ -280,10 +281,40 @@ def test_a_find_that_writes_is_seen(key):
             node.meta[key] = 1
             yield MatchFailure(node, "", "")
 
-    watched = Watched(types.SimpleNamespace(find=find))
+    watch = Watch()
     traced = trace(lambda x: x.relu(), hidden())
-    watched.find(types.SimpleNamespace(graph=traced.graph))
-    assert watched.changed and all(key in change for change in watched.changed)
+    watch.find(types.SimpleNamespace(name="writes", find=find), types.SimpleNamespace(graph=traced.graph))
+    assert list(watch.changed) == ["writes"] and all(key in change for change in watch.changed["writes"])
+
+
+def _written(view, node):
+    node.meta["val"] = 1
+    return []
+
+
+def _dead(view, node):
+    with view.graph.inserting_after(node):
+        view.graph.call_function(torch.ops.aten.relu.default, (node,))
+    return []
+
+
+def _matching(view, node):
+    node.meta["val"] = 1
+    return [Match(node, [], [], lambda build: None)]
+
+
+@pytest.mark.parametrize("last, by", [(_written, "reads, writes, reads"), (_dead, "reads, writes"), (_matching, "reads, writes")])
+def test_what_a_later_find_writes_is_seen(last, by):
+    """At the end of a run, before a pass rewrites, and where the driver drops what was put there."""
+    watch = Watch()
+    graph = trace(lambda x: x.relu(), hidden()).graph
+    view, node = types.SimpleNamespace(graph=graph), next(iter(graph.nodes))
+    reads = types.SimpleNamespace(name="reads", find=lambda view: [])
+    writes = types.SimpleNamespace(name="writes", find=lambda view: last(view, node))
+    for p in watch.until_the_end([reads, reads, writes, reads]):
+        watch.find(p, view)
+        watch.dropped(drop_dead(graph))
+    assert list(watch.changed) == [by]
 
 
 def test_a_graph_is_linted_by_passes_that_have_changed_it(monkeypatch):
