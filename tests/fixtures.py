@@ -63,6 +63,7 @@ def quick_compilers():
         quicker_fakes.with_quick_questions(patch)
         quicker_fakes.with_quick_fakes(patch)
         quicker_fakes.with_quick_memories(patch)
+        quicker_fakes.with_quick_updates(patch)
         quicker.without_stances(patch)
         quicker.without_checks_of_integers(patch)
         yield

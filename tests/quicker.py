@@ -305,9 +305,15 @@ def with_quick_trees(patch: pytest.MonkeyPatch) -> None:
         return leaves, taken_apart(tree, leaves)
 
     as_of(_pytree, mapped, tree_map, gather, tree_iter, taken_apart, tree_flatten)
-    patch.setattr(_pytree, "tree_map", tree_map)
-    patch.setattr(_pytree, "tree_iter", tree_iter)
-    patch.setattr(_pytree, "tree_flatten", tree_flatten)
+    for quick, whole in ((tree_map, whole_map), (tree_iter, whole_iter), (tree_flatten, whole_flatten)):
+        _wherever(patch, whole, quick)
+
+
+def _wherever(patch: pytest.MonkeyPatch, whole: Any, quick: Any) -> None:
+    """Puts `quick` in the place of torch's function, also in modules that have imported it by its name."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.") and vars(module).get(whole.__name__) is whole:
+            patch.setattr(module, whole.__name__, quick)
 
 
 def without_stances(patch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch._dynamo.source import ConstantSource
+from torch._inductor import fx_utils
+from torch._inductor.virtualized import V
 from torch._subclasses import fake_tensor, meta_utils
 from torch.fx import proxy
 from torch.fx.experimental import proxy_tensor
@@ -196,3 +198,26 @@ def test_a_kernel_is_entered_and_left_as_torch_does():
     mode.in_kernel_invocation = True
     with pytest.raises(AssertionError), inside(mode):
         pass
+
+
+@pytest.mark.parametrize("how", ["as torch", "quick"])
+def test_what_a_pass_has_changed_is_known_again(how):
+    """New nodes, nodes that read others now, and whoever reads these; the rest keeps its very values."""
+    quick = fx_utils.FakeTensorUpdater.incremental_update
+    update = quick if how == "quick" else quick.__wrapped__
+    mode = fake_tensor.FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        inputs = torch.ones(4, 6), torch.ones(3, 6)
+    gm = proxy_tensor.make_fx(lambda x, y: (x.relu().exp().t(), y.sin()))(*inputs)
+    with V.set_fake_mode(mode):
+        updater = fx_utils.FakeTensorUpdater(gm)
+        (x, y), (relu,) = gm.graph.find_nodes(op="placeholder"), (n for n in gm.graph.nodes if "relu" in n.name)
+        (exp,), (t,), (sin,) = relu.users, next(iter(relu.users)).users, y.users
+        kept = {n: n.meta["val"] for n in (x, y, relu, sin)}
+        with gm.graph.inserting_before(exp):
+            cut = gm.graph.call_function(torch.ops.aten.slice.Tensor, (relu, 0, 0, 2))
+        exp.replace_input_with(relu, cut)
+        assert update(updater) == 3
+        assert [tuple(n.meta["val"].shape) for n in (cut, exp, t)] == [(2, 6), (2, 6), (6, 2)]
+        assert all(n.meta["val"] is value for n, value in kept.items())
+        assert update(updater) == 0
