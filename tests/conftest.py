@@ -11,6 +11,8 @@ import random
 import shutil
 import tempfile
 
+import pytest
+
 from tests import tiers
 
 # A process that was killed may leave half a library behind in Inductor's cache, which every later run would load. Workers
@@ -33,6 +35,14 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if hasattr(config, "workerinput") or config.option.collectonly or config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.fixtures")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getoption("dist") == "loadgroup":
+        from tests.scheduling import Scheduling
+
+        return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
+from xdist.scheduler import LoadGroupScheduling
 
 from tests import conftest, durations, seeds, tiers
 from tests.adapters import megatron_ranks, test_megatron_ranks
 from tests.repeat import failed_in, table
+from tests.scheduling import Scheduling
 from tests.sharding import delayed, heads, ranks, test_delayed_scaling, test_dtensors, test_heads
 
 DRAWS = """
@@ -202,3 +204,47 @@ def test_rare_cases_are_there_and_no_test_reads_them_otherwise(tests, cases):
 def test_no_vector_instructions_are_tried_out():
     """`tests/conftest.py` says so before torch is imported, which reads it once."""
     assert inductor_config.cpp.vec_isa_ok is not None
+
+
+class Worker:
+    """What a scheduler sees of one."""
+
+    def __init__(self, name, collection):
+        self.gateway, self.given, self.shutting_down = types.SimpleNamespace(id=name), [], False
+        self.collection = collection
+
+    def send_runtest_some(self, numbers):
+        self.given += [self.collection[n] for n in numbers]
+
+    def shutdown(self):
+        self.shutting_down = True
+
+
+def given_out(kind, names, crashes=False):
+    """(what each of two workers was given, the test in which the second of them crashed)"""
+    option = types.SimpleNamespace(loadscopereorder=True)
+    config = types.SimpleNamespace(getvalue=lambda name: {"tx": ["popen"] * 2}[name], option=option)
+    scheduler, workers, ended, crashed = kind(config), [Worker(str(i), names) for i in range(2)], Counter(), None
+    for worker in workers:
+        scheduler.add_node(worker)
+        scheduler.add_node_collection(worker, names)
+    scheduler.schedule()
+    for _ in names:
+        for worker in scheduler.nodes:
+            if crashes and worker is workers[1] and ended.total() > 9:
+                crashed = scheduler.remove_node(worker)
+            elif ended[worker] < len(worker.given):
+                scheduler.mark_test_complete(worker, names.index(worker.given[ended[worker]]))
+                ended[worker] += 1
+    assert scheduler.tests_finished and not scheduler.has_pending
+    return [worker.given for worker in workers], crashed
+
+
+def test_tests_are_given_out_as_by_xdist():
+    """Each once, and groups on one worker; what a worker that crashes leaves behind goes to the other."""
+    names = [f"test_{i}.py::test" + ("@group" if i % 4 == 0 else "") for i in range(30)]
+    (first, second), _ = given_out(Scheduling, names)
+    assert [first, second] == given_out(LoadGroupScheduling, names)[0]
+    assert sorted(first + second) == sorted(names) and {name for name in names if "@" in name} <= {*first}
+    (first, second), crashed = given_out(Scheduling, names, crashes=True)
+    assert crashed in second and {*first, *second} == {*names}
