@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import statistics
 import subprocess
@@ -12,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-import megacpp_compile
 from megacpp_compile.fx import views
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.passes._driver import all_passes, pass_names
+from tests.sources import ON_ONE_WORKER, PACKAGE, SOURCES, nodes
 
-PACKAGE = Path(megacpp_compile.__file__).parent
 TESTS = Path(__file__).parent
-SOURCES = sorted(PACKAGE.rglob("*.py"))
+pytestmark = ON_ONE_WORKER
 PASSES = sorted(p.stem for p in (PACKAGE / "passes").glob("*.py") if not p.stem.startswith("_"))
 OPS = sorted(p.parent.name for p in (PACKAGE / "lowerings").glob("[!_]*/__init__.py"))
 
@@ -91,11 +89,6 @@ def test_casts_and_views_are_followed_by_the_reader():
             names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(loop)} if isinstance(loop, ast.While) else set()
             loops += [f"{path.relative_to(PACKAGE)}:{loop.lineno}"] if names & asked and "pop" not in names else []
     assert len(loops) <= MOST_STRIP_LOOPS, loops
-
-
-@functools.cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def imported(path: Path) -> set[str]:

@@ -40,6 +40,7 @@ from megacpp_compile._torch.pytree import tree_leaves, tree_map
 from megacpp_compile._torch.symbols import RAISES, SYMBOLS
 from megacpp_compile.errors import BadOptionError
 from tests._torch.uses import PACKAGE, users
+from tests.sources import ON_ONE_WORKER
 
 
 def compiled(f, backend, *args):
@@ -77,6 +78,7 @@ def test_torch_has_it(key):
 
 
 @pytest.mark.end_to_end
+@ON_ONE_WORKER
 def test_rows_are_complete_and_unique_and_have_users():
     assert not set(SYMBOLS) - set(users())
     assert len({s.path for s in SYMBOLS.values()}) == len(SYMBOLS)

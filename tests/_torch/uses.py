@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 from collections import defaultdict
-from pathlib import Path
 
-import megacpp_compile
 from megacpp_compile._torch.symbols import SYMBOLS
+from tests.sources import PACKAGE, SOURCES, nodes
 
-PACKAGE = Path(megacpp_compile.__file__).parent
 DOOR = "megacpp_compile._torch"
 
 
@@ -19,12 +17,12 @@ def users() -> dict[str, list[str]]:
     """Key in SYMBOLS -> files: that import the name or read it from its theme; for a row without a name, that have the
     last part of its path as an attribute, an argument or a word."""
     found: dict[str, set[str]] = defaultdict(set)
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in SOURCES:
         if path.name == "symbols.py":
             continue
-        tree, file = ast.parse(path.read_text()), path.relative_to(PACKAGE.parent).as_posix()
+        file = path.relative_to(PACKAGE.parent).as_posix()
         words: set[str] = set()
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(DOOR):
                 theme = (node.module or "").removeprefix(DOOR).lstrip(".")
                 for alias in node.names:

@@ -19,8 +19,8 @@ import torch
 import megacpp_compile
 from megacpp_compile import cli, errors
 from tests.docs.commands import ROOT
+from tests.sources import ON_ONE_WORKER, PACKAGE, SOURCES, nodes, tree
 
-PACKAGE = ROOT / "megacpp_compile"
 # Pages of docs/ that the site builds and its navigation leaves out -> why.
 LEFT_OUT: dict[str, str] = {}
 # Arguments that a signature does not take, and what no user meets, with where it ends.
@@ -38,11 +38,12 @@ PYTHONS_OWN = {
 }
 
 
+@ON_ONE_WORKER
 def test_errors_are_this_package_s_own():
     own = {name for name, value in vars(errors).items() if isinstance(value, type)}
     found: dict[str, set[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in SOURCES:
+        for node in nodes(path):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 name = ast.unparse(node.exc.func).rpartition(".")[2]
                 if name not in own and hasattr(builtins, name) and name != "AssertionError":  # a defect of this package
@@ -168,11 +169,12 @@ def there_is():
     return {"option": options, "argument": options | arguments | OTHERS_ARGUMENTS, "flag": flags}
 
 
+@ON_ONE_WORKER
 def test_options_arguments_and_flags_that_messages_name_are_there(there_is):
     """Advice that names an option is no advice where there is none so called."""
     seen = set()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for text in messages(ast.parse(path.read_text())):
+    for path in SOURCES:
+        for text in messages(tree(path)):
             for kind, name in named_in(text):
                 assert name in there_is[kind], f"{path.relative_to(ROOT)}: {kind} {name!r} in {text!r}"
                 seen.add((kind, name))

@@ -18,19 +18,19 @@ from megacpp_compile.report.page import page
 from megacpp_compile.report.records import Frame, MissedFusion
 from megacpp_compile.report.report import Report
 from megacpp_compile.report.tags import TAGS, meaning, with_table
+from tests import sources
 from tests.docs.commands import ROOT
+from tests.sources import ON_ONE_WORKER, PACKAGE, SOURCES
 
-PACKAGE = ROOT / "megacpp_compile"
 # Where refusals are written as (tag, reason), whatever they are handed to.
 REFUSING = ("matchers", "passes", "frontend")
 # Words beside a sentence there that are no tags, with what they are.
 NO_TAGS = {"attention": "a pass", "spelled out": "a call", "data-dependent": "torch's word", "unbacked": "torch's word"}
-ON_ONE_WORKER = pytest.mark.xdist_group("tags")  # it takes a second to parse the package
 
 
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")) if path.name != "tags.py"}
+    return {path: sources.tree(path) for path in SOURCES if path.name != "tags.py"}
 
 
 @ON_ONE_WORKER
