@@ -250,7 +250,7 @@ def test_a_rule_that_changes_the_graph_is_an_error(eager_backend):
     with pytest.raises(errors.RegistrationError, match="rule 'bad' changes the graph in 'find'"):
         torch.compile(sin_twice, backend="megacpp")(x())
     for watched in _driver.all_passes():
-        watched.changed.clear()  # which the fixture of all tests of passes would tell
+        watched.watch.changed.clear()  # which the fixture of all tests of passes would tell
 
 
 # --- registration that fails
