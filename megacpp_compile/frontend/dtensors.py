@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
 from megacpp_compile.errors import CaptureError
-from megacpp_compile.fx.edit import called, dynamo_value
+from megacpp_compile.fx.edit import called, dynamo_value, named_in_place
 from megacpp_compile.fx.provenance import source_line
 
 _WRITERS = frozenset(
@@ -140,7 +140,7 @@ def writes(node: Node) -> bool:
     if (schema := getattr(node.target, "_schema", None)) is not None:
         return bool(schema.is_mutable)
     name = called(node)
-    return name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__iadd__", "__imul__")
+    return named_in_place(name) or name in ("__setitem__", "__iadd__", "__imul__")
 
 
 def _written(node: Node) -> Sequence[Node]:

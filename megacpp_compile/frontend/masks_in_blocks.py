@@ -7,18 +7,18 @@ causal. In the block's graph the mask is code again, of positions, and of flags 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.frontend.calls_of_blocks import Piece
-from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
+from megacpp_compile.frontend.hidden_writes import has_gradient, storage_of, written_tensors
 from megacpp_compile.fx.copies import copied, in_place_of
 from megacpp_compile.fx.edit import called, dynamo_value
 from megacpp_compile.fx.mode_states import mode_states
 from megacpp_compile.fx.provenance import local_path
+from megacpp_compile.fx.sizes import elements
 
 # What masks are made by: of these each gives equal values wherever it is called, and takes a kernel little.
 _COMPARES = frozenset("le lt ge gt eq ne __le__ __lt__ __ge__ __gt__ __eq__ __ne__ tril triu".split())
@@ -46,6 +46,8 @@ def with_own_masks(gm: GraphModule, pieces: Sequence[Piece]) -> GraphModule:
                 if any(states[n] != states[piece.calls[0]] for n in made[node]):
                     made[node] = []
     made = {node: calls for node, calls in made.items() if calls}
+    makers = {n for calls in made.values() for n in calls}
+    in_order = [n for n in gm.graph.nodes if n in makers]
     wanting = [piece for piece in pieces if piece.name and not made.keys().isdisjoint(piece.inputs) and _stack(piece)]
     if not wanting:
         return gm
@@ -54,14 +56,14 @@ def with_own_masks(gm: GraphModule, pieces: Sequence[Piece]) -> GraphModule:
         own: dict[Node, Node] = {}
         calls = {n for node in piece.inputs for n in made.get(node, ())}
         with graph.inserting_before(copies[piece.calls[0]]):
-            for node in gm.graph.nodes:  # in their order
+            for node in in_order:
                 if node in calls:
                     own[node] = graph.node_copy(node, lambda n, own=own: own.get(n, copies[n]))  # type: ignore[misc]
                     own[node].meta["nn_module_stack"] = _stack(piece)
         for call in piece.calls:
             for node in made.keys() & set(call.all_input_nodes):
                 copies[call].replace_input_with(copies[node], own[node])
-    for node in reversed([n for n in gm.graph.nodes if any(n in calls for calls in made.values())]):
+    for node in reversed(in_order):
         if not copies[node].users:
             graph.erase_node(copies[node])
     return in_place_of(gm, graph, {old: new for old, new in copies.items() if not new._erased})
@@ -74,18 +76,18 @@ def _mask(node: Node, written: set[int | None]) -> list[Node]:
         at = open_.pop()
         if at in calls or at in inputs:
             continue
-        value = dynamo_value(at)
-        if at.op == "placeholder" and _integers(value):
+        if at.op == "placeholder" and _integers(dynamo_value(at)):
             inputs.append(at)
             continue
-        plain = at.op in ("call_function", "call_method") and called(at) in _MAKES and not _differentiated(value)
+        plain = at.op in ("call_function", "call_method") and called(at) in _MAKES and not has_gradient(at)
         if not plain or storage_of(at) in written or len(calls) >= MOST:
             return []
         calls[at] = None
         compares = compares or called(at) in _COMPARES
         open_ += at.all_input_nodes
     mask = dynamo_value(node)
-    large = isinstance(mask, torch.Tensor) and _elements([node]) > _elements(inputs)
+    read = (v for n in inputs if isinstance(v := dynamo_value(n), torch.Tensor))
+    large = isinstance(mask, torch.Tensor) and elements(mask) > sum(map(elements, read))
     return list(calls) if compares and large else []
 
 
@@ -94,17 +96,6 @@ def _integers(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.dtype.is_floating_point and not value.dtype.is_complex
     return isinstance(value, torch.SymInt)
-
-
-def _differentiated(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _elements(nodes: Iterable[Node]) -> float:
-    """Of their tensors, by the sizes at hand."""
-    tensors = [v for n in nodes if isinstance(v := dynamo_value(n), torch.Tensor)]
-    sizes = [[s if isinstance(s, int) else int(s.node.hint or 1) for s in v.shape] for v in tensors]
-    return sum(map(math.prod, sizes))
 
 
 def _stack(piece: Piece) -> dict[str, object]:

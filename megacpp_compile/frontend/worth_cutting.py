@@ -6,7 +6,6 @@ that reach from one block into the next: of what a block hands on, the next one'
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -17,6 +16,7 @@ from megacpp_compile.frontend.calls_of_blocks import CALL, NotCut, Piece, all_ca
 from megacpp_compile.frontend.hidden_writes import storage_of
 from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.fx.groups import by_key
+from megacpp_compile.fx.sizes import elements, hint, nbytes
 
 # Blocks of one kind. Fewer are compiled in seconds.
 MANY = 8
@@ -63,19 +63,11 @@ def _tensors(nodes: Iterable[Node]) -> list[torch.Tensor]:
 def _bytes(nodes: Iterable[Node]) -> int:
     """Of all storages that hold results of the nodes."""
     held = {storage_of(n): v for n in nodes if isinstance(v := dynamo_value(n), torch.Tensor)}
-    return sum(_elements(v) * v.element_size() for v in held.values())
+    return sum(map(nbytes, held.values()))
 
 
 def _work(block: Piece) -> float:
     """Multiplications of the block's weights with what it hands on, as many rows."""
     weights = (v for v in _tensors(block.inputs) if isinstance(v, torch.nn.Parameter) and v.dim() > 1)
-    rows = max((_elements(v) // max(_number(v.shape[-1]), 1) for v in _tensors(block.outputs) if v.dim()), default=0)
-    return float(rows * sum(map(_elements, weights)))
-
-
-def _elements(value: torch.Tensor) -> int:
-    return math.prod(map(_number, value.shape))
-
-
-def _number(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else int(size.node.hint or 1)
+    rows = max((elements(v) // max(hint(v.shape[-1]), 1) for v in _tensors(block.outputs) if v.dim()), default=0)
+    return float(rows * sum(map(elements, weights)))
